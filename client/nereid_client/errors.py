@@ -5,9 +5,9 @@ FrontendError
 |  '- Disconnected   the client has closed the connection, so nobody reads the response
 '- BackendError      an error of the Triton server: a gRPC status code and a message
 
-FieldError is a ValueError, because pydantic converts an exception of a validator into its own
-ValidationError only if the exception is a ValueError. `from_validation` converts a ValidationError
-into an ApiError.
+FieldError is raised by the validators of the request bodies. It is a ValueError, because pydantic
+turns only ValueErrors of a validator into a ValidationError. `from_validation` turns a
+ValidationError into an ApiError.
 """
 
 import json
@@ -110,6 +110,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+"""Maps an HTTP status to the `type` of the error. `ApiError.body` has a default for the others."""
 
 _HTTP_STATUS_AND_CODE = {
     "INVALID_ARGUMENT": (400, None),
@@ -120,22 +121,28 @@ _HTTP_STATUS_AND_CODE = {
 }
 """Maps a gRPC status code to an HTTP status and OpenAI's error code. Other codes become a 500."""
 
-_RETRY_AFTER = re.compile(r"again in (\d+) s\b")  # the waiting time, estimated by the executor
+# The executor estimates the waiting time. Example: "Try again in 4 s".
+_RETRY_AFTER = re.compile(r"again in (\d+) s\b")
+# Examples: "9000 tokens; the limit is 4096 (max_model_len)" and
+# "9000 tokens, but max_model_len is 4096".
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
+# The ensemble's input tensors for a prompt. The HTTP API calls both of them `prompt`.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
-# "temperature: must ..." or, in a plain sentence, "max_tokens must ...".
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
+# Example: the field of "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
+# Example: the field of "max_tokens must be at least 1". A word without "_", "." or "[" counts only
+# if it is a known field, because other sentences start with a word too: "image is too large".
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
 )
+# These words stand for the field in the second part of "seed: the value must be an integer".
 _SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 
-# For each error type of pydantic, the end of the sentence "FIELD must be ...".
 _REQUIREMENTS = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -154,8 +161,19 @@ _REQUIREMENTS = {
     "less_than_equal": "at most {le}",
     "string_too_short": "a string with at least {min_length} character",
 }
-# If a field accepts several types, pydantic adds the name of one type to the path of the field.
-_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}
+"""Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
+
+_UNION_TYPES = {
+    "str": "a string",
+    "list[str]": "a list of strings",
+    "list[dict[str,any]]": "a list of objects",
+    "dict[str,any]": "an object",
+}
+"""The types of fields that accept several types, under the names that pydantic gives them.
+
+For such a field, pydantic reports one error for each type, and appends the name of the type to the
+path of the field. Example: the path ("stop", "list[str]").
+"""
 
 
 def to_api_error(error: FrontendError) -> ApiError:
@@ -196,15 +214,26 @@ def from_validation(error: ValidationError) -> ApiError:
     Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
     is "temperature".
     """
+    first = first_field_error(error)
+    return ApiError(400, str(first), param=first.field or None)
+
+
+def first_field_error(error: ValidationError, place: str = "") -> FieldError:
+    """Return a FieldError that describes the first wrong field of an object.
+
+    Args:
+        error: pydantic's error.
+        place: the path of the object in the request body, such as "tools[0]". "" is the body.
+    """
     details = error.errors(include_url=False)
+    if place:
+        details = [{**detail, "loc": (place, *detail["loc"])} for detail in details]
     first = details[0]
     path = _path(first)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
-        return ApiError(400, str(cause), param=cause.field)
-    if first["type"] == "value_error":  # a ValueError of our validators, without a field
-        message = f"{path} {cause}".strip()
-    elif first["type"] == "missing":
+        return cause
+    if first["type"] == "missing":
         message = f"{path} is required, but the request does not contain it"
     elif first["type"] == "too_short":
         least = first["ctx"]["min_length"]
@@ -216,23 +245,28 @@ def from_validation(error: ValidationError) -> ApiError:
         )
     else:
         message = _type_message(details)
-    return ApiError(400, message, param=path if _FIELD_PATH.fullmatch(path) else None)
+    return FieldError(path if _FIELD_PATH.fullmatch(path) else "", message)
 
 
 def _type_message(details: Sequence[ErrorDetails]) -> str:
     """Return the error message for a value that has a wrong type or is out of range.
 
-    For a field of several types, pydantic reports one error for each type. Examples:
-        stop=5:        "stop must be a string or a list, but the request has 5"
+    Examples:
+        stop=5:        "stop must be a string or a list of strings, but the request has 5"
         stop=["a", 5]: "stop[1] must be a string, but the request has 5"
+
+    Args:
+        details: the errors of one field: one error for each type that the field accepts.
     """
     path = _path(details[0])
-    member = next((one for one in details if _path(one).startswith(f"{path}[")), None)
-    if member is not None and isinstance(details[0]["input"], list):
-        details, path = [member], _path(member)
-    reasons = [_requirement(one) for one in details if _path(one) == path]
-    wanted = " or ".join(dict.fromkeys(reasons))
-    return f"{path} must be {wanted}, but the request has {shown(details[0]['input'])}"
+    if isinstance(details[0]["input"], list):
+        # The value is a list with a wrong member, so only the error of the member is useful.
+        of_member = [detail for detail in details if _path(detail).startswith(f"{path}[")]
+        details = of_member[:1] or details
+        path = _path(details[0])
+    requirements = [_requirement(detail) for detail in details if _path(detail) == path]
+    requirement = " or ".join(dict.fromkeys(requirements))
+    return f"{path} must be {requirement}, but the request has {shown(details[0]['input'])}"
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -273,7 +307,13 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the requirement that a value violates, as the end of "FIELD must be ..."."""
+    """Return the requirement that a value violates, as the end of the sentence "FIELD must be ...".
+
+    Examples: "at most 2", "a string" and "'float' or 'base64'".
+    """
+    last = str(detail["loc"][-1]) if detail["loc"] else ""
+    if last in _UNION_TYPES:
+        return _UNION_TYPES[last]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
@@ -288,5 +328,5 @@ def _plain_number(value: object) -> object:
 
 def _path(detail: ErrorDetails) -> str:
     """Return the path of a wrong field in the request body, such as `messages[0].role`."""
-    parts = [part for part in detail["loc"] if part not in _UNION_MEMBERS]
+    parts = [part for part in detail["loc"] if part not in _UNION_TYPES]
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")

@@ -5,6 +5,7 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
@@ -12,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from nereid_client.errors import ApiError, Disconnected, from_validation
-from nereid_client.protocol.generation_requests import GenerationRequest
+from nereid_client.protocol.common_fields import GenerationRequest
+from nereid_client.protocol.request_limits import PublishedLimits
 from nereid_client.settings import Settings
 from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.triton_backend import Backend
@@ -33,6 +35,11 @@ class Context:
     settings: Settings
     backend: Backend
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def limits(self) -> PublishedLimits:
+        """The limits of the language model on the size of a request."""
+        return PublishedLimits(self.backend.request_limits)
 
 
 def context_of(request: Request) -> Context:
@@ -75,6 +82,28 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
     )
 
 
+async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, Any]:
+    """Read the body of a request to the language model, and check its size before it is parsed.
+
+    Args:
+        request: the HTTP request.
+        max_prompts: the largest number of prompts that the body may contain.
+
+    Raises:
+        ApiError: 400 if the body is not a JSON object, or if its prompt is certainly longer than
+            max_model_len; 413 if the body is too large.
+        Disconnected: the client closed the connection.
+    """
+    raw = await _read_bytes(request)
+    limits = await context_of(request).limits.get()
+    if limits is None:
+        return _parse_object(raw)
+    limits.check_size(len(raw), max_prompts)
+    body = _parse_object(raw)
+    limits.check_members(body)
+    return body
+
+
 async def read_body(request: Request) -> dict[str, Any]:
     """Read the JSON object in the body of a request.
 
@@ -82,10 +111,21 @@ async def read_body(request: Request) -> dict[str, Any]:
         ApiError: 400 if the body is not a JSON object, 413 if it is too large.
         Disconnected: the client closed the connection.
     """
+    return _parse_object(await _read_bytes(request))
+
+
+async def _read_bytes(request: Request) -> bytes:
     try:
-        raw = await request.body()
+        return await request.body()
     except ClientDisconnect:
         raise Disconnected from None
+
+
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in the body of a request.
+
+    Raises: ApiError 400 if the body is not a JSON object.
+    """
     try:
         body = json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:

@@ -4,10 +4,11 @@ A response with thousands of vectors takes long to encode. It is therefore encod
 other requests run in between.
 """
 
+import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +16,22 @@ import numpy as np
 import numpy.typing as npt
 from starlette.responses import Response
 
-from nereid_client.embeddings.model_choice import let_others_run
 from nereid_client.embeddings.pooling_backend import PoolingOutputs
 
 Floats = npt.NDArray[np.float32]
 
-_NUMBERS_PER_PART = 20_000  # encoding a part takes about 15 ms
+_CHARS_PER_PART = 400_000  # encoding this many characters of numbers takes about 15 ms
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A ranked document.
+    """A document with its score.
 
     Attributes:
-        index: its index in the request.
-        score: its relevance.
-        text: its text, or None if the response does not repeat it.
+        index: the index of the document in the request.
+        score: the relevance of the document to the query.
+        text: the text of the document, or None if the response does not repeat the texts.
     """
 
     index: int
@@ -39,9 +39,9 @@ class Ranked:
     text: str | None
 
 
-def usage_of(reply: PoolingOutputs) -> dict[str, int]:
+def usage_of(outputs: PoolingOutputs) -> dict[str, int]:
     """Return OpenAI's usage object. Pooling models generate no tokens."""
-    total = int(reply.arrays["num_tokens"].sum())
+    total = int(outputs.arrays["num_tokens"].sum())
     return {"prompt_tokens": total, "total_tokens": total}
 
 
@@ -61,17 +61,17 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def rows_of(reply: PoolingOutputs) -> list[Floats]:
-    """Return one float32 array for each input.
+def rows_of(outputs: PoolingOutputs) -> list[Floats]:
+    """Return one float32 array for each input of an embedding model.
 
     The shape of an array is [dimension] if the model returns one vector for each input, and
     [num_vectors, dimension] if the model returns one vector for each token.
     """
-    vectors = reply.arrays["embeddings"]
-    counts = reply.arrays.get("num_vectors")
-    if counts is None:
+    vectors = outputs.arrays["embeddings"]
+    num_vectors = outputs.arrays.get("num_vectors")
+    if num_vectors is None:
         return list(vectors)
-    return np.split(vectors, np.cumsum(counts)[:-1])
+    return np.split(vectors, np.cumsum(num_vectors)[:-1])
 
 
 def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
@@ -100,68 +100,53 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
 
 
-async def nested_lists_response(
-    head: Mapping[str, Any], key: str, lists: Mapping[str, Iterable[tuple[str, int]]]
-) -> Response:
-    """Return a response whose JSON object contains an object of long lists.
+def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
+    """Return a response with a JSON object, one member of which has been encoded before.
 
-    Example: {"embeddings": {"float": [[0.5]], "binary": [[1]]}, "id": "a"} has the key
-    "embeddings", and the head {"id": "a"}.
+    Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
+    the body {"data":[[0.5]],"model":"a"}.
 
     Args:
-        head: the other members of the JSON object.
-        key: the name of the object with the lists.
-        lists: the lists by name. Each item is a pair of its JSON and its number of numbers.
+        members: the other members of the object. There must be at least one.
+        name: the name of the encoded member.
+        encoded: the JSON of this member.
     """
-    written = []
-    for name, items in lists.items():
-        pieces = [piece async for piece in _in_parts(items)]
-        written.append(f'"{name}":[{",".join(pieces)}]')
-    body = f'{{"{key}":{{{",".join(written)}}},{_encode(dict(head))[1:]}'
+    body = f'{{"{name}":{encoded},{_encode(dict(members))[1:]}'
     return Response(body, media_type="application/json")
 
 
-async def list_response(
-    head: Mapping[str, Any], key: str, items: Iterable[tuple[str, int]]
-) -> Response:
-    """Return a response whose JSON object contains a long list.
+async def encode_list(items: Iterable[str]) -> str:
+    """Return a JSON list of items that are JSON texts. Let other requests run in between.
 
-    Example: {"data": [[0.5], [0.7]], "model": "a"} has the key "data", and the head {"model": "a"}.
+    Example: the items "[0.5]" and "[0.7]" return "[[0.5],[0.7]]".
 
     Args:
-        head: the other members of the JSON object.
-        key: the name of the list. For "", the response is the list alone.
-        items: the items of the list. Each one is a pair of its JSON and its number of numbers.
+        items: usually a generator, which encodes an item when the item is needed.
     """
-    pieces = [piece async for piece in _in_parts(items)]
-    body = f"[{','.join(pieces)}]"
-    if key:
-        inner = _encode(dict(head))[1:-1]
-        body = f'{{"{key}":{body}{"," if inner else ""}{inner}}}'
-    return Response(body, media_type="application/json")
-
-
-async def _in_parts(items: Iterable[tuple[str, int]]) -> AsyncIterator[str]:
-    """Yield the JSON of each item. Let other requests run after each part."""
-    num_encoded = 0
-    for piece, size in items:
-        yield piece
-        num_encoded += size
-        if num_encoded >= _NUMBERS_PER_PART:
-            num_encoded = 0
-            await let_others_run()
+    encoded = []
+    num_chars = 0
+    for item in items:
+        encoded.append(item)
+        num_chars += len(item)
+        if num_chars >= _CHARS_PER_PART:
+            num_chars = 0
+            await asyncio.sleep(0)
+    return f"[{','.join(encoded)}]"
 
 
 def ranking(
-    scores: Floats, documents: Sequence[str], top_n: int | None, with_text: bool
+    scores: Floats, documents: Sequence[str], top_n: int | None, *, with_text: bool
 ) -> list[Ranked]:
     """Return the documents in the order of their scores, the highest first.
+
+    Example: the scores [0.1, 0.9] of the documents ["a", "b"] with top_n=1 return
+    [Ranked(index=1, score=0.9, text="b")].
 
     Args:
         scores: the score of each document, a float32 array.
         documents: the texts.
         top_n: the number of documents to return. None or 0 returns all.
-        with_text: whether the result has the texts.
+        with_text: whether the result contains the texts.
     """
     order = np.argsort(-scores, kind="stable")[: top_n or None]
     return [Ranked(int(i), float(scores[i]), documents[i] if with_text else None) for i in order]
@@ -170,27 +155,27 @@ def ranking(
 def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
     """Return the list `results` in the format of Jina, vLLM and Cohere."""
     return [
-        {"index": one.index, "relevance_score": one.score}
-        | ({} if one.text is None else {"document": {"text": one.text}})
-        for one in ranked
+        {"index": document.index, "relevance_score": document.score}
+        | ({} if document.text is None else {"document": {"text": document.text}})
+        for document in ranked
     ]
 
 
 def sglang_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
     """Return the response of SGLang, which is a list."""
     return [
-        {"score": one.score}
-        | ({} if one.text is None else {"document": one.text})
-        | {"index": one.index, "meta_info": None}
-        for one in ranked
+        {"score": document.score}
+        | ({} if document.text is None else {"document": document.text})
+        | {"index": document.index, "meta_info": None}
+        for document in ranked
     ]
 
 
 def tei_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
     """Return the response of TEI, which is a list."""
     return [
-        {"index": one.index}
-        | ({} if one.text is None else {"text": one.text})
-        | {"score": one.score}
-        for one in ranked
+        {"index": document.index}
+        | ({} if document.text is None else {"text": document.text})
+        | {"score": document.score}
+        for document in ranked
     ]

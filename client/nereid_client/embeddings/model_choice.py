@@ -1,6 +1,8 @@
-"""Functions that the routes of the pooling models share: select the model and call it."""
+"""Functions that the routes of the embedding model and the reranker share.
 
-import asyncio
+They select the model for a request, and call it.
+"""
+
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +23,7 @@ from nereid_client.embeddings.pooling_backend import (
     TritonPooling,
 )
 from nereid_client.errors import ApiError, BackendError
+from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.request_context import (
     check_unicode,
     context_of,
@@ -34,12 +37,25 @@ R = TypeVar("R", bound=BaseModel)
 
 _DESCRIPTIONS = {EMBEDDING: "an embedding model", RERANK: "a reranker"}
 _ROUTES = {EMBEDDING: "POST /v1/embeddings", RERANK: "POST /v1/rerank"}
+_OUTPUTS = {
+    "dense": "one vector for each text",
+    "multi_vector": "one vector for each token",
+    "sparse": "sparse weights",
+    "score": "scores of pairs of texts",
+    "classify": "the probabilities of labels",
+}
+"""Descriptions of the kinds of output, for error messages."""
 _LANGUAGE_MODEL = ("the language model", "POST /v1/chat/completions")
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling models of an application."""
+    """The pooling models of an application: the embedding model and the reranker.
+
+    Attributes:
+        backend: calls a model.
+        directory: finds the models that the Triton server serves.
+    """
 
     backend: PoolingBackend
     directory: Directory
@@ -74,15 +90,17 @@ async def read_request(request: Request, kind: type[R]) -> R:
 
 
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
-    """Return the model for a request: the first of `kinds` that is served and has this name.
+    """Return the model for a request: the first served model of `kinds` that has this name.
 
     Args:
         request: the HTTP request.
         name: the field `model` of its body, or None if the body has no such field.
-        kinds: the kinds of model that can answer the request, in order of preference.
+        kinds: the kinds of model that can answer the request, in order of preference: "embedding"
+            and "rerank".
 
-    Raises: ApiError: 404 if no such model is served, 400 if the name is that of another kind of
-        model, 503 if the model does not answer.
+    Raises:
+        ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
+            503 if the model does not answer.
     """
     served, problems = [], []
     for kind in kinds:
@@ -140,35 +158,32 @@ def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[st
     return f"The model {name!r} is {description}. {remedy} The route of {name!r} is {route}."
 
 
-def require_kind(served: ServedModel, kind: str, description: str) -> None:
+def require_kind(served: ServedModel, kind: str) -> None:
     """Check that a model can compute a kind of output.
 
     Args:
         served: the model.
         kind: "dense", "sparse", "multi_vector", "score" or "classify".
-        description: what the request needs, for the error message.
 
-    Raises: ApiError 400 that names the kinds that the model can compute.
+    Raises: ApiError 400 that names the kinds of output that the model can compute.
     """
     kinds = served.info.get("kinds", ())
     if kind not in kinds:
         raise ApiError(
             400,
-            f"The model {served.name!r} cannot compute {description}. It can compute: "
-            f"{', '.join(kinds)}.",
+            f"The model {served.name!r} cannot compute {_OUTPUTS[kind]}. It can compute: "
+            f"{', '.join(_OUTPUTS[other] for other in kinds)}.",
             param="model",
         )
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not cut texts to fewer tokens than the model's limit.
-
-    The model cuts texts only at its limit.
+    """Check that a request does not cut texts before the model's limit, where the model cuts them.
 
     Args:
         served: the model.
-        name: the name of the field with the length at which to cut.
-        value: the value of this field, in tokens. None if the request does not have it.
+        name: the name of the field with the number of tokens after which texts are cut.
+        value: the value of this field. None if the request does not have the field.
 
     Raises: ApiError 400 that names the limit.
     """
@@ -183,54 +198,40 @@ def require_full_length(served: ServedModel, name: str, value: int | None) -> No
 
 
 async def call_model(
-    request: Request,
-    served: ServedModel,
-    tensors: Mapping[str, Sequence[Any]],
-    options: Mapping[str, Any],
-    fields: Mapping[str, str],
+    request: Request, served: ServedModel, inputs: ModelInputs, options: Mapping[str, Any]
 ) -> PoolingOutputs:
     """Call a pooling model. The call is cancelled when the client disconnects.
 
     Args:
         request: the HTTP request, whose body has been read.
         served: the model.
-        tensors: its input tensors: name -> values.
-        options: the JSON object for its input `options`.
-        fields: maps the name of a tensor to the field of the body with its values. An error that
-            names a tensor then names the field instead.
+        inputs: the input tensors.
+        options: the JSON object for the input `options`.
 
-    Raises: ApiError, BackendError.
+    Raises: ApiError, BackendError. The error names a request field instead of a tensor.
     """
-    for values in (*tensors.values(), options.values()):
+    for values in (*inputs.tensors.values(), options.values()):
         for value in values:
             if isinstance(value, str):
                 check_unicode(value)
-    call = PoolingCall(served.kind, unique_request_id(request), tensors, options)
+    call = PoolingCall(served.kind, unique_request_id(request), inputs.tensors, options)
     try:
         return await sse.unless_disconnected(
             request.receive, pooling_of(request).backend.infer(call)
         )
     except BackendError as error:
-        first_word = re.match(r"\w*", error.message)
-        name = first_word[0] if first_word else ""
-        if name not in fields:
+        # Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
+        name = re.split(r"\W", error.message, maxsplit=1)[0]
+        if name not in inputs.fields:
             raise
-        message = fields[name] + error.message[len(name) :]
+        message = inputs.fields[name] + error.message[len(name) :]
         raise BackendError(error.code, message) from None
 
 
-async def let_others_run() -> None:
-    """Let other requests run while a long response is encoded."""
-    await asyncio.sleep(0.0)
-
-
 def _problem(error: BackendError | TimeoutError) -> ApiError:
-    """Return the response if a model cannot be found."""
-    if isinstance(error, BackendError) and error.code == "NOT_FOUND":
+    """Return the response for a request whose model is not served or does not answer."""
+    if isinstance(error, TimeoutError):
+        error = BackendError("UNAVAILABLE", "The model does not answer. Try again.")
+    if error.code == "NOT_FOUND":
         return ApiError(404, error.message, param="model", code="model_not_found")
-    message = (
-        error.message
-        if isinstance(error, BackendError)
-        else "The model does not answer. Try again."
-    )
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})
+    return ApiError(503, error.message, code="unavailable", headers={"Retry-After": "1"})

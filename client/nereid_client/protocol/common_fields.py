@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.field_checks import (
@@ -18,6 +18,7 @@ from nereid_client.protocol.field_checks import (
     to_openai_response_format,
 )
 from nereid_client.protocol.refused import REFUSED, REFUSED_BY_BACKEND, Refusal, refuse
+from nereid_client.protocol.request_body import RequestBody
 
 
 class Origin(Enum):
@@ -38,23 +39,21 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 SERVICE_TIER = "default"
 """The service tier of every response: there is only one."""
-INT64 = 2**63
+INT64_LIMIT = 2**63
+"""Integers must be less than this number, because the backend stores them as int64."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
 # An unknown name that is at least this similar to a known name counts as a typing error. The
 # similarity is difflib's ratio: "max_token" has 0.94 to "max_tokens". llama.cpp's "return_tokens"
 # has 0.92 to "return_token_ids" and is not a typing error.
 _TYPING_ERROR = 0.93
-# A body with thousands of unknown fields must not occupy the frontend.
+# Only this number of unknown fields is compared with the known names. Otherwise, a body with
+# thousands of unknown fields would keep the frontend busy for seconds.
 _MAX_COMPARED_FIELDS = 32
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestBody):
     """Options of a stream."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
-    )
 
     include_usage: bool | None = False
     """Whether the stream ends with a chunk that contains the token counts."""
@@ -62,16 +61,13 @@ class StreamOptions(BaseModel):
     """Whether each chunk contains the token counts so far. Requires include_usage."""
 
 
-class GenerationRequest(BaseModel):
-    """The fields that chat completions, completions and responses have in common."""
+class GenerationRequest(RequestBody):
+    """The fields that chat completions, completions and responses have in common.
 
-    model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    Attributes:
+        refused: the tables of fields that a subclass refuses, in addition to `REFUSED`.
+    """
+
     refused: ClassVar[tuple[Mapping[str, Refusal], ...]] = ()
 
     model: Annotated[str | None, FRONTEND_ONLY] = None
@@ -84,17 +80,17 @@ class GenerationRequest(BaseModel):
     the counts to each chunk. Requires `stream: true`."""
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     """The number of choices to generate for each prompt."""
-    max_tokens: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """The largest number of tokens to generate, reasoning included. The default is the model
     length."""
-    min_tokens: Annotated[int | None, Field(ge=0, lt=INT64), VLLM] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT), VLLM] = None
     """The number of tokens before which no stop token is sampled."""
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     """The sampling temperature. 0 always selects the most likely token. The default is the value in
     `generation_config.json`, or 1."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     """Sample only from the most likely tokens whose probabilities together reach this number."""
-    top_k: Annotated[int | None, Field(ge=-1, lt=INT64), VLLM] = None
+    top_k: Annotated[int | None, Field(ge=-1, lt=INT64_LIMIT), VLLM] = None
     """Sample only from this number of most likely tokens. -1 and 0 allow all tokens."""
     min_p: Annotated[float | None, Field(ge=0, le=1), VLLM] = None
     """Exclude tokens whose probability is below `min_p` times the probability of the most likely
@@ -112,7 +108,7 @@ class GenerationRequest(BaseModel):
     """The only tokens that can be generated."""
     bad_words: Annotated[list[str] | None, VLLM] = None
     """Up to 128 texts that cannot be generated."""
-    seed: Annotated[int | None, Field(ge=-INT64, lt=INT64)] = None
+    seed: Annotated[int | None, Field(ge=-INT64_LIMIT, lt=INT64_LIMIT)] = None
     """The seed of the sampling. Equal requests with equal seeds get equal tokens."""
     stop: str | list[str] | None = None
     """A string, or up to 16 strings, before which the answer ends."""
@@ -145,9 +141,9 @@ class GenerationRequest(BaseModel):
     """A JSON schema that the answer must match: an object, or the text of an object."""
     grammar: Annotated[str | None, LLAMA_CPP] = None
     """A grammar in EBNF that the answer must match."""
-    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=INT64), VLLM] = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT), VLLM] = None
     """The largest number of reasoning tokens."""
-    reasoning_budget_tokens: Annotated[int | None, Field(lt=INT64), LLAMA_CPP] = None
+    reasoning_budget_tokens: Annotated[int | None, Field(lt=INT64_LIMIT), LLAMA_CPP] = None
     """llama.cpp's name of `thinking_token_budget`. -1 means no limit."""
     custom_params: Annotated[Any, SGLANG] = None
     """An object with the key `thinking_budget`, which has the meaning of
@@ -220,13 +216,10 @@ class GenerationRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
-        refuse(body, REFUSED, *cls.refused)
-        refused = {
-            *REFUSED,
-            *REFUSED_BY_BACKEND,
-            *(name for table in cls.refused for name in table),
-        }
-        refuse_typing_errors(body, refused | cls.model_fields.keys())
+        tables = (REFUSED, *cls.refused)
+        refuse(body, *tables)
+        known = {*cls.model_fields, *REFUSED_BY_BACKEND}.union(*tables)
+        refuse_typing_errors(body, known)
         return body
 
     @model_validator(mode="after")
@@ -281,9 +274,9 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
     Args:
         body: the request body.
-        known: the names of all fields that the API accepts, or refuses with a reason.
+        known: the names of all fields that the API accepts or refuses.
 
-    Raises: FieldError that names the field and the similar known field.
+    Raises: FieldError that names the unknown field and the similar known field.
     """
     unknown = [name for name in body if name not in known][:_MAX_COMPARED_FIELDS]
     if not unknown:

@@ -1,67 +1,45 @@
 """The prompts of a completion: texts or lists of token ids."""
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.request_body import check_token_ids
 
 Prompt = str | tuple[int, ...]
 """A prompt of a completion: a text, or token ids."""
 
-_MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
-
 
 def read_prompts(value: object) -> tuple[Prompt, ...]:
-    """Return the prompts of a body.
+    """Return the prompts in the field `prompt` of a completion.
 
-    Example: "a" returns ("a",), ["a", "b"] returns ("a", "b"), and [1, 2] returns ((1, 2),).
+    Examples:
+        "a"           -> ("a",)
+        ["a", "b"]    -> ("a", "b")
+        [1, 2]        -> ((1, 2),)
+        [[1, 2], [3]] -> ((1, 2), (3,))
 
-    Raises: FieldError if the value has none of the four types that the API accepts.
+    Raises: FieldError if the value has another type.
     """
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, list):
+    if value == []:
+        raise FieldError("prompt", "prompt must not be an empty list")
+    if not isinstance(value, list) or not isinstance(value[0], str | int | float | list):
         raise FieldError(
             "prompt",
             "prompt must be a string, a list of strings, a list of token ids or a list of lists "
             f"of token ids, but the request has {shown(value)}",
         )
-    if not value:
-        raise FieldError("prompt", "prompt must not be an empty list")
-    if _is_token_id(value[0]):
-        return (_token_ids(value, "prompt"),)
     if isinstance(value[0], str):
-        return tuple(_string(item, index) for index, item in enumerate(value))
-    return tuple(_token_ids(item, f"prompt[{index}]") for index, item in enumerate(value))
-
-
-def _string(item: object, index: int) -> str:
-    if not isinstance(item, str):
-        raise FieldError(
-            "prompt",
-            f"prompt[{index}] must be a string, because the first item of prompt is a string, but "
-            f"the request has {shown(item)}",
+        for index, item in enumerate(value):
+            if not isinstance(item, str):
+                raise FieldError(
+                    "prompt",
+                    f"prompt[{index}] must be a string, because the first item of prompt is a "
+                    f"string, but the request has {shown(item)}",
+                )
+        return tuple(value)
+    if isinstance(value[0], list):
+        return tuple(
+            tuple(check_token_ids(item, "prompt", f"prompt[{index}]"))
+            for index, item in enumerate(value)
         )
-    return item
-
-
-def _token_ids(value: object, place: str) -> tuple[int, ...]:
-    """Return a list of token ids as a tuple.
-
-    Raises: FieldError if the value at `place` is not such a list.
-    """
-    if not isinstance(value, list) or not value:
-        raise FieldError(
-            "prompt",
-            f"{place} must be a list of at least one token id, but the request has {shown(value)}",
-        )
-    for token in value:
-        if not _is_token_id(token):
-            raise FieldError(
-                "prompt",
-                f"{place} must contain integers from 0 to {_MAX_TOKEN_ID} as token ids, but the "
-                f"request has {shown(token)}",
-            )
-    return tuple(value)
-
-
-def _is_token_id(value: object) -> bool:
-    # A boolean is an int, but not a token id.
-    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
+    return (tuple(check_token_ids(value, "prompt", "prompt")),)

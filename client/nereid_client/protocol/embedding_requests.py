@@ -3,34 +3,42 @@
 Fields that are not declared here are ignored, as those servers do.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
-_MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
 _CONTENT_PARTS = ("text", "image", "image_url")
 
 
-class PoolingRequest(BaseModel):
-    """The fields that all requests to an embedding model or reranker have in common."""
+@dataclass(frozen=True)
+class ModelInputs:
+    """The input tensors of an embedding model or reranker.
 
-    model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    Attributes:
+        tensors: maps the name of a tensor to its values.
+        fields: maps the name of a tensor, or of an option, to the request field with its value. If
+            an error of the model names the tensor, the response names the field instead.
+    """
+
+    tensors: Mapping[str, Sequence[Any]]
+    fields: Mapping[str, str]
+
+
+class PoolingRequest(RequestBody):
+    """The fields that all requests to an embedding model or reranker have in common."""
 
     model: str | None = None
     """The name of the model, as listed by /v1/models. It may be left out."""
     user: str | None = None
     """A label for the caller's own use. It has no effect."""
     truncate: bool | None = None
-    """Whether a text that is too long is cut at its end. By default it is an error."""
+    """Whether a text that is too long is cut at its end. By default, such a text is an error."""
     truncate_prompt_tokens: int | None = None
     """-1 cuts texts at the model's limit. Other values are not supported."""
     truncation_direction: str | None = None
@@ -59,8 +67,8 @@ class PoolingRequest(BaseModel):
         return value
 
     @property
-    def cuts(self) -> bool | None:
-        """Whether a text that is too long is cut, or None if the request does not say so."""
+    def truncates(self) -> bool | None:
+        """Whether a text that is too long is cut, or None if the request has no such field."""
         return True if self.truncate_prompt_tokens is not None else self.truncate
 
 
@@ -96,12 +104,12 @@ class EmbeddingOptions(PoolingRequest):
             "normalize": self.normalize,
             "prompt_name": self.prompt_name,
             "prompt": self.prompt or self.instruction,
-            "truncate": self.cuts,
+            "truncate": self.truncates,
         }
 
 
 class EmbeddingRequest(EmbeddingOptions):
-    """The body of `POST /v1/embeddings`."""
+    """The body of `POST /v1/embeddings`. Validation converts `input` to ModelInputs."""
 
     input: Any = Field(...)
     """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
@@ -113,44 +121,40 @@ class EmbeddingRequest(EmbeddingOptions):
     endianness: Literal["native", "little"] | None = None
     """The byte order of base64 vectors. Both values mean little-endian."""
 
+    @field_validator("input")
+    @classmethod
+    def _read_input(cls, value: object) -> ModelInputs:
+        return read_inputs(value, "input")
 
-class VectorsRequest(EmbeddingOptions):
+
+class VectorsRequest(EmbeddingRequest):
     """The body of `POST /pooling`, in vLLM's format."""
 
-    input: Any = Field(...)
-    """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
-    such lists."""
-    encoding_format: Literal["float", "base64"] | None = "float"
-    """Whether vectors are lists of numbers, or base64 of little-endian float32."""
-    embed_dtype: Literal["float32"] | None = None
-    """Only float32 is supported."""
-    endianness: Literal["native", "little"] | None = None
-    """The byte order of base64 vectors. Both values mean little-endian."""
     task: Literal["embed", "token_embed"] | None = None
     """Whether to return one vector for each text or one for each token."""
 
 
 class TeiEmbedRequest(EmbeddingOptions):
-    """The body of `POST /embed`, `/embed_all` and `/embed_sparse`, in TEI's format."""
+    """The body of `POST /embed`, `/embed_all` and `/embed_sparse`, in TEI's format.
+
+    Validation converts `inputs` to ModelInputs.
+    """
 
     inputs: Any = Field(...)
     """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
     such lists."""
 
+    @field_validator("inputs")
+    @classmethod
+    def _read_inputs(cls, value: object) -> ModelInputs:
+        return read_inputs(value, "inputs")
 
-class CohereEmbedRequest(BaseModel):
+
+class CohereEmbedRequest(RequestBody):
     """The body of `POST /v1/embed` and `/v2/embed`, in Cohere's format.
 
-    Texts that are too long are cut by default.
+    By default, texts that are too long are cut.
     """
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
     model: str | None = None
     """The name of the model, as listed by /v1/models. It may be left out."""
@@ -171,76 +175,81 @@ class CohereEmbedRequest(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Must be at least the model's limit, because texts are cut there and not before."""
     truncate: Literal["NONE", "END"] | None = None
-    """END cuts texts that are too long. NONE makes them an error."""
+    """`END` cuts texts that are too long. With `NONE`, such a text is an error."""
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        given = [name for name in COHERE_INPUTS if getattr(self, name) is not None]
+        """Check that the request has exactly one of the fields with inputs, and read this field."""
+        names = ("texts", "images", "inputs")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise FieldError(
                 given[1] if given else "texts",
                 "Exactly one of texts, images and inputs is required, but the request has "
                 f"{' and '.join(given) or 'none of them'}",
             )
+        _ = self.model_inputs  # raises a FieldError if an input is wrong
         return self
 
     @property
-    def field(self) -> str:
-        """The field with the input: texts, images or inputs."""
-        return next(name for name in COHERE_INPUTS if getattr(self, name) is not None)
+    def model_inputs(self) -> ModelInputs:
+        """The input tensors for the texts, the images or the content parts of the request."""
+        if self.texts is not None:
+            inputs = read_inputs(self.texts, "texts")
+        elif self.images is not None:
+            inputs = read_inputs([{"image": image} for image in self.images], "images")
+        else:
+            inputs = read_inputs(_only_parts(self.inputs or ()), "inputs")
+        return ModelInputs(inputs.tensors, {**inputs.fields, "dimensions": "output_dimension"})
 
-    @property
-    def input(self) -> list[Any]:
-        """The texts or content parts to embed.
-
-        Raises: FieldError if an input does not have exactly one content part.
-        """
-        if self.inputs is None:
-            return [{"image": image} for image in self.images] if self.images else self.texts or []
-        parts = []
-        for at, one in enumerate(self.inputs):
-            content = one.get("content")
-            if not isinstance(content, list) or len(content) != 1:
-                raise FieldError(
-                    "inputs",
-                    f"inputs[{at}].content must be a list of exactly one part, because each part "
-                    f"has its own vector, but the request has {shown(content)}",
-                )
-            parts.append(content[0])
-        return parts
-
-    def options(self, prompts: Iterable[str]) -> EmbeddingOptions:
-        """Return the options in Nereid's own format.
+    def options(self, prompts: Iterable[str]) -> dict[str, Any]:
+        """Return the JSON object for the input `options` of the Triton model `embedding`.
 
         Args:
-            prompts: the names of the checkpoint's prompts. "search_query" selects the prompt of
-                this name, or else the prompt "query".
+            prompts: the names of the checkpoint's prompts. If `input_type` is "search_query", the
+                prompt "search_query" is selected, or else the prompt "query".
         """
-        names = (self.input_type or "", (self.input_type or "").removeprefix("search_"))
-        return EmbeddingOptions(
-            dimensions=self.output_dimension,
-            prompt_name=next((name for name in names if name in prompts), None),
-            truncate=self.truncate != "NONE",
-        )
+        input_type = self.input_type or ""
+        names = (input_type, input_type.removeprefix("search_"))
+        return {
+            "dimensions": self.output_dimension,
+            "prompt_name": next((name for name in names if name in prompts), None),
+            "truncate": self.truncate != "NONE",
+        }
 
 
-COHERE_INPUTS = ("texts", "images", "inputs")
-"""The fields of a Cohere request that contain the input. A request has exactly one of them."""
+def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the content part of each member of Cohere's field `inputs`.
+
+    Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
+
+    Raises: FieldError if a member does not have exactly one content part.
+    """
+    parts = []
+    for index, member in enumerate(inputs):
+        content = member.get("content")
+        if not isinstance(content, list) or len(content) != 1:
+            raise FieldError(
+                "inputs",
+                f"inputs[{index}].content must be a list of exactly one part, because each part "
+                f"has its own vector, but the request has {shown(content)}",
+            )
+        parts.append(content[0])
+    return parts
 
 
-def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
-    """Return the input tensors for the value of `input`.
+def read_inputs(value: object, field: str) -> ModelInputs:
+    """Return the input tensors for the texts, content parts or token ids in a request field.
 
-    Examples:
+    Examples of the tensors:
         "a"                       -> {"texts": ["a"]}
         [1, 2]                    -> {"input_ids": [1, 2], "input_lengths": [2]}
         [[1, 2], [3]]             -> {"input_ids": [1, 2, 3], "input_lengths": [2, 1]}
-        ["a", {"image": "data:"}] -> {"parts": [{"text": "a"}, {"image": "data:"}]}
+        ["a", {"image": "data:"}] -> {"parts": ['{"text": "a"}', '{"image": "data:"}']}
 
     Args:
-        value: a text, a content part, a list of texts or content parts, a list of token ids, or a
-            list of such lists.
-        field: the name of the request field, for error messages.
+        value: the value of the field.
+        field: the name of the field, for error messages.
 
     Raises: FieldError if the value has another type.
     """
@@ -254,17 +263,24 @@ def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
         )
     if not value:
         raise FieldError(field, f"{field} must not be an empty list")
+    tensors: dict[str, list[Any]]
     if all(isinstance(item, str) for item in value):
-        return {"texts": value}
-    lists: list[list[int]] = []
-    if _is_token_id(value[0]):
-        lists = [_token_ids(value, field, field)]
+        tensors = {"texts": value}
     elif isinstance(value[0], list):
-        lists = [_token_ids(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
-    if lists:
-        flat = [token for ids in lists for token in ids]
-        return {"input_ids": flat, "input_lengths": [len(ids) for ids in lists]}
-    return {"parts": [_content_part(item, field, at) for at, item in enumerate(value)]}
+        tensors = _token_tensors(
+            [check_token_ids(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
+        )
+    elif isinstance(value[0], int | float):
+        tensors = _token_tensors([check_token_ids(value, field, field)])
+    else:
+        parts = [_content_part(item, field, index) for index, item in enumerate(value)]
+        tensors = {"parts": [json.dumps(part, ensure_ascii=False) for part in parts]}
+    return ModelInputs(tensors, dict.fromkeys(tensors, field))
+
+
+def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    token_ids = [token_id for ids in lists for token_id in ids]
+    return {"input_ids": token_ids, "input_lengths": [len(ids) for ids in lists]}
 
 
 def _content_part(value: object, field: str, index: int) -> dict[str, str]:
@@ -297,27 +313,3 @@ def _content_part(value: object, field: str, index: int) -> dict[str, str]:
             f"{place}.{names[0]} must be a string, but the request has {shown(content)}",
         )
     return {"text" if names[0] == "text" else "image": content}
-
-
-def _token_ids(value: object, field: str, place: str) -> list[int]:
-    """Return the list of token ids at `place` in a field.
-
-    Raises: FieldError if the value is not such a list.
-    """
-    if not isinstance(value, list) or not value:
-        raise FieldError(
-            field,
-            f"{place} must be a list of at least one token id, but the request has {shown(value)}",
-        )
-    for token in value:
-        if not _is_token_id(token):
-            raise FieldError(
-                field,
-                f"{place} must contain integers from 0 to {_MAX_TOKEN_ID} as token ids, but the "
-                f"request has {shown(token)}",
-            )
-    return value
-
-
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID

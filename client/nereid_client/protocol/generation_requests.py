@@ -1,30 +1,29 @@
 """Request bodies of chat completions and completions.
 
-The checks here are cheap ones, so that most errors are reported without a call of the backend. The
-backend checks every field again, because gRPC clients do not pass through the frontend. Unknown
-fields are ignored, except for typing errors (see `refuse_typing_errors`).
+The frontend checks what it can check quickly, so that most errors are reported without a call of
+the backend. The backend checks every field again, because the requests of gRPC clients do not pass
+through the frontend. Unknown fields are ignored, except for typing errors (see
+`refuse_typing_errors`).
 
-Limits are those of the OpenAI API. Fields such as `top_k`, `min_p` and `min_tokens` are extensions
-of vLLM and SGLang.
+The limits are those of OpenAI's API. Fields such as `top_k`, `min_p` and `min_tokens` are
+extensions of vLLM and SGLang.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError
 from nereid_client.protocol.common_fields import (
     FRONTEND_ONLY,
-    INT64,
+    INT64_LIMIT,
     MAX_CHOICES,
     MAX_LOGPROBS,
-    SERVICE_TIER,
     SGLANG,
     VLLM,
     GenerationRequest,
     Origin,
-    StreamOptions,
 )
 from nereid_client.protocol.completion_prompts import Prompt, read_prompts
 from nereid_client.protocol.field_checks import check_tool_choice
@@ -33,24 +32,11 @@ from nereid_client.protocol.refused import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
 )
-
-__all__ = [
-    "MAX_LOGPROBS",
-    "SERVICE_TIER",
-    "ChatCompletionRequest",
-    "CompletionRequest",
-    "GenerationRequest",
-    "Prompt",
-    "StreamOptions",
-]
+from nereid_client.protocol.request_body import RequestBody
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(RequestBody):
     """One message of a chat. Further fields are passed on to the chat template."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
-    )
 
     role: Annotated[str, Field(min_length=1)]
     """The author of the message: system, developer, user, assistant or tool."""
@@ -65,7 +51,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     """The conversation so far: at least one message, with text or a list of text parts."""
-    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """OpenAI's newer name of `max_tokens`. If a request has both fields, this one counts."""
     tools: list[dict[str, Any]] | None = None
     """The functions that the model may call. `strict` forces arguments to match the schema."""
@@ -114,9 +100,11 @@ class ChatCompletionRequest(GenerationRequest):
         Fields that are null are left out, because null means that a field is not given. Fields
         that only the frontend reads are left out too.
         """
-        own = self.fields_of_frontend()
+        frontend_fields = self.fields_of_frontend()
         fields = {
-            name: value for name, value in body.items() if value is not None and name not in own
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in frontend_fields
         }
         if self.response_format:
             fields["response_format"] = self.response_format
@@ -128,8 +116,9 @@ class CompletionRequest(GenerationRequest):
 
     refused = (REFUSED_IN_COMPLETIONS,)
 
-    # OpenAI's default. A prompt without a chat template often has no natural end.
-    max_tokens: Annotated[int | None, Field(ge=0, lt=INT64)] = 16
+    # The default is OpenAI's. It must be small, because the text after a prompt without a chat
+    # template often has no natural end.
+    max_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT)] = 16
     """The largest number of tokens to generate. The default is 16. 0 only evaluates the prompt, and
     requires `echo: true`."""
     prompt: Annotated[Any, FRONTEND_ONLY]
@@ -185,7 +174,11 @@ class CompletionRequest(GenerationRequest):
                 "whose text is unknown to the frontend",
             )
         if self.stream and self.logprobs is not None:
-            raise FieldError("echo", "echo=true with logprobs requires stream=false")
+            raise FieldError(
+                "echo",
+                "echo=true with logprobs requires stream=false, because the log-probabilities of a "
+                "prompt are not streamed",
+            )
         return self
 
     @property

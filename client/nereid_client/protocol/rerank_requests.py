@@ -4,13 +4,12 @@ They have the formats of vLLM, Jina, Cohere, SGLang and TEI. Fields that are not
 ignored, as those servers do.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.embedding_requests import PoolingRequest
+from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
 
 
 class RerankRequest(PoolingRequest):
@@ -56,19 +55,30 @@ class RerankRequest(PoolingRequest):
         return [text_of(one, "documents", f"documents[{at}]") for at, one in enumerate(value)]
 
     @model_validator(mode="after")
-    def _check_one_list(self) -> Self:
+    def _check_ranked_texts(self) -> Self:
         if (self.documents is None) == (self.texts is None):
-            found = "neither" if self.documents is None else "both"
+            given = "neither of them" if self.documents is None else "both of them"
             raise FieldError(
                 "documents",
-                f"A request must have one of the fields documents and texts, but it has {found}.",
+                f"Exactly one of documents and texts is required, but the request has {given}",
             )
+        if not self.ranked_texts:
+            field = "documents" if self.texts is None else "texts"
+            raise FieldError(field, f"{field} must not be an empty list")
         return self
 
     @property
-    def items(self) -> Sequence[str]:
-        """The texts to rank."""
-        return (self.documents if self.documents is not None else self.texts) or []
+    def ranked_texts(self) -> list[str]:
+        """The texts to rank: the field `documents` or `texts`."""
+        return (self.documents if self.texts is None else self.texts) or []
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The input tensors of the reranker: the query and the texts to rank."""
+        return ModelInputs(
+            {"query": [self.query], "documents": self.ranked_texts},
+            {"query": "query", "documents": "documents" if self.texts is None else "texts"},
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the JSON object for the input `options` of the Triton model `rerank`."""
@@ -76,14 +86,15 @@ class RerankRequest(PoolingRequest):
         return {
             "activation": "none" if is_raw else None,
             "instruction": self.instruction or self.instruct,
-            "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query) or self.cuts,
+            "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query)
+            or self.truncates,
         }
 
 
 class ScoreRequest(PoolingRequest):
     """The body of `POST /v1/score`, with the three pairs of names that vLLM has had.
 
-    The left side is one query or as many queries as there are documents on the right side.
+    A request has either one query for all documents, or one query for each document.
     """
 
     text_1: Any = None
@@ -104,40 +115,45 @@ class ScoreRequest(PoolingRequest):
     """What the reranker should judge, for models that read an instruction."""
 
     @model_validator(mode="after")
-    def _check_sides(self) -> Self:
-        """Check that both sides have texts, and that their numbers match."""
-        for name, value in self.sides:
+    def _check_texts(self) -> Self:
+        """Check that the request has queries and documents, and that their numbers match."""
+        for name in (self.query_field, self.document_field):
+            value = getattr(self, name)
             if value is None:
                 raise FieldError(name, f"{name} is required, but the request does not contain it")
             if value == []:
                 raise FieldError(name, f"{name} must not be an empty list")
-        left_name, right_name = self.sides[0][0], self.sides[1][0]
-        if len(self.left) not in (1, len(self.right)):
+        num_queries, num_documents = len(self.query_texts), len(self.document_texts)
+        if num_queries not in (1, num_documents):
             raise FieldError(
-                left_name,
-                f"{left_name} must have one text, or as many texts as {right_name}, but the "
-                f"request has {len(self.left)} and {len(self.right)} texts",
+                self.query_field,
+                f"{self.query_field} must have one text, or as many texts as "
+                f"{self.document_field}, but the request has {num_queries} and {num_documents} "
+                "texts",
             )
         return self
 
     @property
-    def sides(self) -> tuple[tuple[str, Any], tuple[str, Any]]:
-        """The two fields with the texts of the pairs as (name, value), the left one first."""
-        for names in (("queries", "documents"), ("data_1", "data_2")):
-            if any(getattr(self, name) is not None for name in names):
-                left, right = names
-                return (left, getattr(self, left)), (right, getattr(self, right))
-        return ("text_1", self.text_1), ("text_2", self.text_2)
+    def query_field(self) -> str:
+        """The name of the field with the queries: "queries", "data_1" or "text_1"."""
+        if self.queries is not None or self.documents is not None:
+            return "queries"
+        return "text_1" if self.data_1 is None and self.data_2 is None else "data_1"
 
     @property
-    def left(self) -> list[str]:
-        """The queries."""
-        return _texts_of(*self.sides[0])
+    def document_field(self) -> str:
+        """The name of the field with the documents: "documents", "data_2" or "text_2"."""
+        return {"queries": "documents", "data_1": "data_2", "text_1": "text_2"}[self.query_field]
 
     @property
-    def right(self) -> list[str]:
-        """The documents."""
-        return _texts_of(*self.sides[1])
+    def query_texts(self) -> list[str]:
+        """The texts of the queries."""
+        return _texts_of(self.query_field, getattr(self, self.query_field))
+
+    @property
+    def document_texts(self) -> list[str]:
+        """The texts of the documents."""
+        return _texts_of(self.document_field, getattr(self, self.document_field))
 
 
 class ClassifyRequest(PoolingRequest):
@@ -152,15 +168,17 @@ class ClassifyRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        if not self.texts:
+        if not self.model_inputs.tensors["texts"]:
             raise FieldError("input", "input must be a text or a list of at least one text")
         return self
 
     @property
-    def texts(self) -> list[str]:
-        """The texts to classify."""
-        value = self.input if self.input is not None else self.inputs
-        return [] if value is None else _texts_of("input", value)
+    def model_inputs(self) -> ModelInputs:
+        """The input tensor of the classifier: the texts of the field `input` or `inputs`."""
+        field = "inputs" if self.input is None else "input"
+        value = getattr(self, field)
+        texts = [] if value is None else _texts_of(field, value)
+        return ModelInputs({"texts": texts}, {"texts": field})
 
 
 def text_of(value: object, field: str, place: str) -> str:
@@ -170,27 +188,30 @@ def text_of(value: object, field: str, place: str) -> str:
     return "a".
 
     Args:
-        value: a member of the request.
-        field: the name of the request field, for the error.
-        place: the path of the member, such as "documents[2]", for the error message.
+        value: the value in the request.
+        field: the name of the request field that contains the value, for the error.
+        place: the path of the value, such as "documents[2]", for the error message.
 
     Raises: FieldError if the value has another form.
     """
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, dict):
-        if isinstance(value.get("content"), list):
-            return text_of(value["content"], field, place)
-        value = value.get("text")
-    if not isinstance(value, str):
+    part = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(part, dict):
+        if isinstance(part.get("content"), list):
+            return text_of(part["content"], field, place)
+        part = part.get("text")
+    if not isinstance(part, str):
         raise FieldError(
             field,
             f'{place} must be a string or {{"text": ...}}, but the request has {shown(value)}',
         )
-    return value
+    return part
 
 
 def _texts_of(field: str, value: object) -> list[str]:
+    """Return the texts in a field whose value is a text or a list of texts.
+
+    Raises: FieldError if the value has another type.
+    """
     if isinstance(value, list):
         return [text_of(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
     return [text_of(value, field, field)]

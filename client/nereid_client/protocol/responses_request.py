@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.common_fields import (
     FRONTEND_ONLY,
-    INT64,
+    INT64_LIMIT,
     MAX_LOGPROBS,
     GenerationRequest,
     StreamOptions,
@@ -24,23 +24,12 @@ from nereid_client.protocol.field_checks import (
 )
 from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal
 from nereid_client.protocol.responses_tools import (
-    REFUSED_IN_TOOLS,
     Json,
-    chat_name,
     functions_in_namespaces,
-    functions_of,
     refuse_nested,
     to_chat_tool_choice,
+    to_chat_tools,
 )
-
-__all__ = [
-    "REFUSED_IN_RESPONSES",
-    "REFUSED_IN_TOOLS",
-    "Json",
-    "ResponsesRequest",
-    "chat_name",
-    "functions_in_namespaces",
-]
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
@@ -114,9 +103,9 @@ class ResponsesRequest(GenerationRequest):
     """The text of the first system message."""
     previous_response_id: str | None = None
     """The id of a stored response whose conversation this request continues."""
-    max_output_tokens: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """The largest number of tokens to generate, reasoning included."""
-    max_tool_calls: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    max_tool_calls: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
     """Accepted without effect, because the server runs no tools."""
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, alone or in namespaces."""
@@ -297,8 +286,11 @@ class ResponsesRequest(GenerationRequest):
         """The tools in the format of chat completions."""
         if self.tools is None:
             return None
-        functions = [functions_of(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
-        return [function.as_chat() for several in functions for function in several]
+        return [
+            chat_tool
+            for index, tool in enumerate(self.tools)
+            for chat_tool in to_chat_tools(tool, f"tools[{index}]")
+        ]
 
     @property
     def chat_tool_choice(self) -> str | Json | None:

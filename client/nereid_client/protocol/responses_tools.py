@@ -1,12 +1,13 @@
 """The fields `tools` and `tool_choice` of the Responses API, translated for a chat completion."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError
 
-from nereid_client.errors import FieldError, shown
+from nereid_client.errors import FieldError, first_field_error, shown
 from nereid_client.protocol.refused import Refusal, refuse
+from nereid_client.protocol.request_body import RequestBody
 
 Json = dict[str, Any]
 
@@ -19,26 +20,24 @@ REFUSED_IN_TOOLS = {
 """Fields that a tool of a response refuses."""
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(RequestBody):
     """A function that the client runs."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def as_chat(self) -> Json:
-        """Return the tool in the format of chat completions, without fields that are null."""
-        given = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        function = {name: value for name, value in given.items() if value is not None}
-        return {"type": "function", "function": function}
+
+class Namespace(RequestBody):
+    """A group of functions."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+ToolT = TypeVar("ToolT", FunctionTool, Namespace)
 
 
 def to_chat_tool_choice(choice: str | Json) -> str | Json:
@@ -90,44 +89,50 @@ def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]
     }
 
 
-def functions_of(tool: Json, place: str) -> list[FunctionTool]:
-    """Return the functions of a tool: the function itself, or all functions of a namespace.
+def to_chat_tools(tool: Json, place: str) -> list[Json]:
+    """Return the functions of a tool in the format of chat completions.
 
-    A function of a namespace has the namespace's name as a prefix, and the namespace's description
-    before its own.
+    A function of a namespace gets the name of the namespace as a prefix, and the description of the
+    namespace before its own.
+
+    Example: the function "read" in the namespace "files" with the description "Local files."
+    returns [{"type": "function", "function": {"name": "files__read", "description":
+    "Local files."}}].
 
     Args:
-        tool: a member of the field `tools`.
-        place: its path in the body, such as "tools[0]".
+        tool: a member of the field `tools`: a function or a namespace.
+        place: the path of the tool in the body, such as "tools[0]".
 
-    Raises: FieldError.
+    Raises: FieldError if the tool has another type, or one of its fields is wrong.
     """
     if tool.get("type") != "namespace":
-        return [_function(tool, place)]
-    namespace, description, members = (tool.get(k) for k in ("name", "description", "tools"))
-    for field, value, kind, requirement in (
-        ("name", namespace, str, "a string that is not empty"),
-        ("tools", members, list, "a list of at least one function"),
-    ):
-        if not value or not isinstance(value, kind):
-            raise _wrong(f"{place}.{field}", requirement, value)
-    if not isinstance(description, str | None):
-        raise _wrong(f"{place}.description", "a string", description)
-    functions = []
-    for at, member in enumerate(members or ()):
-        if not isinstance(member, dict):
-            raise _wrong(f"{place}.tools[{at}]", "an object", member)
-        function = _function(member, f"{place}.tools[{at}]")
-        text = "\n\n".join(filter(None, (description, function.description)))
-        update = {"name": chat_name(namespace, function.name), "description": text or None}
-        functions.append(function.model_copy(update=update))
-    return functions
+        return [_to_chat_tool(_function(tool, place))]
+    namespace = _validated(Namespace, tool, place)
+    chat_tools = []
+    for index, member in enumerate(namespace.tools):
+        function = _function(member, f"{place}.tools[{index}]")
+        descriptions = filter(None, (namespace.description, function.description))
+        update = {
+            "name": chat_name(namespace.name, function.name),
+            "description": "\n\n".join(descriptions) or None,
+        }
+        chat_tools.append(_to_chat_tool(function.model_copy(update=update)))
+    return chat_tools
+
+
+def _to_chat_tool(function: FunctionTool) -> Json:
+    """Return a function in the format of chat completions, without fields that are null."""
+    fields = {"name", "description", "parameters", "strict"}
+    return {
+        "type": "function",
+        "function": function.model_dump(include=fields, exclude_none=True),
+    }
 
 
 def _function(tool: Json, place: str) -> FunctionTool:
     """Return a function of the field `tools`.
 
-    Raises: FieldError if a field of the function is wrong.
+    Raises: FieldError if the tool is not a function, or one of its fields is wrong.
     """
     if tool.get("type") != "function":
         raise FieldError(
@@ -136,21 +141,18 @@ def _function(tool: Json, place: str) -> FunctionTool:
             f"the request has {shown(tool.get('type'))}",
         )
     refuse_nested(place, tool, REFUSED_IN_TOOLS)
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise _wrong(f"{place}.name", "a string that is not empty", name)
-    for field, kind, requirement in (
-        ("description", str, "a string"),
-        ("parameters", dict, "an object"),
-        ("strict", bool, "true or false"),
-    ):
-        if not isinstance(tool.get(field), kind | None):
-            raise _wrong(f"{place}.{field}", requirement, tool[field])
-    return FunctionTool.model_validate(tool)
+    return _validated(FunctionTool, tool, place)
 
 
-def _wrong(field: str, requirement: str, value: object) -> FieldError:
-    return FieldError(field, f"{field} must be {requirement}, but the request has {shown(value)}")
+def _validated(kind: type[ToolT], tool: Json, place: str) -> ToolT:
+    """Return a tool as an object of the class `kind`.
+
+    Raises: FieldError that names the first wrong field with its path in the body.
+    """
+    try:
+        return kind.model_validate(tool)
+    except ValidationError as error:
+        raise first_field_error(error, place) from None
 
 
 def _as_chat_choice(tool: object) -> object:

@@ -3,20 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from nereid_client.errors import FieldError
+from nereid_client.protocol.request_body import RequestBody
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """The body of `POST /tokenize`: a prompt, or the messages of a chat.
 
     Further fields of a chat, such as `tools`, are passed on to the chat template.
     """
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
-    )
 
     model: str | None = None
     """The name of the served model. It may be left out."""
@@ -32,11 +29,10 @@ class TokenizeRequest(BaseModel):
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            found = "neither" if self.prompt is None else "both"
+            given = "neither of them" if self.prompt is None else "both of them"
             raise FieldError(
                 "prompt",
-                f"Exactly one of prompt and messages is required, but the request has {found} of "
-                "them",
+                f"Exactly one of prompt and messages is required, but the request has {given}",
             )
         return self
 
@@ -45,8 +41,8 @@ class TokenizeRequest(BaseModel):
         if self.return_token_strs:
             raise FieldError(
                 "return_token_strs",
-                "return_token_strs is not supported: the response contains token ids only. "
-                "Remove the field.",
+                "return_token_strs=true is not supported, because the response contains only token "
+                "ids. Remove return_token_strs from the request.",
             )
         return self
 
@@ -54,13 +50,15 @@ class TokenizeRequest(BaseModel):
         """Return the chat for the tokenizer model, or None if the request has a prompt instead.
 
         Args:
-            body: the body as the client sent it, with all further fields.
+            body: the body as the client sent it. Fields that are not declared here belong to the
+                chat too.
         """
         if self.messages is None:
             return None
-        own = ("model", "return_token_strs")
         return {
-            name: value for name, value in body.items() if value is not None and name not in own
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in ("model", "return_token_strs")
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:

@@ -6,7 +6,8 @@ from contextlib import aclosing
 from typing import Any
 
 from nereid_client.errors import ApiError, BackendError, to_api_error
-from nereid_client.protocol.responses_request import ResponsesRequest, chat_name
+from nereid_client.protocol.responses_request import ResponsesRequest
+from nereid_client.protocol.responses_tools import chat_name
 from nereid_client.streaming.deltas import Delta
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.protocol.responses_request import functions_in_namespaces
+from nereid_client.protocol.responses_tools import functions_in_namespaces
 from nereid_client.responses.output_items import CallItem, LogprobMatcher, OutputItem, TextItem
 from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, merge, unfinished_error
 from nereid_client.streaming.openai_logprobs import chat_logprobs

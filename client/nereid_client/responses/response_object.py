@@ -1,7 +1,8 @@
 """The fields of a response object that repeat its request."""
 
-from nereid_client.protocol.generation_requests import SERVICE_TIER
-from nereid_client.protocol.responses_request import Json, ResponsesRequest
+from nereid_client.protocol.common_fields import SERVICE_TIER
+from nereid_client.protocol.responses_request import ResponsesRequest
+from nereid_client.protocol.responses_tools import Json
 
 
 def request_fields(

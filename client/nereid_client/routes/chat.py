@@ -8,7 +8,7 @@ from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
     frame_for,
-    read_body,
+    read_prompt_body,
     to_json,
     unique_request_id,
     validate,
@@ -29,7 +29,7 @@ async def chat_completions(request: Request) -> Response:
     With `stream`, the response is a stream of server-sent events.
     """
     context = context_of(request)
-    body = await read_body(request)
+    body = await read_prompt_body(request)
     chat = validate(ChatCompletionRequest, body)
     await check_language_model(request, chat.model)
     generation = Generation(

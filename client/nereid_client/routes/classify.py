@@ -27,21 +27,25 @@ async def classify(request: Request) -> Response:
     """
     body = await read_request(request, ClassifyRequest)
     served = await choose_model(request, body.model, (RERANK,))
-    require_kind(served, "classify", "the probabilities of labels")
-    field = "input" if body.input is not None else "inputs"
+    require_kind(served, "classify")
     options = {
         "activation": "none" if body.use_activation is False else None,
-        "truncate": body.cuts,
+        "truncate": body.truncates,
     }
-    outputs = await call_model(request, served, {"texts": body.texts}, options, {"texts": field})
-    rows = outputs.arrays["probabilities"].tolist()
-    data = [_result(index, row, served) for index, row in enumerate(rows)]
+    outputs = await call_model(request, served, body.model_inputs, options)
+    probabilities = outputs.arrays["probabilities"].tolist()
+    data = [_result(index, row, served) for index, row in enumerate(probabilities)]
     head = envelope("classify", request_id_of(request), served.name)
     return JSONResponse({**head, "data": data, "usage": usage_of(outputs)})
 
 
-def _result(index: int, row: list[float], served: ServedModel) -> dict[str, Any]:
-    """Return the result for one text, whose probabilities are `row`."""
-    best = max(range(len(row)), key=row.__getitem__)
-    labels = served.info.get("labels") or [f"LABEL_{at}" for at in range(len(row))]
-    return {"index": index, "label": labels[best], "probs": row, "num_classes": len(row)}
+def _result(index: int, probabilities: list[float], served: ServedModel) -> dict[str, Any]:
+    """Return the result for one text.
+
+    Example: the probabilities [0.1, 0.9] of the labels "no" and "yes" return {"index": 0,
+    "label": "yes", "probs": [0.1, 0.9], "num_classes": 2}.
+    """
+    num_classes = len(probabilities)
+    labels = served.info.get("labels") or [f"LABEL_{at}" for at in range(num_classes)]
+    label = labels[probabilities.index(max(probabilities))]
+    return {"index": index, "label": label, "probs": probabilities, "num_classes": num_classes}

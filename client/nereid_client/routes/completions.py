@@ -8,12 +8,13 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError
-from nereid_client.protocol.generation_requests import CompletionRequest, Prompt
+from nereid_client.protocol.completion_prompts import Prompt
+from nereid_client.protocol.generation_requests import CompletionRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,
     frame_for,
-    read_body,
+    read_prompt_body,
     to_json,
     unique_request_id,
     validate,
@@ -37,9 +38,10 @@ async def completions(request: Request) -> Response:
     With `stream`, the response is a stream of server-sent events.
     """
     context = context_of(request)
-    body = validate(CompletionRequest, await read_body(request))
+    max_prompts = context.settings.max_prompts
+    body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await check_language_model(request, body.model)
-    _check_number(body.prompt, context.settings.max_prompts)
+    _check_num_prompts(body.prompt, context.settings.max_prompts)
     generations = _generations(body, unique_request_id(request))
     frame = frame_for(request, body, "cmpl")
     options = _options(body)
@@ -53,6 +55,7 @@ async def completions(request: Request) -> Response:
 
 
 def _options(body: CompletionRequest) -> CompletionOptions:
+    """Return the options that decide what the choices of the response contain."""
     return CompletionOptions(
         echoes=[prompt if body.echo else "" for prompt in body.prompt],
         logprobs=body.logprobs is not None,
@@ -62,16 +65,13 @@ def _options(body: CompletionRequest) -> CompletionOptions:
     )
 
 
-def _check_number(prompts: Sequence[Prompt], limit: int) -> None:
-    """Check the number of prompts.
-
-    Raises: ApiError 400 if it is over the limit.
-    """
+def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
+    """Raise an ApiError 400 if a request has more prompts than the server's limit."""
     if len(prompts) > limit:
         raise ApiError(
             400,
-            f"A request may have at most {limit} prompts (max_prompts), but this request has "
-            f"{len(prompts)}",
+            f"prompt must have at most {limit} prompts (the server's setting max_prompts), but the "
+            f"request has {len(prompts)}. Send the prompts in several requests.",
             param="prompt",
             limit="max_prompts",
         )

@@ -10,18 +10,14 @@ from nereid_client.embeddings.embedding_output import Ranked, usage_of
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
-    read_request,
     require_full_length,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
-from nereid_client.errors import ApiError
 from nereid_client.protocol.rerank_requests import RerankRequest
-from nereid_client.request_context import request_id_of
+from nereid_client.request_context import read_body, request_id_of, validate
 
 router = APIRouter(tags=["Embeddings and reranking"])
-
-FORMATS = ("jina", "cohere", "sglang", "tei")
 
 
 @router.post("/v1/rerank", summary="Rerank documents")
@@ -44,54 +40,40 @@ async def rerank_cohere(request: Request) -> Response:
     return await _rerank(request, "cohere")
 
 
-async def _rerank(request: Request, default: str) -> Response:
-    """Rerank the documents of a request, and return the response in the requested format."""
-    body = await read_request(request, RerankRequest)
-    response_format = _format_of(request, body, default)
+async def _rerank(request: Request, default_format: str) -> Response:
+    """Rerank the documents of a request, and return the response in the requested format.
+
+    The format is the field `format` of the body or, without this field, of the query string. The
+    default is "tei" for a body with `texts`, and else `default_format`.
+    """
+    fields = await read_body(request)
+    if fields.get("format") is None and "format" in request.query_params:
+        fields["format"] = request.query_params["format"]
+    body = validate(RerankRequest, fields)
+    response_format = body.format or ("tei" if body.texts is not None else default_format)
     served = await choose_model(request, body.model, (RERANK,))
-    require_kind(served, "score", "scores of pairs of texts")
-    _check_length(body, served)
-    field = "texts" if body.texts is not None else "documents"
-    if not body.items:
-        raise ApiError(400, f"{field} must not be an empty list", param=field)
-    tensors = {"query": [body.query], "documents": body.items}
-    fields = {"query": "query", "documents": field}
-    outputs = await call_model(request, served, tensors, body.options(), fields)
+    require_kind(served, "score")
+    require_full_length(served, "max_tokens_per_doc", body.max_tokens_per_doc)
+    require_full_length(served, "max_tokens_per_query", body.max_tokens_per_query)
+    outputs = await call_model(request, served, body.model_inputs, body.options())
     ranked = embedding_output.ranking(
-        outputs.arrays["scores"], body.items, body.top_n, _with_text(body, response_format)
+        outputs.arrays["scores"],
+        body.ranked_texts,
+        body.top_n,
+        with_text=_with_text(body, response_format),
     )
     return JSONResponse(
         _response_body(response_format, ranked, outputs, served, request_id_of(request))
     )
 
 
-def _format_of(request: Request, body: RerankRequest, default: str) -> str:
-    """Return the format of the response: that of the body, of the query string, or the default.
-
-    Raises: ApiError 400 if the format is unknown.
-    """
-    requested = body.format or request.query_params.get("format")
-    if requested is not None and requested not in FORMATS:
-        raise ApiError(
-            400,
-            f"format must be one of {', '.join(FORMATS)}, but the request has {requested!r}",
-            param="format",
-        )
-    return requested or ("tei" if body.texts is not None else default)
-
-
 def _with_text(body: RerankRequest, response_format: str) -> bool:
     """Return whether the response repeats the documents.
 
-    By default the formats of Jina and SGLang do, those of Cohere and TEI do not.
+    By default, responses in the formats of Jina and SGLang do, and those of Cohere and TEI do not.
     """
     requested = body.return_text if response_format == "tei" else body.return_documents
     return response_format in ("jina", "sglang") if requested is None else requested
-
-
-def _check_length(body: RerankRequest, served: ServedModel) -> None:
-    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
-        require_full_length(served, name, getattr(body, name))
 
 
 def _response_body(

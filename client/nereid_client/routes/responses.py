@@ -14,7 +14,7 @@ from nereid_client.errors import ApiError, BackendError, FrontendError, shown, t
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,
-    read_body,
+    read_prompt_body,
     to_json,
     unique_request_id,
     validate,
@@ -55,7 +55,7 @@ async def create_response(request: Request) -> Response:
     is returned at once, and is generated without an open connection.
     """
     responses = _responses(request)
-    body = await read_body(request)
+    body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await check_language_model(request, responses_request.model)
     to_json(body)  # checks that the body can be stored and returned as JSON
@@ -86,7 +86,7 @@ async def create_response(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(request: Request) -> Json:
     """Return the number of tokens in the prompt of a response. Nothing is generated."""
-    body = await read_body(request)
+    body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     context = context_of(request)
     await check_language_model(request, responses_request.model)

@@ -1,13 +1,10 @@
 """POST /v1/score and /score."""
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.embeddings.embedding_output import envelope
+from nereid_client.embeddings.embedding_output import Floats, envelope, usage_of
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
@@ -15,6 +12,7 @@ from nereid_client.embeddings.model_choice import (
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
+from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.protocol.rerank_requests import ScoreRequest
 from nereid_client.request_context import request_id_of
 
@@ -32,46 +30,59 @@ async def score(request: Request) -> Response:
     body = await read_request(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
     if served.kind == RERANK:
-        scores, outputs = await _reranker_scores(request, served, body)
+        outputs = await _call_reranker(request, served, body)
+        scores = outputs.arrays["scores"]
     else:
-        scores, outputs = await _cosine_similarities(request, served, body)
+        outputs = await _call_embedder(request, served, body)
+        scores = _cosine_similarities(outputs.arrays["embeddings"], len(body.query_texts))
     data = [
         {"index": index, "object": "score", "score": value}
         for index, value in enumerate(scores.tolist())
     ]
     head = envelope("score", request_id_of(request), served.name)
-    total = int(outputs.arrays["num_tokens"].sum())
-    usage = {"prompt_tokens": total, "total_tokens": total}
-    return JSONResponse({**head, "data": data, "usage": usage})
+    return JSONResponse({**head, "data": data, "usage": usage_of(outputs)})
 
 
-async def _reranker_scores(
+async def _call_reranker(
     request: Request, served: ServedModel, body: ScoreRequest
-) -> tuple[npt.NDArray[Any], PoolingOutputs]:
-    """Return the scores of a reranker, a float32 array of shape [num_pairs]."""
-    require_kind(served, "score", "scores of pairs of texts")
-    left, right = body.sides
+) -> PoolingOutputs:
+    """Return the reranker's outputs. The array `scores` has one score for each pair of texts."""
+    require_kind(served, "score")
+    inputs = ModelInputs(
+        {"query": body.query_texts, "documents": body.document_texts},
+        {"query": body.query_field, "documents": body.document_field},
+    )
     options = {
         "activation": "none" if body.use_activation is False else None,
         "instruction": body.instruction,
-        "truncate": body.cuts,
+        "truncate": body.truncates,
     }
-    tensors = {"query": body.left, "documents": body.right}
-    fields = {"query": left[0], "documents": right[0]}
-    outputs = await call_model(request, served, tensors, options, fields)
-    return outputs.arrays["scores"], outputs
+    return await call_model(request, served, inputs, options)
 
 
-async def _cosine_similarities(
+async def _call_embedder(
     request: Request, served: ServedModel, body: ScoreRequest
-) -> tuple[npt.NDArray[Any], PoolingOutputs]:
-    """Return the cosine similarities of the pairs, a float32 array of shape [num_pairs]."""
-    require_kind(served, "dense", "one vector for each text")
-    texts = [*body.left, *body.right]
-    options = {"kind": "dense", "normalize": True, "truncate": body.cuts}
-    outputs = await call_model(
-        request, served, {"texts": texts}, options, {"texts": body.sides[1][0]}
+) -> PoolingOutputs:
+    """Return the embedding model's outputs.
+
+    The array `embeddings` has a vector of length 1 for each query, and then one for each document.
+    """
+    require_kind(served, "dense")
+    inputs = ModelInputs(
+        {"texts": [*body.query_texts, *body.document_texts]}, {"texts": body.document_field}
     )
-    vectors = outputs.arrays["embeddings"]
-    num_left = len(body.left)
-    return np.sum(vectors[:num_left] * vectors[num_left:], axis=1), outputs
+    options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
+    return await call_model(request, served, inputs, options)
+
+
+def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:
+    """Return the cosine similarity of each pair of a query and a document.
+
+    Example: for the vectors [q, d1, d2] and one query, the similarities are [q·d1, q·d2].
+
+    Args:
+        vectors: [num_queries + num_documents, dimension]; all vectors have length 1.
+        num_queries: 1, or the number of documents.
+    """
+    similarities: Floats = np.sum(vectors[:num_queries] * vectors[num_queries:], axis=1)
+    return similarities

@@ -9,7 +9,7 @@ from nereid_client.protocol.tokenize_request import TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,
-    read_body,
+    read_prompt_body,
     to_json,
     unique_request_id,
     validate,
@@ -28,7 +28,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     because the frontend does not know it.
     """
     context = context_of(request)
-    body = await read_body(request)
+    body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)
     await check_language_model(request, tokenize_request.model)
     if tokenize_request.prompt is not None:

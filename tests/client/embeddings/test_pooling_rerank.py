@@ -107,14 +107,14 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
         (
             {"query": "x"},
-            "A request must have one of the fields documents and texts, but it has neither.",
+            "Exactly one of documents and texts is required, but the request has neither of them",
             "documents",
         ),
         ({"query": "x", "documents": []}, "documents must not be an empty list", "documents"),
         ({"query": "x", "texts": []}, "texts must not be an empty list", "texts"),
         (
             {"query": "x", "documents": ["a"], "texts": ["a"]},
-            "A request must have one of the fields documents and texts, but it has both.",
+            "Exactly one of documents and texts is required, but the request has both of them",
             "documents",
         ),
         (
@@ -158,7 +158,7 @@ async def test_what_is_wrong_is_named(ask, fields, said, param):
 async def test_an_unknown_format_in_the_query_string_is_refused(ask):
     error = problem(await ask("/v1/rerank?format=xml", query="x", documents=["a"]))
     assert (
-        "format must be one of jina, cohere, sglang, tei, but the request has 'xml'"
+        "format must be 'jina', 'cohere', 'sglang' or 'tei', but the request has \"xml\""
         in error["message"]
     )
 

@@ -88,9 +88,9 @@ def error_of(response, status):
         (
             "messages",
             [{"role": "user", "content": 5}],
-            "messages[0].content must be a string or a list, but the request has 5",
+            "messages[0].content must be a string or a list of objects, but the request has 5",
         ),
-        ("stop", 5, "stop must be a string or a list, but the request has 5"),
+        ("stop", 5, "stop must be a string or a list of strings, but the request has 5"),
         ("stream_options", {}, "stream_options requires stream=true"),
     ],
 )

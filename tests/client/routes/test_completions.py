@@ -235,4 +235,7 @@ async def test_too_many_prompts_are_refused_with_the_limit(connect):
     async with connect(max_prompts=2) as client:
         response = await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     message = response.json()["error"]["message"]
-    assert message == "A request may have at most 2 prompts (max_prompts), but this request has 3"
+    assert message == (
+        "prompt must have at most 2 prompts (the server's setting max_prompts), but the request "
+        "has 3. Send the prompts in several requests."
+    )

@@ -46,7 +46,7 @@ async def test_special_tokens_are_added_as_for_generation_unless_told(post, back
         ),
         (
             {"prompt": "a", "return_token_strs": True},
-            "return_token_strs is not supported: the response contains token ids only. Remove",
+            "return_token_strs=true is not supported, because the response contains only token ids",
         ),
         (
             {"prompt": "a", "add_special_tokens": 1},

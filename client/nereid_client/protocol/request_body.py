@@ -1,0 +1,45 @@
+"""The base class of all request bodies, and a check of token ids that several bodies share."""
+
+from pydantic import BaseModel, ConfigDict
+
+from nereid_client.errors import FieldError, shown
+
+_MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
+
+
+class RequestBody(BaseModel):
+    """The base class of request bodies. A body can have fields that are not declared."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def check_token_ids(value: object, field: str, place: str) -> list[int]:
+    """Return a value that must be a list of token ids.
+
+    Args:
+        value: the value in the request.
+        field: the name of the request field that contains the value, for the error.
+        place: the path of the value, such as "prompt[1]", for the error message.
+
+    Raises: FieldError if the value is not a list of at least one token id.
+    """
+    if not isinstance(value, list) or not value:
+        raise FieldError(
+            field,
+            f"{place} must be a list of at least one token id, but the request has {shown(value)}",
+        )
+    for token in value:
+        # In Python, a boolean is an int too.
+        if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
+            raise FieldError(
+                field,
+                f"{place} must contain integers from 0 to {_MAX_TOKEN_ID} as token ids, but the "
+                f"request has {shown(token)}",
+            )
+    return value

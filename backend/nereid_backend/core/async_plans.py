@@ -115,7 +115,7 @@ class PendingPlans:
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove the sequences from `leaving` that no uncommitted plan contains. Return them."""
+        """Remove and return the sequences of `leaving` that no uncommitted plan contains."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:

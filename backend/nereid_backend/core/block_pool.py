@@ -12,7 +12,7 @@ idle blocks. When the pool allocates an idle block, the prefix cache forgets the
 block.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -27,9 +27,8 @@ class BlockPool:
         # The cached blocks that no block table contains, ordered from the first that became idle.
         self._idle: OrderedDict[int, None] = OrderedDict()
         # All cached blocks, whether they are idle or in a block table.
-        self._kept: set[int] = set()
-        # The function that tells the prefix cache to forget a block.
-        self._on_reuse: Callable[[int], None] = _ignore
+        self._cached: set[int] = set()
+        self._on_reuse: Callable[[int], None] | None = None
 
     @property
     def null_block(self) -> int:
@@ -47,37 +46,36 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """The number of cached blocks, which the prefix cache can find."""
-        return len(self._kept)
+        return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with a reference count of 1.
+        """Remove `count` blocks from the free and the idle blocks, and return their ids.
 
-        The caller must make sure that `count` is at most `num_free`.
+        The blocks have a reference count of 1. The caller must make sure that `count` is at most
+        `num_free`. Example: the stack of free blocks is [5, 3], with 3 on top, and the idle blocks
+        are [1, 4], with the oldest first. `allocate(3)` returns [3, 5, 1].
         """
         assert count <= self.num_free, (
             f"{count} blocks were requested, but only {self.num_free} blocks are free."
         )
-        # Pop up to `count` blocks from the stack. The top of the stack is the end of the list, so
-        # the popped blocks are reversed to put the top first.
-        first = max(0, len(self._free) - count)
-        blocks = self._free[first:]
-        blocks.reverse()
-        del self._free[first:]
-        # If the stack had too few blocks, reuse the blocks that have been idle for the longest
-        # time.
+        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
         while len(blocks) < count:
             block, _ = self._idle.popitem(last=False)
-            self._kept.remove(block)
-            self._on_reuse(block)
+            self._cached.remove(block)
+            if self._on_reuse is not None:
+                self._on_reuse(block)
             blocks.append(block)
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Increment the reference count of each block. No block may be free."""
+        """Increment the reference count of each block, because one more block table contains it.
+
+        Each block must be idle or part of a block table.
+        """
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._idle[block]
@@ -96,7 +94,7 @@ class BlockPool:
             self._ref_counts[block] = count
             if count > 0:
                 continue
-            if block in self._kept:
+            if block in self._cached:
                 self._idle[block] = None
             else:
                 self._free.append(block)
@@ -105,17 +103,17 @@ class BlockPool:
         """Return how many of `blocks` have a reference count of 0."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
-    def keep(self, block: int) -> None:
+    def mark_cached(self, block: int) -> None:
         """Mark a block as cached.
 
         A cached block becomes idle, not free, when the reference count of the block becomes 0.
         """
         assert self._ref_counts[block] > 0, f"Block {block} is in no block table."
-        self._kept.add(block)
+        self._cached.add(block)
 
-    def forget(self, block: int) -> None:
+    def unmark_cached(self, block: int) -> None:
         """Mark a block as not cached. If the block is idle, the block becomes free."""
-        self._kept.discard(block)
+        self._cached.discard(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
@@ -136,8 +134,8 @@ class BlockPool:
         """
         free = set(self._free)
         assert len(free) == len(self._free), "The stack of free blocks contains a block twice."
-        assert free.isdisjoint(self._kept), "A free block is marked as cached."
-        assert self._kept.issuperset(self._idle), "An idle block is not marked as cached."
+        assert free.isdisjoint(self._cached), "A free block is marked as cached."
+        assert self._cached.issuperset(self._idle), "An idle block is not marked as cached."
         for block, count in enumerate(self._ref_counts):
             is_free = block in free or block in self._idle
             assert (count == 0) == is_free, (
@@ -146,13 +144,6 @@ class BlockPool:
             )
         if block_tables is None:
             return
-        held = [0] * self.num_blocks
-        for table in block_tables:
-            for block in table:
-                if block != self.null_block:
-                    held[block] += 1
-        assert held == self._ref_counts, "The reference counts do not match the block tables."
-
-
-def _ignore(block: int) -> None:
-    del block
+        counts = Counter(block for table in block_tables for block in table)
+        expected = [counts[block] for block in range(self.num_blocks)]
+        assert expected == self._ref_counts, "The reference counts do not match the block tables."

@@ -57,30 +57,37 @@ class BlockTables:
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
-        """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
+        """Give blocks to a waiting sequence for all its known tokens, if enough blocks are free.
 
-        If the model has an attention window, the number of blocks is limited to the largest number
-        that the sequence needs at the same time.
+        The sequence shares the blocks of its longest prefix in the prefix cache. A follower shares
+        the prompt blocks of its request instead. If the model has an attention window, the sequence
+        gets only the blocks that it needs at the same time.
+
+        Example: block_size is 16, and the sequence has 35 tokens. The cache contains its first
+        block as block 4, and the pool allocates the blocks 9 and 2. The block table becomes
+        [4, 9, 2], and 16 tokens count as computed.
 
         Returns:
-            Whether the blocks were allocated.
+            Whether enough blocks were free. If not, nothing is changed.
 
-        Mutates: on success, the sequence's block table and its number of computed tokens. The call
-            may add a block copy, which the next call of `take_copies` returns.
+        Mutates: the sequence's block table and its number of computed tokens. The call may add a
+            block copy, which the next call of `take_copies` returns.
         """
         if request.block_table and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
-        found: list[int] = []
+        cached: list[int] = []
         if self.cache is not None and not sequence.wants_prompt_logprobs:
-            found = self.cache.find(sequence)
-        num_new = self._num_blocks(self._num_allocated_tokens(sequence, len(found))) - len(found)
-        num_dropped = self._num_null(found)
-        reused = found[num_dropped:]
-        if num_new > self._pool.num_free - self._pool.count_idle(reused):
+            cached = self.cache.find(sequence)
+        num_tokens = self._num_tokens_with_blocks(sequence, len(cached) * self._block_size)
+        num_new = self._num_blocks(num_tokens) - len(cached)
+        num_dropped = self._num_null(cached)
+        shared = cached[num_dropped:]
+        # An idle block counts as free, but it cannot be shared and allocated at the same time.
+        if num_new > self._pool.num_free - self._pool.count_idle(shared):
             return False
-        self._pool.hold(reused)
-        sequence.block_table = found + self._pool.allocate(num_new)
-        self._set_reused(sequence, len(found) * self._block_size, num_dropped)
+        self._pool.hold(shared)
+        sequence.block_table = cached + self._pool.allocate(num_new)
+        self._set_reused(sequence, len(cached) * self._block_size, num_dropped)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_reused_tokens
             if self.cache is not None:
@@ -89,7 +96,11 @@ class BlockTables:
         return True
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many more blocks a sequence needs for its first `num_tokens` tokens."""
+        """Return how many more blocks a sequence needs for its first `num_tokens` tokens.
+
+        Example: with 16 tokens in a block, a sequence with 2 blocks needs 1 more block for its
+        first 33 tokens, and none for its first 32 tokens.
+        """
         return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
 
     def append_blocks(self, sequence: Sequence, num_blocks: int) -> None:
@@ -106,7 +117,12 @@ class BlockTables:
             self.cache.add(sequence)
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the leading blocks of a running sequence that no later token attends to."""
+        """Free the leading blocks of a running sequence that no later token attends to.
+
+        Example: block_size is 4, the sliding window has 4 tokens, and 10 tokens are computed. The
+        next token, at position 10, attends to positions 7 to 10, which start in the second block.
+        The block table [8, 3, 6] becomes [null, 3, 6].
+        """
         if self._attention_window is None:
             return
         first_position = self._attention_window.first_visible(sequence.num_computed_tokens)
@@ -116,9 +132,8 @@ class BlockTables:
         num_dropped = sequence.num_dropped_blocks
         if first > num_dropped:
             self._pool.release(sequence.block_table[num_dropped:first])
-            sequence.block_table[num_dropped:first] = [self._pool.null_block] * (
-                first - num_dropped
-            )
+            nulls = [self._pool.null_block] * (first - num_dropped)
+            sequence.block_table[num_dropped:first] = nulls
             sequence.num_dropped_blocks = first
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
@@ -135,22 +150,27 @@ class BlockTables:
         self._set_reused(sequence, 0)
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks that `leader` has computed, so that followers can share them."""
+        """Keep the prompt blocks that `leader` has computed, so that followers can share them.
+
+        Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
+        [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
+        """
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
-            # A follower computes the last prompt token again, so its window starts there.
+            # A follower computes the last prompt token again. Blocks before the window of that
+            # token are not needed.
             last_position = leader.num_prompt_tokens - 1
-            visible = self._attention_window.first_visible(last_position) // self._block_size
-            table[first:visible] = [self._pool.null_block] * (visible - first)
-            first = visible
+            first_needed = self._attention_window.first_visible(last_position) // self._block_size
+            table[first:first_needed] = [self._pool.null_block] * (first_needed - first)
+            first = first_needed
         self._pool.hold(table[first:])
         request.block_table = table
         self._requests_with_prompt[id(request)] = request
-        full = leader.num_prompt_tokens // self._block_size
+        num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
-            follower.block_hashes = leader.block_hashes[:full]
+            follower.block_hashes = leader.block_hashes[:num_full_blocks]
 
     def drop_prompt(self, request: Request) -> None:
         """Release the prompt blocks of a request. Do nothing if the request has none."""
@@ -164,10 +184,11 @@ class BlockTables:
         Returns:
             False if no request has prompt blocks.
         """
-        for request in self._requests_with_prompt.values():
-            self.drop_prompt(request)
-            return True
-        return False
+        oldest = next(iter(self._requests_with_prompt.values()), None)
+        if oldest is None:
+            return False
+        self.drop_prompt(oldest)
+        return True
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
         """Release the prompt blocks of every request whose table contains any of `blocks`."""
@@ -223,17 +244,24 @@ class BlockTables:
         sequence.num_findable_blocks = num_reused // self._block_size
         sequence.num_dropped_blocks = num_dropped
 
-    def _num_allocated_tokens(self, sequence: Sequence, num_found: int) -> int:
-        """Return how many tokens of a waiting sequence need blocks, including cached tokens."""
+    def _num_tokens_with_blocks(self, sequence: Sequence, num_cached: int) -> int:
+        """Return how many leading tokens of a waiting sequence get blocks before its first step.
+
+        With an attention window, the first step needs blocks only for the tokens of the window and
+        the tokens of the step, because leading blocks are freed after the step. Example: a sequence
+        of 1000 tokens without cached tokens, with a window of 64 tokens and 100 tokens in a step,
+        gets blocks for 164 tokens.
+
+        Args:
+            sequence: the sequence.
+            num_cached: the number of its leading tokens that are in cached blocks.
+        """
         num_known = len(sequence.token_ids)
-        if self._attention_window is None or self._max_step_tokens is None:
+        window = self._attention_window
+        if window is None or self._max_step_tokens is None:
             return num_known
-        # The first step needs the tokens of the window and the tokens of the step. After that
-        # step, the leading blocks are freed.
-        first = self._attention_window.first_visible(num_found * self._block_size)
-        return min(
-            num_known, first + self._attention_window.max_visible_tokens + self._max_step_tokens
-        )
+        first = window.first_visible(num_cached)
+        return min(num_known, first + window.max_visible_tokens + self._max_step_tokens)
 
     def _num_null(self, table: list[int]) -> int:
         """Return how many entries of a block table are the null block."""

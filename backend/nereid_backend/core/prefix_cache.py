@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix cache, which finds blocks with keys and values that a new request would compute again.
 
-The hash of a full block is computed from its tokens and the hash of the block before it. Two blocks
-with the same hash therefore have the same tokens from the start of their sequences:
+The hash of a full block is computed from its tokens and the hash of the block before it. If two
+blocks have the same hash, all tokens from the start of their sequences to the end of the blocks are
+therefore the same. Example with 16 tokens in a block:
 
     H'(salt) -> h0 = H(H'(salt), tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
@@ -59,6 +60,10 @@ class PrefixCache:
         The last token is never part of the prefix, because sampling needs the logits of the last
         token. If the model has an attention window, the null block replaces leading blocks that are
         not needed.
+
+        Example: the sequence has 48 tokens, and block_size is 16. The cache contains its first and
+        its second block as the blocks 7 and 2, so the result is [7, 2]. The result would be the
+        same if the cache also contained the third block, because that block has the last token.
         """
         hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
         if self._attention_window is not None:
@@ -88,13 +93,13 @@ class PrefixCache:
                 block = sequence.block_table[index]
                 self._blocks[hashes[index]] = block
                 self._hashes[block] = hashes[index]
-                self._pool.keep(block)
+                self._pool.mark_cached(block)
         sequence.num_findable_blocks = num_full
 
     def forget(self, block: int) -> None:
-        """Remove a block from the cache."""
+        """Remove a block from the cache, and mark the block as not cached in the pool."""
         self._drop(block)
-        self._pool.forget(block)
+        self._pool.unmark_cached(block)
 
     def check(self) -> None:
         """Verify that every block that the pool marks as cached has exactly one hash.
@@ -102,30 +107,31 @@ class PrefixCache:
         Raises:
             AssertionError: if the hashes and the cached blocks do not match.
         """
-        assert len(self._blocks) == len(self._hashes) == self._pool.num_kept
+        assert len(self._blocks) == len(self._hashes) == self._pool.num_cached
         assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
 
     def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
-        """Return the longest prefix whose blocks inside the next token's window are all cached.
+        """Return the blocks of the longest prefix that the next token can use.
 
-        Example: the window spans one block, and the cache contains all blocks except the first. The
-        result is [null, b1, b2, ...] and ends with the last cached block.
+        The token after a prefix attends only to the blocks of its window. A prefix can be used if
+        the cache contains these blocks. The null block replaces the blocks before the window.
+
+        Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
+        the cache contains the last two as the blocks 8 and 5. The token at position 12 attends to
+        positions 9 to 12, which start in the third block. The result is [null, null, 5].
+
+        Args:
+            hashes: the hashes of the full blocks of a sequence.
+            window: the attention window of the model.
         """
         null = self._pool.null_block
-        found: list[int] = []
-        num_blocks = 0
-        num_invisible = 0
-        first_cached = 0
-        for index, block_hash in enumerate(hashes):
-            block = self._blocks.get(block_hash, null)
-            found.append(block)
-            if block == null:
-                first_cached = index + 1
-            first_visible = window.first_visible((index + 1) * self._block_size) // self._block_size
-            if first_cached <= first_visible and block != null:
-                num_blocks = index + 1
-                num_invisible = first_visible
-        return [null] * num_invisible + found[num_invisible:num_blocks]
+        blocks = [self._blocks.get(block_hash, null) for block_hash in hashes]
+        for num_blocks in range(len(blocks), 0, -1):
+            next_position = num_blocks * self._block_size
+            first = window.first_visible(next_position) // self._block_size
+            if blocks[num_blocks - 1] != null and null not in blocks[first:num_blocks]:
+                return [null] * first + blocks[first:num_blocks]
+        return []
 
     def _drop(self, block: int) -> None:
         block_hash = self._hashes.pop(block, None)

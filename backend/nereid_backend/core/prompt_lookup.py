@@ -10,6 +10,8 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 (Leviathan et al. 2023, arXiv:2211.17192).
 """
 
+from dataclasses import dataclass, field
+
 from nereid_backend.core.sequence import Sequence
 
 # The number of last tokens that must occur earlier in the sequence.
@@ -22,6 +24,7 @@ _THRESHOLD = 0.3
 _RETRY_STEPS = 32
 
 
+@dataclass(slots=True)
 class _Index:
     """The positions of the n-grams of one sequence.
 
@@ -33,13 +36,10 @@ class _Index:
         pause: the number of steps in which no draft tokens are proposed.
     """
 
-    __slots__ = ("acceptance", "ends", "num_indexed", "pause")
-
-    def __init__(self) -> None:
-        self.ends: dict[tuple[int, ...], int] = {}
-        self.num_indexed = 0
-        self.acceptance = 1.0
-        self.pause = 0
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_indexed: int = 0
+    acceptance: float = 1.0
+    pause: int = 0
 
 
 class PromptLookup:
@@ -64,7 +64,9 @@ class PromptLookup:
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return draft tokens that may follow the last token of a sequence, or an empty list.
 
-        The call also indexes the tokens that the sequence got since the previous call.
+        The call also indexes the tokens that the sequence got since the previous call. Example: the
+        tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also occur at the
+        start, followed by 4 and 5. With limit=2, the result is [4, 5].
 
         Args:
             sequence: the sequence.
@@ -84,8 +86,8 @@ class PromptLookup:
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []
-        # If fewer than `limit` tokens follow the earlier occurrence, they are repeated, because
-        # the text is probably periodic.
+        # If fewer than `limit` tokens follow the earlier occurrence, the two occurrences are close
+        # together. The text is then probably periodic, so the tokens are repeated.
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

@@ -23,8 +23,6 @@ class Request:
             follower has a row.
     """
 
-    __slots__ = ("block_table", "followers", "is_prepared", "is_split", "sequences")
-
     def __init__(self, sequences: abc.Sequence[Sequence]) -> None:
         self.sequences = {sequence.index: sequence for sequence in sequences}
         self.followers = list(sequences[1:])

@@ -15,14 +15,13 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 class Sequence:
     """The state of one sequence, which is one of the n outputs of a request.
 
-    Only the scheduler changes a sequence. The picture shows how the lists of a sequence relate:
+    Only the scheduler changes a sequence. A waiting sequence has no row and no blocks. A running
+    sequence has a row and blocks. Example of a running sequence with 16 tokens in a block:
 
-        token_ids            prompt ........ | output ....
-        num_computed_tokens  ============>                    keys and values are in the KV cache
-        draft_token_ids                           ....        proposed next tokens
-        block_table          [ 7 ][ 2 ][ 9 ]                  3 * block_size tokens have a slot
-
-    A waiting sequence has no row and no blocks. A running sequence has a row and blocks.
+        token_ids            30 prompt tokens, followed by 5 output tokens
+        num_computed_tokens  34, because the next step computes the last token
+        draft_token_ids      2 tokens, which the next step computes, too
+        block_table          [7, 2, 9], the blocks of the tokens 0 to 15, 16 to 31, and 32 to 47
 
     Attributes:
         token_ids: prompt tokens followed by output tokens.
@@ -47,37 +46,12 @@ class Sequence:
             attends to them. The table contains the null block in place of each freed block.
         block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
             missing.
-        num_findable_blocks: the number of leading blocks that the prefix cache has stored.
+        num_findable_blocks: the number of leading full blocks whose hashes are in the prefix cache.
         prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
             tokens that have not been computed yet are missing.
         was_reported: whether an update of this sequence has been returned.
         row: the index of the sequence in the runner's tables; None while the sequence waits.
     """
-
-    __slots__ = (
-        "block_hashes",
-        "block_table",
-        "cumulative_logprob",
-        "draft_token_ids",
-        "guide",
-        "index",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_dropped_blocks",
-        "num_findable_blocks",
-        "num_prompt_tokens",
-        "num_reused_tokens",
-        "params",
-        "prompt_logprobs",
-        "rank",
-        "request_id",
-        "row",
-        "seed",
-        "stop_token_ids",
-        "token_ids",
-        "was_reported",
-    )
 
     def __init__(
         self,
@@ -128,7 +102,10 @@ class Sequence:
         )
 
     def all_sequences(self) -> list["Sequence"]:
-        """Return the n sequences of the request: this one, and n - 1 copies with other seeds."""
+        """Return the n sequences of the request: this sequence, and n - 1 copies with other seeds.
+
+        This sequence has index 0, and the copies have the indices 1 to n - 1.
+        """
         others = []
         for index in range(1, self.params.n):
             other = Sequence(

@@ -148,11 +148,13 @@ class Route:
         header: The pattern of the whole header.
         written: The header that constrained output contains. It must be declared if `header`
             contains fields other than `{name}`, because the texts of such fields are not known.
+        has_calls: Whether the body of a content message may contain tool calls.
     """
 
     stage: Stage
     header: str
     written: str = ""
+    has_calls: bool = True
 
     def __post_init__(self) -> None:
         required = ["name"] if self.stage is Stage.CALLS else []

@@ -226,7 +226,7 @@ class ToolSection:
         open, close: The markers around all tool calls.
         separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. It is not used between
             the members of a JSON array.
-        also_open: Alternatives to the marker `open`.
+        also_open, also_close: Alternatives to the markers `open` and `close`.
     """
 
     calls: tuple[Call, ...]
@@ -234,6 +234,7 @@ class ToolSection:
     close: str = ""
     separator: str = ""
     also_open: tuple[str, ...] = ()
+    also_close: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.calls:
@@ -248,3 +249,9 @@ class ToolSection:
     def opens(self) -> tuple[str, ...]:
         """The opening marker and its alternatives. Empty if no markers surround the tool calls."""
         return (self.open, *self.also_open) if self.open.strip() else ()
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """The closing marker and its alternatives, without white space."""
+        markers = (self.close, *self.also_close)
+        return tuple(marker.strip() for marker in markers if marker.strip())

@@ -77,7 +77,7 @@ def test_a_single_name_selects_both_parts_that_it_names():
     assert both.reasoning is not None
     assert both.tools is not None
     assert get_format("hermes").layout.reasoning is None
-    assert get_format("deepseek_r1").layout.tools is None
+    assert get_format("qwen3").layout.tools is None
 
 
 def test_two_names_make_one_format():

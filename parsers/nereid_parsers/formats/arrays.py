@@ -31,7 +31,12 @@ TOOLS = {
         Source("chat template of ai21labs/AI21-Jamba-1.5-Mini", "2024-08"),
     ),
     "phi4_mini_json": ToolEntry(
-        ToolSection((Call(JsonArray(), open="functools"),)),
+        ToolSection(
+            (
+                Call(JsonArray(), open="functools"),
+                Call(JsonArray(), open="<|tool_call|>", close="<|/tool_call|>"),
+            )
+        ),
         Source("model card of microsoft/Phi-4-mini-instruct; parser of vLLM 0.33.0", "2025-03"),
     ),
     "xlam": ToolEntry(

@@ -25,7 +25,7 @@ _MUSE_MESSAGES = Messages(
     ends=("<|eom|>", "<|eot|>"),
     routes=(
         Route(Stage.REASONING, " to=self"),
-        Route(Stage.CONTENT, " to=user"),
+        Route(Stage.CONTENT, " to=user", has_calls=False),
         # Any other recipient is a tool. The text of the message contains the tool call.
         Route(Stage.CONTENT, " to={word}", written=" to=functions"),
         Route(Stage.CONTENT, "{rest}", written=" to=user"),

@@ -25,10 +25,24 @@ REASONING = {
     "iquest_q1": ReasoningEntry(Reasoning("<think>", "</think>"), _IQUEST),
     "poolside_v1": ReasoningEntry(Reasoning("<think>", "</think>"), _POOLSIDE),
     "hy_v3": ReasoningEntry(
-        Reasoning("<think>", "</think>", interrupted_by=("<tool_calls>",)), _HUNYUAN
+        Reasoning(
+            "<think>",
+            "</think>",
+            also_open=("<think:opensource>",),
+            also_close=("</think:opensource>",),
+            interrupted_by=("<tool_calls>",),
+        ),
+        _HUNYUAN,
     ),
     "hy_v4": ReasoningEntry(
-        Reasoning("<think>", "</think>", opener=Opener.PROMPT, interrupted_by=("<tool_calls>",)),
+        Reasoning(
+            "<think>",
+            "</think>",
+            opener=Opener.PROMPT,
+            also_open=("<think:opensource>",),
+            also_close=("</think:opensource>",),
+            interrupted_by=("<tool_calls>",),
+        ),
         _HY4,
     ),
     "k2_horizon": ReasoningEntry(
@@ -70,26 +84,43 @@ _ON_LINES = _section("\n")
 _ON_ONE_LINE = _section("")
 
 
-def _grouped(head: str) -> ToolSection:
-    """Return the declaration of Hunyuan's tool calls, which are between `<tool_calls>` markers."""
-    return ToolSection(
-        (
-            Call(
-                TaggedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
-                open="<tool_call>",
-                head=head,
-                close="</tool_call>\n",
+# Published checkpoints of Hy3 write this suffix in each tag: `<tool_calls:opensource>`.
+_SUFFIX = ":opensource"
+
+
+def _grouped(separator: str) -> ToolSection:
+    """Return the declaration of Hunyuan's tool calls, which are between `<tool_calls>` markers.
+
+    Args:
+        separator: The name of the tag after the function's name, or "" if there is no such tag.
+    """
+
+    def call(suffix: str) -> Call:
+        """Return the declaration of a tool call whose tags end with `suffix`."""
+        after_name = f"<{separator}{suffix}>\n" if separator else "\n"
+        return Call(
+            TaggedArguments(
+                f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>",
+                f"</arg_value{suffix}>\n",
             ),
-        ),
+            open=f"<tool_call{suffix}>",
+            head="{name}" + after_name,
+            close=f"</tool_call{suffix}>\n",
+        )
+
+    return ToolSection(
+        (call(""), call(_SUFFIX)),
         open="<tool_calls>\n",
         close="</tool_calls>",
+        also_open=(f"<tool_calls{_SUFFIX}>\n",),
+        also_close=(f"</tool_calls{_SUFFIX}>",),
     )
 
 
 TOOLS = {
     "glm45": ToolEntry(_ON_LINES, _GLM46),
     "glm47": ToolEntry(_ON_ONE_LINE, _GLM47),
-    "ling3": ToolEntry(_ON_LINES, _LING3),
+    "ling3": ToolEntry(_ON_LINES, _LING3, ends=("<|role_end|>",)),
     "poolside_v1": ToolEntry(_ON_LINES, _POOLSIDE),
     "spark25": ToolEntry(
         ToolSection(
@@ -106,8 +137,8 @@ TOOLS = {
         _SPARK,
     ),
     "iquest_q1": ToolEntry(_section("", "iquest_tool_call"), _IQUEST),
-    "hy_v3": ToolEntry(_grouped("{name}<tool_sep>\n"), _HUNYUAN),
-    "hy_v4": ToolEntry(_grouped("{name}\n"), _HY4),
+    "hy_v3": ToolEntry(_grouped("tool_sep"), _HUNYUAN),
+    "hy_v4": ToolEntry(_grouped(""), _HY4),
     "k2_horizon": ToolEntry(
         ToolSection(
             (

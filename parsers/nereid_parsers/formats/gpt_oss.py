@@ -28,6 +28,9 @@ _MESSAGES = Messages(
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
+        # A message to any other recipient is not for the user.
+        Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
+        Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),
         Route(Stage.CONTENT, "<|channel|>{word}{rest}", written="<|channel|>commentary"),
     ),

@@ -55,6 +55,9 @@ TOOLS: dict[str, ToolEntry] = (
 # The aliases, with the names that they stand for.
 REASONING_ALIASES = {
     "apertus": "apertus2509",
+    "deepseek": "deepseek_r1",
+    "deepseek_v3_0324": "deepseek_v3",
+    "deepseek_v3_1": "deepseek_v3",
     "hunyuan": "hy_v3",
     "minimax": "minimax_m2",
     "minimax_append_think": "minimax_m2_append_think",
@@ -67,6 +70,10 @@ REASONING_ALIASES = {
 
 TOOL_ALIASES = {
     "apertus2509": "apertus",
+    "deepseek": "deepseek_v3",
+    "deepseek_r1": "deepseek_v3",
+    "deepseek_v3_0324": "deepseek_v3",
+    "deepseek_v3_1": "deepseek_v31",
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
     "deepseekv32": "deepseek_v32",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ _TYPE_ALIASES = {
 _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "string"))
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
+_ZERO_PADDED_NUMBER = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
 _MAX_DEPTH = 8
 
 
@@ -53,6 +55,11 @@ class Tools:
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
+
+    def may_have_argument(self, function: str, key: str) -> bool:
+        """Return whether `function` declares the argument `key`, or is not known."""
+        properties = self.parameters.get(function, {}).get("properties")
+        return key in properties if isinstance(properties, Mapping) else True
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
         """Return the JSON types that the argument `key` may have, or None if they are not known."""
@@ -173,12 +180,24 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
         text: The text, as the model wrote it.
         types: The JSON types that the schema allows, or None if they are not known.
     """
-    literal = _parse_literal(text.strip())
+    literal_text = text.strip()
+    if types is not None and "string" not in types:
+        literal_text = without_leading_zeros(literal_text)
+    literal = _parse_literal(literal_text)
     if literal is not None:
         json_type, json_text = literal
         if _keeps_type(json_type, types):
             return json_text
     return json.dumps(text, ensure_ascii=False)
+
+
+def without_leading_zeros(text: str) -> str:
+    """Remove the leading zeros of a number, which JSON does not allow. Return other text unchanged.
+
+    Examples: `"007"` gives `"7"`, `"-05.5"` gives `"-5.5"`, and `"0"` and `"0x1"` stay unchanged.
+    """
+    match = _ZERO_PADDED_NUMBER(text)
+    return match.group(1) + match.group(2) if match else text
 
 
 def _keeps_type(json_type: str, types: frozenset[str] | None) -> bool:

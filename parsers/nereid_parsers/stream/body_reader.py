@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 # The reasons in the event at the end of a tool call.
 CUT_OFF = "the text ended inside the call"
@@ -17,22 +17,6 @@ BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 # A step reads a part of the body at a position of the text. It returns the position after this
 # part, or NEED_MORE.
 Step = Callable[[str, int], int]
-
-
-class Status(Enum):
-    """The state of the body of a tool call, or of a value inside the body.
-
-    MORE    The body is not complete. The reader needs more text.
-    DONE    The body is complete.
-    BROKEN  The text is not valid in this body.
-    """
-
-    MORE = "more"
-    DONE = "done"
-    BROKEN = "broken"
-
-
-MORE, DONE, BROKEN = Status.MORE, Status.DONE, Status.BROKEN
 
 
 @dataclass(frozen=True, slots=True)

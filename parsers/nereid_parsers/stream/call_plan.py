@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.body_reader import BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_bodies import ArrayReader, JsonArgumentsReader
@@ -43,19 +44,22 @@ class CallPlan:
     Attributes:
         call: The declaration.
         is_bare: Whether the tool call starts without a marker.
+        is_orphan: Whether the marker before the head is missing. Such a tool call is accepted only
+            if the request offers the function.
         closing_markers: The parts of the closing marker of the tool call.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
 
-    def __init__(self, call: Call, section: ToolSection) -> None:
+    def __init__(self, call: Call, section: ToolSection, is_orphan: bool = False) -> None:
         self.call = call
         self.is_bare = not call.trigger
+        self.is_orphan = is_orphan
         self.closing_markers = marker_parts(call.close)
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
         self._body_start, self._possible_body_start = _body_start_regexes(call)
         # These markers cannot be a part of the arguments, so they end the arguments.
-        outer_markers = (*self.closing_markers[-1:], section.close.strip(), call.open.strip())
+        outer_markers = (*self.closing_markers[-1:], *section.closes, call.open.strip())
         self.end_of_broken = Lexer(marker for marker in outer_markers if marker)
         self._tags: TagsPlan | None = None
         if isinstance(call.body, TaggedArguments):
@@ -160,8 +164,12 @@ class ExpectedCall:
     opening: str
     is_certain: bool
 
-    def match(self, buffer: TextBuffer) -> tuple[CallPlan, Head] | int:
+    def match(self, buffer: TextBuffer, tools: Tools) -> tuple[CallPlan, Head] | int:
         """Match the unread text with each form.
+
+        Args:
+            buffer: The text.
+            tools: The tools that the request offers.
 
         Returns:
             The form that matches and the matched head, or NEED_MORE or NO_MATCH.
@@ -169,6 +177,8 @@ class ExpectedCall:
         for plan in self.plans:
             head = plan.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
+                if plan.is_orphan and head.name not in tools:
+                    continue
                 return plan, head
             if head == NEED_MORE:
                 return NEED_MORE
@@ -208,7 +218,7 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
         first_char = r"\["
         second_char = r"[{\]]"
     elif isinstance(body, JsonObject):
-        second_char = '["}]'
+        second_char = """["'}]"""
     elif isinstance(body, JsonArguments) and _ends_with_marker(call):
         first_char = ""  # The markers prove that any text is the body of a tool call.
     return re.compile(rf"{first_char}\s*{second_char}"), re.compile(rf"{first_char}\s*\Z")
@@ -242,10 +252,16 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
 
 
 class RoutePlan:
-    """The compiled declaration of a message header. `stage` is the stage of the message's body."""
+    """The compiled declaration of a message header.
+
+    Attributes:
+        stage: The stage of the message's body.
+        has_calls: Whether the body may contain tool calls.
+    """
 
     def __init__(self, route: Route, layout: Messages) -> None:
         self.stage = route.stage
+        self.has_calls = route.has_calls
         # White space in a pattern matches any white space. A header end of only white space must
         # match exactly, so it is not a part of the pattern.
         is_blank = not layout.header_end.strip()

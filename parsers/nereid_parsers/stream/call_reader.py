@@ -20,6 +20,7 @@ _MAX_SUPERFLUOUS_CHARS = 16
 # The reasons that events give for returning text that looked like a tool call as content.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
+_MISSING_MARKER = "the opening marker of the tool call is missing"
 _EMPTY_SECTION = "the tool section contains no call"
 
 
@@ -32,7 +33,7 @@ class CallReader:
 
     __slots__ = (
         "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section", "_last_plan",
-        "_open_call", "_plan", "_text", "_writer",
+        "_open_call", "_plan", "_section_closes", "_separator", "_text", "_writer",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,9 @@ class CallReader:
         self._text = text
         self._writer = writer
         self._calls_first = calls_first
+        tools = plan.tools
+        self._section_closes = tools.closes if tools is not None else ()
+        self._separator = tools.separator.strip() if tools is not None else ""
         self._is_in_section = False
         self._expected = ExpectedCall(plan.calls.all, "", is_certain=True)
         self._open_call: OpenCall | None = None
@@ -76,6 +80,25 @@ class CallReader:
     def open_call(self, marker: str) -> State:
         """Prepare to read a tool call that starts with `marker`."""
         plans = self._plan.calls.by_trigger[marker]
+        self._expected = ExpectedCall(plans, marker, is_certain=True)
+        return State.CALL_START
+
+    def open_orphan_call(self, marker: str) -> State | None:
+        """Prepare to read a tool call whose opening marker is missing.
+
+        Example: `<invoke name="f">` without the marker `<minimax:tool_call>` before it is a tool
+        call only if the request offers the function f.
+
+        Args:
+            marker: The first literal of the tool call's head.
+
+        Returns:
+            The next state, or None if the request offers no tools. In that case `marker` is
+            content.
+        """
+        if not self._writer.tools.parameters:
+            return None
+        plans = self._plan.calls.orphans[marker]
         self._expected = ExpectedCall(plans, marker, is_certain=True)
         return State.CALL_START
 
@@ -122,8 +145,7 @@ class CallReader:
             Whether `marker` is removed from the content. This is also the case directly after a
             tool call.
         """
-        tools = self._plan.tools
-        if self._is_in_section and tools is not None and marker == tools.close.strip():
+        if self._is_in_section and marker in self._section_closes:
             self._is_in_section = False
             return True
         return bool(self._writer.num_started) and self._text.is_after_marker
@@ -131,6 +153,10 @@ class CallReader:
     def has_calls(self) -> bool:
         """Return whether a tool call has started in this message."""
         return bool(self._writer.num_started)
+
+    def report(self, leniency: str) -> None:
+        """Report an unusual reading of the text in the end event of the next tool call."""
+        self._writer.report(leniency)
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
@@ -142,6 +168,7 @@ class CallReader:
             fault: The reason that the event gives for returning this text as content.
         """
         self._open_call = None
+        self._writer.forget_reports()
         if not self._writer.num_started:
             self._is_in_section = False
         self._text.reject_tentative(self._buffer.take(num_chars), fault)
@@ -171,7 +198,7 @@ class CallReader:
         content.
         """
         expected = self._expected
-        match = expected.match(self._buffer)
+        match = expected.match(self._buffer, self._writer.tools)
         if isinstance(match, tuple):
             return self._start_body(*match, expected.is_certain)
         if match == NEED_MORE:
@@ -183,6 +210,8 @@ class CallReader:
 
     def _start_body(self, plan: CallPlan, head: Head, is_certain: bool) -> State:
         """Read the head of a tool call, and create the reader of the body."""
+        if plan.is_orphan:
+            self._writer.report(_MISSING_MARKER)
         body = plan.create_reader(self._writer, head, is_certain)
         self._open_call = OpenCall(plan, body, is_certain, self._buffer, self._text)
         self._text.hold_tentative(self._buffer.take_until(head.end))
@@ -287,29 +316,26 @@ class CallReader:
         Example: after a tool call, the text `, {"name": ` contains the separator `,` and the start
         of another tool call. The text `Hello` is content.
         """
-        tools = self._plan.tools
-        assert tools is not None
         buffer = self._buffer
         self._text.hold_blanks(buffer.take_until(skip_blanks(buffer.text, buffer.pos)))
         if not buffer.has_unread():
             return None
-        close = tools.close.strip()
-        if self._is_in_section and close:
+        for close in self._section_closes if self._is_in_section else ():
             if buffer.starts_with(close):
                 return self._end_section(close)
             # An incomplete closing marker is removed, unless the section contains no tool call.
             is_empty_section = buffer.is_final and bool(self._text.tentative)
             if buffer.is_prefix_of(close) and not is_empty_section:
                 return self._wait_or_drop(buffer.pos)
-        separator = tools.separator.strip()
-        if separator and self._writer.num_started:
-            if buffer.starts_with(separator):
-                self._text.write_markup(buffer.take(len(separator)))
-                return State.BETWEEN_CALLS
-            # At the end of the message, a short separator such as "," is more likely content.
-            is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
-            if is_markup and buffer.is_prefix_of(separator):
-                return self._wait_or_drop(buffer.pos)
+        if not self._separator or not self.has_calls():
+            return self._expect_next_call()
+        if buffer.starts_with(self._separator):
+            self._text.write_markup(buffer.take(len(self._separator)))
+            return State.BETWEEN_CALLS
+        # At the end of the message, a short separator such as "," is more likely content.
+        is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
+        if is_markup and buffer.is_prefix_of(self._separator):
+            return self._wait_or_drop(buffer.pos)
         return self._expect_next_call()
 
     def _end_section(self, close: str) -> State:
@@ -359,10 +385,8 @@ class CallReader:
         If so, the tool call was closed before the end of the message, and the tentative text is
         content.
         """
-        tools = self._plan.tools
-        section_close = tools.close.strip() if tools is not None else ""
         text = self._text.tentative_text
-        return any(marker in text for marker in (*plan.closing_markers, section_close) if marker)
+        return any(marker in text for marker in (*plan.closing_markers, *self._section_closes))
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""

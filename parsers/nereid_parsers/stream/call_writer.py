@@ -11,10 +11,17 @@ from dataclasses import replace
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
 from nereid_parsers.stream.argument_types import Tools, loads
+from nereid_parsers.stream.python_literals import PYTHON, LiteralReader
+from nereid_parsers.stream.status import DONE
+from nereid_parsers.stream.wrapped_arguments import WrapperFilter, may_be_wrapped, unwrap
 
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
+# The reports about the arguments in the end event of a tool call.
+_WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
+_REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
+_BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 # The maximum number of times per message that stored arguments are cut and read again. Without this
 # limit, the parsing time would not be linear in the length of the text.
 _MAX_CUTS = 16
@@ -42,9 +49,23 @@ class CallWriter:
     """
 
     __slots__ = (
-        "_arguments", "_broken_arguments", "_call_id", "_events", "_has_written", "_is_discarded",
-        "_name", "_new_id", "_num_cuts", "_unknown_tool", "is_open", "keeps_arguments",
-        "last_index", "num_started", "tools",
+        "_arguments",
+        "_broken_arguments",
+        "_call_id",
+        "_events",
+        "_filter",
+        "_has_written",
+        "_is_discarded",
+        "_name",
+        "_new_id",
+        "_num_cuts",
+        "_reports",
+        "_unknown_tool",
+        "is_open",
+        "keeps_arguments",
+        "last_index",
+        "num_started",
+        "tools",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +93,22 @@ class CallWriter:
         self._is_discarded = False
         self._arguments: list[str] = []
         self._has_written = False
+        self._filter = WrapperFilter(is_passing=True)
         self._num_cuts = 0
+        self._reports: list[str] = []
+
+    def report(self, leniency: str) -> None:
+        """Store the description of an unusual reading of the text.
+
+        The end event of the open tool call, or of the next tool call, contains the description.
+        Example: `report("the reasoning before the tool call is not closed")`.
+        """
+        if leniency not in self._reports:
+            self._reports.append(leniency)
+
+    def forget_reports(self) -> None:
+        """Discard the stored descriptions, because the text is not a tool call."""
+        self._reports = []
 
     def start(self, name: str, call_id: str, is_certain: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
@@ -102,6 +138,7 @@ class CallWriter:
         self._call_id = call_id
         self._arguments = []
         self._has_written = False
+        self._filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
         if not self.keeps_arguments and not self._is_discarded:
             self._append_start()
         return True
@@ -117,6 +154,13 @@ class CallWriter:
         if self.keeps_arguments:
             self._arguments.append(text)
         elif not self._is_discarded:
+            if not self._filter.is_passing:
+                text = self._filter.add(text)
+            self._append_arguments(text)
+
+    def _append_arguments(self, text: str) -> None:
+        """Append an event for a piece of the arguments."""
+        if text:
             self._has_written = True
             self._events.append(ArgumentsDelta(self.last_index, text))
 
@@ -127,25 +171,45 @@ class CallWriter:
             fault: A description of the error in the text of the tool call, or None.
         """
         self.is_open = False
+        if fault:
+            self.report(fault)
         if self._is_discarded:
-            return
-        if self.keeps_arguments:
-            self._append_stored_call(fault)
-            return
-        if not self._has_written:
-            self._events.append(ArgumentsDelta(self.last_index, _EMPTY_ARGUMENTS))
-        self._events.append(ToolCallEnd(self.last_index, fault))
+            self._reports = []
+        elif self.keeps_arguments:
+            self._append_stored_call()
+        else:
+            text, is_unwrapped = self._filter.finish()
+            if is_unwrapped:
+                self.report(_WRAPPED_ARGUMENTS)
+            self._append_arguments(text)
+            if not self._has_written:
+                self._append_arguments(_EMPTY_ARGUMENTS)
+            self._append_end()
 
-    def _append_stored_call(self, fault: str | None) -> None:
+    def _append_end(self) -> None:
+        """Append the event for the end of the tool call, with all reports about the tool call."""
+        self._events.append(ToolCallEnd(self.last_index, "; ".join(self._reports) or None))
+        self._reports = []
+
+    def _append_stored_call(self) -> None:
         """Append all events of a tool call whose arguments are stored. Repair broken arguments."""
         text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
-        arguments = text if _is_json_object(text) else _repair(text)
+        arguments: str | None = text
+        if not _is_json_object(text):
+            arguments = _repair(text)
+            self.report(_REPAIRED_ARGUMENTS if arguments else _BROKEN_ARGUMENTS)
         if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
             log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
+            self._reports = []
             return
+        if arguments is not None and not self._filter.is_passing:
+            inner = unwrap(arguments)
+            if inner is not None:
+                self.report(_WRAPPED_ARGUMENTS)
+                arguments = inner
         self._append_start()
-        self._events.append(ArgumentsDelta(self.last_index, arguments or text))
-        self._events.append(ToolCallEnd(self.last_index, fault))
+        self._append_arguments(arguments or text)
+        self._append_end()
 
     def cut_arguments_at(self, marker: str) -> str | None:
         """Remove the stored arguments from the first `marker` on, and return the removed text.
@@ -191,6 +255,18 @@ def _is_json_object(text: str) -> bool:
         return False
 
 
+def _read_as_literal(text: str) -> str | None:
+    """Return a complete Python literal as JSON text. Return None if `text` is not such a literal.
+
+    Example: `{'a': True,}` gives `{"a": true}`.
+    """
+    reader = LiteralReader(PYTHON)
+    json_parts: list[str] = []
+    end = reader.read(text, 0, True, json_parts)
+    is_complete = reader.status is DONE and not text[end:].strip()
+    return "".join(json_parts) if is_complete else None
+
+
 def _repair(text: str) -> str | None:
     """Repair broken JSON text, and return a JSON object as text, or None if the repair fails.
 
@@ -205,6 +281,9 @@ def _repair(text: str) -> str | None:
         return json.dumps(loads(text), ensure_ascii=False)
     except ValueError:
         pass
+    json_text = _read_as_literal(text)
+    if json_text is not None:
+        return json_text
     try:
         value = loads_partial(text)
         return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None

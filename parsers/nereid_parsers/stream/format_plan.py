@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
+from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.call_plan import CallPlan, RoutePlan
 from nereid_parsers.stream.lexer import Lexer
-from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
+from nereid_parsers.stream.pattern_matching import blank_variants
+from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
 # Content often contains shorter parts of closing markers, such as "}". They are not markers.
 _MIN_CLOSING_MARKER_CHARS = 4
+# A shorter text is too frequent in content to start a tool call whose opening marker is missing.
+_MIN_ORPHAN_MARKER_CHARS = 8
 
 
 class MarkerKind(Enum):
@@ -24,6 +28,7 @@ class MarkerKind(Enum):
     INTERRUPT         A tool call starts inside the reasoning, and ends the reasoning.
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
+    ORPHAN_CALL       The head of a tool call starts. The marker before the head is missing.
     BARE_CALL         The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends.
@@ -36,6 +41,7 @@ class MarkerKind(Enum):
     INTERRUPT = "interrupt"
     OPEN_SECTION = "open_section"
     OPEN_CALL = "open_call"
+    ORPHAN_CALL = "orphan_call"
     BARE_CALL = "bare_call"
     CLOSE_CALLS = "close_calls"
     WRAP_CONTENT = "wrap_content"
@@ -50,12 +56,14 @@ class CallPlans:
     Attributes:
         all: All forms, in the order in which they are tried.
         by_trigger: The forms, by the marker in the content that starts them.
+        orphans: The forms without their opening marker, by the first literal of their head.
         bare: The forms that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
 
     all: tuple[CallPlan, ...] = ()
     by_trigger: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
+    orphans: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
     bare: tuple[CallPlan, ...] = ()
     kinds: dict[str, MarkerKind] = field(default_factory=dict)
 
@@ -67,6 +75,7 @@ class FormatPlan:
     Attributes:
         layout: The layout of the format.
         reasoning_markers: The lexer that finds the markers inside the reasoning.
+        reasoning_closes: The lexer that finds the closing markers of the reasoning.
         content_markers: The lexer that finds the markers inside the content.
         outer_markers: The lexer that finds the markers that are removed even if all other text is
             content.
@@ -79,6 +88,7 @@ class FormatPlan:
 
     layout: Sections | Messages
     reasoning_markers: Lexer
+    reasoning_closes: Lexer
     content_markers: Lexer
     outer_markers: Lexer
     kinds: dict[str, MarkerKind]
@@ -128,6 +138,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     return FormatPlan(
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
+        reasoning_closes=Lexer(()),
         content_markers=Lexer(kinds),
         outer_markers=Lexer(ends),
         kinds=kinds,
@@ -149,12 +160,13 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
         wrapper_markers = _visible((layout.content.open, layout.content.close))
         outer_kinds.update(dict.fromkeys(wrapper_markers, MarkerKind.WRAP_CONTENT))
     calls = _compile_calls(layout.tools, allows_bare=True)
+    closes: dict[str, MarkerKind] = {}
     kinds = dict(calls.kinds)
     reasoning_kinds = dict(end_kinds)
     if layout.reasoning is not None:
-        interrupts = _visible(layout.reasoning.interrupted_by)
         closes = dict.fromkeys(_visible(layout.reasoning.closes), MarkerKind.CLOSE_REASONING)
         opens = dict.fromkeys(_visible(layout.reasoning.opens), MarkerKind.OPEN_REASONING)
+        interrupts = _interrupting_markers(layout.reasoning, calls)
         reasoning_kinds |= dict.fromkeys(interrupts, MarkerKind.INTERRUPT)
         reasoning_kinds |= opens | closes
         kinds |= closes | opens
@@ -162,12 +174,29 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     return FormatPlan(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
+        reasoning_closes=Lexer(closes),
         content_markers=Lexer(kinds),
         outer_markers=Lexer(outer_kinds),
         kinds=kinds,
         reasoning_kinds=reasoning_kinds,
         calls=calls,
     )
+
+
+def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
+    """Return the markers that may start a tool call inside the reasoning.
+
+    These are the declared markers, and all opening markers of tool calls and tool sections.
+    Example: `["<tool_call>"]`. If the closing marker of the reasoning also closes tool calls, it
+    does not show whether a tool call is a part of the reasoning. In this case, only the declared
+    markers are returned.
+    """
+    declared = list(_visible(reasoning.interrupted_by))
+    closes = set(_visible(reasoning.closes))
+    if any(closes.intersection(plan.closing_markers) for plan in calls.all):
+        return declared
+    opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
+    return declared + [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
 
 
 def _visible(markers: tuple[str, ...]) -> Iterator[str]:
@@ -188,28 +217,59 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
     """
     if tools is None:
         return CallPlans()
-    plans = tuple(CallPlan(call, tools) for call in tools.calls)
-    by_trigger = _group_by_trigger(tools, plans)
-    has_bare = allows_bare and not tools.opens
-    bare = tuple(plan for plan in plans if plan.is_bare) if has_bare else ()
-    return CallPlans(plans, by_trigger, bare, _call_kinds(tools, plans, by_trigger, bare))
+    plans = tuple(CallPlan(call, tools) for call in _with_json_variants(tools.calls))
+    # A model may omit the opening marker of the tool section. The content can then contain tool
+    # calls that have an opening marker of their own.
+    may_start = [plan for plan in plans if not tools.opens or plan.call.open.strip()]
+    by_trigger = _group_by_trigger(may_start)
+    orphans = _group_by_trigger(
+        CallPlan(replace(call, open=""), tools, is_orphan=True)
+        for call in tools.calls
+        if (call.open.strip() or tools.opens) and _has_tag_in_head(call)
+    )
+    orphans = {trigger: forms for trigger, forms in orphans.items() if trigger not in by_trigger}
+    bare = tuple(plan for plan in plans if plan.is_bare) if allows_bare and not tools.opens else ()
+    kinds = dict.fromkeys(orphans, MarkerKind.ORPHAN_CALL)
+    kinds |= _call_kinds(tools, plans, by_trigger, bare)
+    return CallPlans(plans, by_trigger, orphans, bare, kinds)
 
 
-def _group_by_trigger(
-    tools: ToolSection, plans: tuple[CallPlan, ...]
-) -> dict[str, tuple[CallPlan, ...]]:
+def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
+    """Return the forms of a tool call, with an array for each object and an object for each array.
+
+    Models sometimes write `[{"name": "f", ..}]` where the format declares `{"name": "f", ..}`, and
+    the other way around.
+    """
+    variants: list[Call] = []
+    for call in calls:
+        if isinstance(call.body, JsonObject):
+            variants.append(replace(call, body=JsonArray(call.body.keys)))
+        elif isinstance(call.body, JsonArray):
+            variants.append(replace(call, body=JsonObject(call.body.keys)))
+    return list(dict.fromkeys((*calls, *variants)))
+
+
+def _has_tag_in_head(call: Call) -> bool:
+    """Return whether the head starts with a tag that identifies a tool call without other markers.
+
+    Examples: the result is True for `<function={name}>`, and False for `{name}`.
+    """
+    first_part = pattern(call.head)[0] if call.head else ""
+    is_tag = isinstance(first_part, str) and "<" in first_part and not first_part[0].isalnum()
+    return is_tag and len(first_part.strip()) >= _MIN_ORPHAN_MARKER_CHARS
+
+
+def _group_by_trigger(plans: Iterable[CallPlan]) -> dict[str, tuple[CallPlan, ...]]:
     """Return the forms of a tool call, by the marker in the content that starts them.
 
-    Example: `{"<tool_call>": (plan,)}`.
+    Example: `{"<tool_call>": (plan,)}`. A tag with a space is a key in each spelling that
+    `blank_variants` returns.
     """
     by_trigger: dict[str, tuple[CallPlan, ...]] = {}
     for plan in plans:
-        trigger = plan.call.trigger
-        # A model may omit the opening marker of the tool section. The content can then contain tool
-        # calls that have an opening marker of their own. The first literal of a head is too short
-        # to identify a tool call in the content.
-        if trigger and (not tools.opens or plan.call.open.strip()):
-            by_trigger[trigger] = (*by_trigger.get(trigger, ()), plan)
+        if plan.call.trigger:
+            for trigger in blank_variants(plan.call.trigger):
+                by_trigger[trigger] = (*by_trigger.get(trigger, ()), plan)
     return by_trigger
 
 
@@ -230,7 +290,7 @@ def _call_kinds(
                 kinds[marker] = MarkerKind.CLOSE_CALLS
     for plan in bare:
         kinds |= dict.fromkeys(plan.body_openings(), MarkerKind.BARE_CALL)
-    kinds |= dict.fromkeys(_visible((tools.close,)), MarkerKind.CLOSE_CALLS)
+    kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
     kinds |= dict.fromkeys(_visible(tools.opens), MarkerKind.OPEN_SECTION)
     return kinds

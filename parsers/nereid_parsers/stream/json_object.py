@@ -6,11 +6,19 @@ from collections.abc import Callable
 from enum import Enum
 
 from nereid_parsers.stream.argument_types import loads
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, StepReader
+from nereid_parsers.stream.body_reader import StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_scanner import JsonScanner
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import Keys, NameIsKey
+
+# JSON allows only double quotes, but models sometimes write single quotes.
+_QUOTES = "\"'"
+# Models sometimes write one of these keys in place of the declared key of the arguments.
+_ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
+# Models sometimes enclose the name and the arguments in an object with one of these keys.
+_WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class _Role(Enum):
@@ -20,6 +28,8 @@ class _Role(Enum):
     ID         The value is the id of the tool call.
     ARGUMENTS  The value contains the arguments.
     PARENT     The value is an object that contains the name or the arguments.
+    WRAPPER    The value is an object that contains the name and the arguments, but the format does
+               not declare this object.
     IGNORED    The value is skipped.
     INVALID    The member shows that the object is not a tool call.
     """
@@ -28,6 +38,7 @@ class _Role(Enum):
     ID = "id"
     ARGUMENTS = "arguments"
     PARENT = "parent"
+    WRAPPER = "wrapper"
     IGNORED = "ignored"
     INVALID = "invalid"
 
@@ -59,7 +70,8 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_certain = is_certain
-        self._outer_keys: list[str] = []  # The keys of the objects that enclose the position.
+        # The keys of the objects that enclose the position. The key of a WRAPPER is stored as "".
+        self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
         self._call_id = ""
@@ -97,7 +109,7 @@ class ObjectReader(StepReader):
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":
             return self._close_object(pos)
-        if text[pos] != '"':
+        if text[pos] not in _QUOTES:
             return self._reject(pos)
         self._expect_string(self._set_key)
         return pos
@@ -144,16 +156,16 @@ class ObjectReader(StepReader):
         """
         if text[pos].isspace():
             return skip_blanks(text, pos)
-        role = self._role_of_key()
         first_char = text[pos]
+        role = self._role_of_key(first_char)
         if role is _Role.ARGUMENTS:
             return self._start_arguments(text, pos)
-        if role is _Role.NAME and first_char == '"':
+        if role is _Role.NAME and first_char in _QUOTES:
             self._expect_string(self._set_name)
-        elif role is _Role.ID and first_char == '"':
+        elif role is _Role.ID and first_char in _QUOTES:
             self._expect_string(self._set_call_id)
-        elif role is _Role.PARENT and first_char == "{":
-            self._outer_keys.append(self._key)
+        elif role in (_Role.PARENT, _Role.WRAPPER) and first_char == "{":
+            self._outer_keys.append(self._key if role is _Role.PARENT else "")
             self._step = self._read_key_or_closing_brace
             return pos + 1
         elif role in (_Role.IGNORED, _Role.ID):
@@ -163,16 +175,19 @@ class ObjectReader(StepReader):
             return self._reject(pos)
         return pos
 
-    def _role_of_key(self) -> _Role:
+    def _role_of_key(self, first_char: str) -> _Role:
         """Return the role of the current key.
 
         Example: with the keys `function.name` and `function.arguments`, the role of `function` is
         PARENT.
+
+        Args:
+            first_char: The first character of the value.
         """
         keys = self._keys
         if isinstance(keys, NameIsKey):
             return _Role.INVALID if self._has_arguments else _Role.ARGUMENTS
-        path = ".".join([*self._outer_keys, self._key])
+        path = ".".join(key for key in (*self._outer_keys, self._key) if key)
         if path == keys.name:
             return _Role.NAME if self._name is None else _Role.IGNORED
         if path == keys.arguments or path in keys.also:
@@ -181,9 +196,33 @@ class ObjectReader(StepReader):
             return _Role.ID
         if any(inner_path.startswith(path + ".") for inner_path in (keys.name, keys.arguments)):
             return _Role.PARENT
+        if first_char == "{":
+            role = self._undeclared_role(path, keys)
+            if role is not None:
+                return role
         if self._is_certain or self.writer.is_open or path.split(".")[-1] in keys.extra:
             return _Role.IGNORED
         return _Role.INVALID
+
+    def _undeclared_role(self, path: str, keys: Keys) -> _Role | None:
+        """Return the role of a key that the format does not declare, but that models often write.
+
+        The value is an object. Examples: in `{"name": "f", "input": {}}`, the role of `input` is
+        ARGUMENTS. In `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is
+        WRAPPER. Any other key gives None.
+        """
+        if not (self._is_certain or self.writer.tools.is_known):
+            return None
+        parent, _, key = path.rpartition(".")
+        declared_parent = keys.arguments.rpartition(".")[0]
+        if key in _ARGUMENTS_KEYS and parent == declared_parent and not self._has_arguments:
+            self.writer.report(f"the arguments are under the key {key!r}")
+            return _Role.ARGUMENTS
+        is_at_start = self._name is None and not self._has_arguments
+        if path in _WRAPPER_KEYS and is_at_start:
+            self.writer.report(f"the tool call is under the key {key!r}")
+            return _Role.WRAPPER
+        return None
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -273,7 +312,7 @@ class ObjectReader(StepReader):
         """
         if not self._is_certain:
             inside = skip_blanks(text, pos + 1)
-            if text[pos] != "{" or (inside < len(text) and text[inside] not in '"}'):
+            if text[pos] != "{" or (inside < len(text) and text[inside] not in "\"'}"):
                 return self._reject(pos)
             if inside == len(text):
                 return NEED_MORE

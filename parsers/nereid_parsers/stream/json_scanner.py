@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 
-_STRING_CHARS: _Matcher = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match
+# The text of a string up to its closing quote. JSON allows only double quotes, but models sometimes
+# write single quotes.
+_STRING_CHARS: dict[str, _Matcher] = {
+    '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
+    "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
+}
 _CHARS_IN_CONTAINER: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
 _SCALAR_CHARS: _Matcher = re.compile(r"[\w.+\-]*").match
 _CLOSING_BRACKETS = {"{": "}", "[": "]"}
@@ -28,11 +33,11 @@ class JsonScanner:
     string does not end the value. The scanner also accepts some values that are not valid JSON.
     """
 
-    __slots__ = ("_closing_brackets", "_is_escaped", "_is_in_string", "status")
+    __slots__ = ("_closing_brackets", "_is_escaped", "_quote", "status")
 
     def __init__(self) -> None:
         self._closing_brackets = ""
-        self._is_in_string = False
+        self._quote = ""  # The quote of the open string, or "".
         self._is_escaped = False
         self.status = MORE
 
@@ -46,14 +51,14 @@ class JsonScanner:
             self._is_escaped = False
             pos += 1
         while pos < size:
-            if self._is_in_string:
-                pos = _end_of(_STRING_CHARS, text, pos)
+            if self._quote:
+                pos = _end_of(_STRING_CHARS[self._quote], text, pos)
                 if pos == size:
                     return pos
                 if text[pos] == "\\":  # The text ends before the escaped character.
                     self._is_escaped = True
                     return pos + 1
-                self._is_in_string = False
+                self._quote = ""
                 pos += 1
                 if not self._closing_brackets:
                     self.status = DONE
@@ -74,8 +79,8 @@ class JsonScanner:
         if pos == len(text):
             return pos
         char = text[pos]
-        if char == '"':
-            self._is_in_string = True
+        if char in _STRING_CHARS:
+            self._quote = char
         elif char in _CLOSING_BRACKETS:
             self._closing_brackets += _CLOSING_BRACKETS[char]
         elif not self._closing_brackets:

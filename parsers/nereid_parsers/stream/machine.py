@@ -30,8 +30,10 @@ from nereid_parsers.stream.text_writer import TextWriter, Trace
 _STAGES = {
     State.REASONING: Stage.REASONING,
     State.INLINE_REASONING: Stage.REASONING,
+    State.INTERRUPTED_REASONING: Stage.REASONING,
     State.CONTENT: Stage.CONTENT,
     State.CONTENT_ONLY: Stage.CONTENT,
+    State.PLAIN_MESSAGE: Stage.CONTENT,
     State.HEADER: Stage.CONTENT,
 }
 
@@ -58,8 +60,10 @@ class Machine:
             State.UNCLASSIFIED: self._reader.read_unclassified,
             State.REASONING: self._reader.read_reasoning,
             State.INLINE_REASONING: self._reader.read_inline_reasoning,
+            State.INTERRUPTED_REASONING: self._reader.read_interrupted_reasoning,
             State.CONTENT: self._reader.read_content,
             State.CONTENT_ONLY: self._reader.read_content_only,
+            State.PLAIN_MESSAGE: self._reader.read_plain_message,
             State.HEADER: self._reader.read_header,
             State.CALL_START: self._calls.read_start,
             State.CALL_BODY: self._calls.read_body,
@@ -94,7 +98,8 @@ class Machine:
             events: All events of the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        self._text.forget_prompt(len(self._buffer.unread()))
+        num_stored_chars = self._reader.num_stored_chars()
+        self._text.forget_prompt(num_stored_chars + len(self._buffer.unread()))
         if self._state is State.INLINE_REASONING:
             self._reader.repeat_opening_marker()
         self._events += open_call_events
@@ -132,6 +137,9 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._reader.finish_marker(self._state)
         self._run()
+        if self._state is State.INTERRUPTED_REASONING:
+            self._enter(self._reader.finish_interrupted_reasoning())
+            self._run()
         while self._state is State.CALL_BODY:
             self._enter(self._calls.finish_body())
             self._run()

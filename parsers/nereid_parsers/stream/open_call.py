@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader
 from nereid_parsers.stream.call_plan import CallPlan
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 

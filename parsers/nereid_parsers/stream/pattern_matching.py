@@ -17,9 +17,14 @@ MAX_HEAD_CHARS = 2048
 
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
+_SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
 _BLANKS = re.compile(r"\s*").match
-# White space, and the places between two tags where white space may occur.
-_BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=<)")
+# Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
+# them, they appear in the model's text.
+_RAW_SPACE = "Ġ"
+_BLANKS_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
+# White space, and the places before and after a tag where white space may occur.
+_BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=\S)|(?<=\S)(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # The regex character class of each field, without its end. `_field_regex` adds the end.
@@ -45,7 +50,8 @@ class FieldStep:
         """Match the field at `pos`, store its text in `fields`, and return the end of the match.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
-        because the name may continue.
+        because the name may continue. If the message ends after `"sum"`, the name may be
+        incomplete, so the result is NO_MATCH.
         """
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
@@ -54,8 +60,11 @@ class FieldStep:
         if end == pos and self.name != "rest":
             return NO_MATCH
         value = text[pos:end]
-        if self.name == "name" and fields.get(self.name, value) != value:
-            return NO_MATCH  # All occurrences of the name must be equal.
+        if self.name == "name":
+            is_incomplete = end == len(text)
+            differs = fields.get("name", value) != value  # All occurrences must be equal.
+            if is_incomplete or differs or value.isdigit():
+                return NO_MATCH
         fields[self.name] = value
         return end
 
@@ -84,7 +93,7 @@ class Pattern:
         """
         for step in self.steps:
             if isinstance(step, BlanksStep):
-                pos = skip_blanks(text, pos)
+                pos = _skip_pattern_blanks(text, pos)
             elif isinstance(step, FieldStep):
                 pos = step.match(text, pos, is_final, fields)
                 if pos < 0:
@@ -106,17 +115,39 @@ def skip_blanks(text: str, pos: int) -> int:
     return match.end() if match else pos
 
 
+def _skip_pattern_blanks(text: str, pos: int) -> int:
+    """Return the end of the white space at `pos`, which may be written as `Ġ` or `Ċ`."""
+    match = _BLANKS_IN_PATTERN(text, pos)
+    return match.end() if match else pos
+
+
+def blank_variants(marker: str) -> tuple[str, ...]:
+    """Return a tag, and the ways in which models write the space inside the tag.
+
+    Example: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. A marker
+    that is not a tag with a space gives only itself.
+    """
+    if not marker.startswith("<") or " " not in marker:
+        return (marker,)
+    return (marker, marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE))
+
+
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern.
 
-    White space in the pattern, and each gap between `>` and `<`, match white space of any length.
+    White space of any length, or none, matches white space in the pattern, the places before and
+    after a tag, and each gap between a literal and a field.
+
     Example: `"<call>\n<f={name}>"` becomes the literal `<call>`, white space, the literal `<f=`,
-    the field `name` and the literal `>`.
+    white space, the field `name`, white space and the literal `>`. The pattern matches
+    `<call><f=sum>` and `<call> <f= sum >`.
     """
     parts = pattern(source)
     steps: list[str | BlanksStep | FieldStep] = []
     for index, part in enumerate(parts):
+        if index:
+            steps.append(BlanksStep())
         if isinstance(part, Slot):
             next_part = parts[index + 1] if index + 1 < len(parts) else ""
             next_literal = next_part if isinstance(next_part, str) else ""
@@ -166,3 +197,12 @@ def looks_like_markup(text: str) -> bool:
     Examples: `"<tool_call>\n{"` and `"[TOOL_CALLS]"` look like markup, `"a < b"` does not.
     """
     return _MARKUP.search(text) is not None
+
+
+def is_special_token(marker: str) -> bool:
+    """Return whether a marker is, or starts with, a special token with a vertical bar.
+
+    Examples: `<|channel>thought`, `<channel|>` and `<｜end｜>` are special tokens. `<think>` is
+    not, because ordinary text may contain it.
+    """
+    return _SPECIAL_TOKEN.match(marker) is not None

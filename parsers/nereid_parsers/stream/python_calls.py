@@ -5,15 +5,7 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body_reader import (
-    BROKEN,
-    BROKEN_ARGUMENTS,
-    DONE,
-    MORE,
-    BodyReader,
-    Head,
-    StepReader,
-)
+from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader, Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
@@ -22,6 +14,7 @@ from nereid_parsers.stream.pattern_matching import (
     skip_blanks,
 )
 from nereid_parsers.stream.python_literals import PYTHON, Dialect, LiteralReader
+from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import PythonCalls
 
 _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
@@ -203,7 +196,12 @@ class BareKeyReader(BodyReader):
         self._head = head
         # Some models write a JSON string instead of the declared quotes.
         json_quotes = () if quote == '"' else ('"',)
-        self._literal = LiteralReader(Dialect((quote, *json_quotes), escaping=json_quotes))
+        dialect = Dialect((quote, *json_quotes), escaping=json_quotes, has_bare_strings=True)
+        self._literal = LiteralReader(dialect, self._types_of)
+
+    def _types_of(self, key: str) -> frozenset[str] | None:
+        """Return the JSON types that the tool's schema allows for the argument `key`."""
+        return self.writer.tools.argument_types(self._head.name, key)
 
     def read(self, text: str, pos: int) -> int:
         """Read a piece of the object and write it as JSON, see `BodyReader.read`."""

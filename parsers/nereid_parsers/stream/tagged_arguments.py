@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
+from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.argument_types import to_json
-from nereid_parsers.stream.body_reader import BROKEN, DONE, Head, StepReader
+from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
@@ -22,6 +23,7 @@ from nereid_parsers.stream.pattern_matching import (
     skip_blanks,
 )
 from nereid_parsers.stream.python_literals import escape_json
+from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.tool_declarations import TaggedArguments
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A
@@ -31,6 +33,10 @@ _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
+# A value may contain a marker that ends tool calls. The reader waits for at most this number of
+# characters after such a marker, to see whether the value's own closing marker follows.
+_MAX_UNDECIDED_CHARS = 512
+_MISSING_CLOSE = "the closing marker of an argument is missing"
 # Values of the pattern fields {string} and {type} which declare that a value is a string.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
@@ -43,32 +49,36 @@ class TagPlan:
         key: The pattern before the value.
         padding: The white space between the pattern and the value. It is not a part of the value.
         close: The closing marker, without white space.
-        find_possible_end: A function that finds the closing marker, or a prefix of the closing
-            marker at the end of the text.
-        find_end: A function that finds the closing marker. The match includes the declared white
-            space before the closing marker.
+        find_possible_end: A function that finds the closing marker, an early end, or a prefix of
+            one of them at the end of the text.
+        find_end: A function that finds the closing marker or an early end. The match includes the
+            declared white space before the marker. The group "early" is the early end.
     """
 
-    def __init__(self, part: TaggedArguments) -> None:
+    def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
         r"""Compile one form of a tagged value.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
-        `a`.
+        `a`. With the early end `</call>`, `a</call>` has this value if `</p>` is missing.
+
+        Args:
+            part: The declaration.
+            early_ends: The markers that follow the value if its closing marker is missing.
         """
         opening = part.open.rstrip()
         self.key: Pattern = compile_pattern(opening)
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
         padding = part.close[: len(part.close) - len(part.close.lstrip())]
-        end = f"(?:{re.escape(padding)})?{re.escape(self.close)}"
-        prefixes = [marker_prefix_regex(self.close)]
-        if padding:
-            prefixes.insert(0, marker_prefix_regex(padding + self.close))
-        first_chars = re.escape(self.close[0]) + re.escape(padding[:1])
-        self.find_end = re.compile(end).search
-        self.find_possible_end = re.compile(
-            f"(?=[{first_chars}])(?:{end}|{'|'.join(prefixes)})"
-        ).search
+        markers = (self.close, *early_ends)
+        prefixes = [marker_prefix_regex(padding + marker) for marker in markers if padding]
+        prefixes += [marker_prefix_regex(marker) for marker in markers]
+        early = "|".join(map(re.escape, early_ends)) or "(?!)"
+        end = f"(?:{re.escape(padding)})?(?:{re.escape(self.close)}|(?P<early>{early}))"
+        first_chars = "".join(re.escape(marker[0]) for marker in (*markers, padding) if marker)
+        start = f"(?=[{first_chars}])"
+        self.find_end = re.compile(start + end).search
+        self.find_possible_end = re.compile(f"{start}(?:{end}|{'|'.join(prefixes)})").search
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +105,14 @@ class TagsPlan:
     """
 
     def __init__(self, part: TaggedArguments, stop_markers: tuple[str, ...]) -> None:
-        self.forms = tuple(TagPlan(form) for form in (part, *part.also))
+        forms = (part, *part.also)
+        openings = tuple(dict.fromkeys(_first_literal(form) for form in forms))
         self.stop_markers = stop_markers
+        self.forms = tuple(TagPlan(form, (*stop_markers, *openings)) for form in forms)
+        closes = "|".join(re.escape(form.close) for form in self.forms)
+        self._find_close_or_opening = re.compile(
+            f"(?P<close>{closes})|{'|'.join(map(re.escape, openings))}"
+        ).search
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
         """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
@@ -128,6 +144,25 @@ class TagsPlan:
         is_possible = not is_final and self.may_become_stop_marker(text, pos)
         return NEED_MORE if is_possible else opening
 
+    def is_close_missing(self, text: str, pos: int, is_final: bool) -> bool | None:
+        """Return whether a stop marker inside a value ends the value. None: more text is required.
+
+        The stop marker is a part of the value if the value's closing marker follows before the
+        opening of another value. Examples: in `a</function>b</parameter>`, the stop marker
+        `</function>` is a part of the value. In `a</function></call>` and
+        `a</function><call><parameter=`, it ends the value.
+
+        Args:
+            text: The text.
+            pos: The position of the stop marker.
+            is_final: Whether no more text follows.
+        """
+        end = pos + _MAX_UNDECIDED_CHARS
+        match = self._find_close_or_opening(text, pos, end)
+        if match is not None:
+            return match.group("close") is None
+        return True if is_final or len(text) >= end else None
+
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""
         return any(text.startswith(marker, pos) for marker in self.stop_markers)
@@ -147,11 +182,10 @@ class TaggedReader(StepReader):
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._plan = plan
-        self._num_arguments = 0
+        self._keys: set[str] = set()  # The names of the arguments that have been read.
         # These attributes describe the current value. `_value_pieces` contains the text of the
         # value only if the value is not written as it arrives.
         self._form = plan.forms[0]
-        self._key = ""
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
@@ -196,18 +230,31 @@ class TaggedReader(StepReader):
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
-        self._key = fields["key"].strip()
-        if "string" in fields:
-            self._types = _STRING_ONLY if fields["string"] == _IS_STRING else _NOT_STRING
-        elif "type" in fields:
-            self._types = _STRING_ONLY if fields["type"] in _STRING_TYPE_NAMES else _NOT_STRING
-        else:
-            self._types = self.writer.tools.argument_types(self._head.name, self._key)
-        separator = ", " if self._num_arguments else "{"
-        self._num_arguments += 1
-        self.writer.write(f"{separator}{quote_json(self._key)}: ")
+        key = fields["key"].strip()
+        self._types = self._types_of(key, fields)
+        separator = ", " if self._keys else "{"
+        self._keys.add(key)
+        self.writer.write(f"{separator}{quote_json(key)}: ")
         self._value_pieces = []
         self._step = self._skip_padding
+
+    def _types_of(self, key: str, fields: dict[str, str]) -> frozenset[str] | None:
+        """Return the JSON types that a value may have, from its opening and the tool's schema.
+
+        Example: `<parameter name="days" string="true">` declares a string. If the schema does not
+        allow a string, the types of the schema are returned.
+        """
+        schema_types = self.writer.tools.argument_types(self._head.name, key)
+        if "string" in fields:
+            is_string = fields["string"] == _IS_STRING
+        elif "type" in fields:
+            is_string = fields["type"] in _STRING_TYPE_NAMES
+        else:
+            return schema_types
+        if not is_string:
+            return _NOT_STRING
+        allows_string = schema_types is None or "string" in schema_types
+        return _STRING_ONLY if allows_string else schema_types
 
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value, and select the step that reads the value.
@@ -227,20 +274,47 @@ class TaggedReader(StepReader):
         return pos
 
     def _find_value_end(self, text: str, pos: int) -> tuple[int, int]:
-        """Return the end of the value's text, and the end of the closing marker after the value.
+        """Return the end of the value's text, and the position after the value's closing marker.
 
-        The two positions are equal if the text contains no complete closing marker. Example: for
-        the closing marker `</p>`, the text `a</p>` gives `(1, 5)`, `a</` gives `(1, 1)` and `ab`
-        gives `(2, 2)`.
+        The second position is -1 if the value does not end in this text. Examples, for the closing
+        marker `</p>`: the text `a</p>` gives `(1, 5)`, `a</` gives `(1, -1)` and `ab` gives
+        `(2, -1)`. If the closing marker is missing, the value ends before the next marker, so
+        `a</call>` gives `(1, 1)`.
         """
         form = self._form
         find = form.find_end if self.is_final else form.find_possible_end
         match = find(text, pos)
-        if match is None:
-            return len(text), len(text)
-        if text.endswith(form.close, match.start(), match.end()):
-            return match.start(), match.end()
-        return match.start(), match.start()
+        while match is not None:
+            early_end = match.start("early")
+            if early_end < 0:
+                is_complete = text.endswith(form.close, match.start(), match.end())
+                return match.start(), match.end() if is_complete else -1
+            is_missing = self._is_close_missing(text, early_end)
+            if is_missing is None:
+                return match.start(), -1
+            if is_missing:
+                self.writer.report(_MISSING_CLOSE)
+                return match.start(), early_end
+            match = find(text, early_end + 1)
+        return len(text), -1
+
+    def _is_close_missing(self, text: str, pos: int) -> bool | None:
+        """Return whether the marker at `pos` ends the value. None: more text is required.
+
+        A stop marker or the opening of another argument is at `pos`. The opening ends the value if
+        the tool declares this argument, and if the argument has not been read yet. Example:
+        `A<parameter=days>3</parameter>` contains the value `A` if the tool declares `days`.
+        """
+        if self._plan.is_at_stop_marker(text, pos):
+            return self._plan.is_close_missing(text, pos, self.is_final)
+        opening = self._plan.match(text, pos, self.is_final)
+        if opening == NEED_MORE:
+            return None
+        if not isinstance(opening, TagOpening):
+            return False
+        key = opening.fields["key"].strip()
+        is_declared = self.writer.tools.may_have_argument(self._head.name, key)
+        return is_declared and key not in self._keys
 
     def _pass_on_string(self, text: str, pos: int) -> int:
         """Write the text of a string as it arrives. Write a quote at the closing marker.
@@ -250,7 +324,7 @@ class TaggedReader(StepReader):
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
             self.writer.write(escape_json(text[pos:value_end]))
-        if marker_end > value_end:
+        if marker_end >= 0:
             self.writer.write('"')
             self._step = self._read_tag_or_end
             return marker_end
@@ -265,7 +339,7 @@ class TaggedReader(StepReader):
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
             self._value_pieces.append(text[pos:value_end])
-        if marker_end > value_end:
+        if marker_end >= 0:
             self.writer.write(to_json("".join(self._value_pieces), self._types))
             self._step = self._read_tag_or_end
             return marker_end
@@ -289,7 +363,7 @@ class TaggedReader(StepReader):
 
     def _close_arguments(self) -> None:
         """Write the closing brace of the arguments."""
-        self.writer.write("}" if self._num_arguments else "{}")
+        self.writer.write("}" if self._keys else "{}")
 
     def abandon(self) -> bool:
         """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
@@ -308,3 +382,9 @@ class TaggedReader(StepReader):
             elif self._step == self._keep_value and self._value_pieces:
                 self.writer.write(to_json("".join(self._value_pieces), self._types))
         super().finish()
+
+
+def _first_literal(form: TaggedArguments) -> str:
+    """Return the literal with which a tagged value starts. Example: `<parameter=`."""
+    first_part = pattern(form.open)[0]
+    return first_part.strip() if isinstance(first_part, str) else ""

@@ -1,0 +1,437 @@
+"""Tests of text that models write although no chat template shows it.
+
+Each case names the format, the text, and the message and the report that the parser must return.
+The cases use several formats for each rule, because a rule applies to all formats of one kind.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from nereid_parsers import STRICT, ToolCallEnd, fold, get_format
+from parsers.support import stream, tool
+
+TOOLS = [
+    tool(
+        "get_weather",
+        city={"type": "string"},
+        days={"type": "integer"},
+        zones={"type": "array"},
+    ),
+    tool("get_time"),
+]
+CALL = ("get_weather", {"city": "Rome"})
+UNCLOSED = "the reasoning before the tool call is not closed"
+MISSING_CLOSE = "the closing marker of an argument is missing"
+MISSING_OPEN = "the opening marker of the tool call is missing"
+WRAPPED = "an object that encloses the arguments was removed"
+
+
+@dataclass
+class Case:
+    """A text and the message that the parser must return."""
+
+    names: dict[str, str]
+    text: str
+    calls: list = field(default_factory=list)
+    content: str | None = None
+    reasoning: str | None = None
+    report: str | None = None
+
+
+def check(case: Case, **kwargs) -> None:
+    """Assert the message and the report, for the whole text and for small pieces of the text."""
+    fmt = get_format(**case.names)
+    for size in (10**9, 1, 3, 7):
+        events = stream(fmt, case.text, size, tools=TOOLS, **kwargs)
+        message = fold(events)
+        calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+        assert calls == case.calls, size
+        assert (message.content or "").strip() == (case.content or ""), size
+        assert (message.reasoning or "").strip() == (case.reasoning or ""), size
+        reports = [event.reason for event in events if isinstance(event, ToolCallEnd)]
+        if case.report is None:
+            assert not any(reports), reports
+        else:
+            assert case.report in (reports[0] or ""), reports
+
+
+def run(cases: list[Case]):
+    """Return the decorator that runs a test for each case."""
+    labels = ["+".join(case.names.values()) + f"-{case.text[:40]}" for case in cases]
+    return pytest.mark.parametrize("case", cases, ids=labels)
+
+
+# ---- tool calls inside the reasoning -------------------------------------------------------------
+
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"
+INVOKE = '<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>'
+DSML = (
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Rome'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+IN_REASONING = [
+    ({"reasoning": "qwen3", "tools": "hermes"}, HERMES),
+    ({"reasoning": "nemotron_v3", "tools": "qwen3_coder"}, CODER),
+    ({"reasoning": "glm45", "tools": "glm45"}, GLM),
+    ({"reasoning": "deepseek_r1", "tools": "hermes"}, HERMES),
+    ({"reasoning": "kimi_k2", "tools": "kimi_k2"}, KIMI),
+    (
+        {"reasoning": "minimax_m2", "tools": "minimax_m2"},
+        f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>",
+    ),
+    (
+        {"reasoning": "deepseek_v4", "tools": "deepseek_v4"},
+        f"<｜DSML｜tool_calls>\n{DSML}\n</｜DSML｜tool_calls>",
+    ),
+]
+
+
+@run(
+    [
+        Case(names, f"<think>I look it up.\n{call}", [CALL], None, "I look it up.", UNCLOSED)
+        for names, call in IN_REASONING
+    ]
+)
+def test_a_call_inside_reasoning_that_never_closes_is_a_call(case):
+    check(case)
+
+
+@run(
+    [
+        Case(names, f"<think>I write {call} now.</think>Hi", [], "Hi", f"I write {call} now.")
+        for names, call in IN_REASONING
+    ]
+)
+def test_a_call_quoted_inside_closed_reasoning_is_reasoning(case):
+    check(case)
+
+
+@run([Case(names, f"<think>\n{call}", [CALL], report=UNCLOSED) for names, call in IN_REASONING])
+def test_a_call_directly_after_the_opening_of_the_reasoning_is_a_call(case):
+    check(case)
+
+
+def test_the_closing_marker_after_an_interrupting_call_is_removed():
+    check(
+        Case(
+            {"reasoning": "qwen3", "tools": "hermes"},
+            f"<think>\n{HERMES}\n</think>\n\nDone.",
+            [CALL],
+            "Done.",
+            report=UNCLOSED,
+        )
+    )
+
+
+def test_reasoning_that_the_client_receives_as_content_may_contain_an_unclosed_call():
+    names = {"reasoning": "minimax_m2_append_think", "tools": "minimax_m2"}
+    text = f"Hm. <minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"
+    check(Case(names, text, [CALL], "<think>\nHm.", report=UNCLOSED))
+
+
+def test_special_tokens_of_the_reasoning_never_appear_in_the_content():
+    text = "<|channel>thought\n<channel|>Hello<channel|>"
+    check(Case({"reasoning": "gemma4"}, text, content="Hello"))
+
+
+def test_a_closing_tag_in_the_content_stays():
+    check(Case({"reasoning": "qwen3"}, "Write </think> last.", content="Write </think> last."))
+
+
+# ---- white space, names and missing markers ------------------------------------------------------
+
+BLANKS = [
+    ("kimi_k2", KIMI.replace(":0<", ":0 <")),
+    ("kimi_k2", KIMI.replace("begin|>f", "begin|>\nf")),
+    ("glm45", GLM.replace("call>get", "call>\nget")),
+    ("glm47", GLM.replace("call>get", "call> get").replace("weather\n", "weather ")),
+    ("glm45", GLM.replace("key>city<", "key>\ncity\n<")),
+    ("mistral", '[TOOL_CALLS] get_weather [ARGS] {"city": "Rome"}'),
+    ("gemma4", '<|tool_call> call:get_weather {city: <|"|>Rome<|"|> } <tool_call|>'),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> function <｜tool▁sep｜> get_weather\n"
+        '```json\n{"city": "Rome"}\n``` <｜tool▁call▁end｜> <｜tool▁calls▁end｜>',
+    ),
+    ("qwen3_coder", CODER.replace("=get_weather>", "= get_weather >")),
+    ("minicpm5", '<functionname="get_weather"><paramname="city">Rome</param></function>'),
+    ("minicpm5", '<functionĠname="get_weather"><paramĠname="city">Rome</param></function>'),
+]
+
+
+@run([Case({"tools": name}, text, [CALL]) for name, text in BLANKS])
+def test_white_space_around_markers_and_inside_tags_may_differ(case):
+    check(case)
+
+
+@pytest.mark.parametrize("name", ["glm45", "glm47", "ling3", "poolside_v1", "spark25", "hy_v4"])
+@pytest.mark.parametrize("text", ["<tool_call>get_weath", "<tool_call>\nget_weath"])
+def test_a_name_that_the_end_of_the_message_cuts_off_is_no_call(name, text):
+    for size in (1, 10**9):
+        assert not fold(stream(get_format(tools=name), text, size, tools=TOOLS)).tool_calls
+
+
+def test_a_number_is_not_the_name_of_a_function():
+    text = KIMI.replace("functions.get_weather:0", "0")
+    assert not fold(stream(get_format(tools="kimi_k2"), text, tools=TOOLS)).tool_calls
+
+
+TWO = ("get_weather", {"city": "Rome", "days": 3})
+
+
+@run(
+    [
+        Case(
+            {"tools": "qwen3_coder"},
+            CODER.replace("\n</parameter>", "\n<parameter=days>\n3\n</parameter>"),
+            [TWO],
+            report=MISSING_CLOSE,
+        ),
+        Case(
+            {"tools": "minimax_m2"},
+            "<minimax:tool_call>"
+            + INVOKE.replace("</parameter>", '\n<parameter name="days">3</parameter>')
+            + "</minimax:tool_call>",
+            [("get_weather", {"city": "Rome\n", "days": 3})],
+            report=MISSING_CLOSE,
+        ),
+        Case(
+            {"tools": "glm45"},
+            GLM.replace("</arg_value>", "<arg_key>days</arg_key>\n<arg_value>3</arg_value>"),
+            [TWO],
+            report=MISSING_CLOSE,
+        ),
+        Case(
+            {"tools": "qwen3_coder"},
+            CODER.replace("\n</parameter>", "") + "\nBye",
+            [CALL],
+            "Bye",
+            report=MISSING_CLOSE,
+        ),
+        Case(
+            {"tools": "step3p5"},
+            CODER.replace("\n</parameter>\n</function>", "") + "\nBye",
+            [CALL],
+            "Bye",
+            report=MISSING_CLOSE,
+        ),
+        Case(
+            {"tools": "qwen3_coder"},
+            CODER.replace("\n</parameter>", "") + "\n" + CODER,
+            [CALL, CALL],
+            report=MISSING_CLOSE,
+        ),
+    ]
+)
+def test_an_argument_without_its_closing_marker_ends_at_the_next_marker(case):
+    check(case)
+
+
+@run(
+    [
+        Case(
+            {"tools": "qwen3_coder"},
+            CODER.replace("Rome", "a</function></tool_call>b"),
+            [("get_weather", {"city": "a</function></tool_call>b"})],
+        ),
+        Case(
+            {"tools": "qwen3_coder"},
+            CODER.replace("Rome", "use <parameter=other> here"),
+            [("get_weather", {"city": "use <parameter=other> here"})],
+        ),
+    ]
+)
+def test_a_marker_inside_a_closed_argument_is_a_part_of_the_argument(case):
+    check(case)
+
+
+@run(
+    [
+        Case({"tools": "minimax_m2"}, INVOKE, [CALL], report=MISSING_OPEN),
+        Case(
+            {"tools": "minimax_m2"},
+            f"Sure. {INVOKE}\n</minimax:tool_call>",
+            [CALL],
+            "Sure.",
+            report=MISSING_OPEN,
+        ),
+        Case({"tools": "deepseek_v4"}, DSML, [CALL], report=MISSING_OPEN),
+        Case({"tools": "deepseek_v32"}, f"{DSML}\n{DSML}", [CALL, CALL], report=MISSING_OPEN),
+        Case(
+            {"tools": "seed_oss"},
+            "<function=get_weather>\n<parameter=city>Rome</parameter>\n</function>",
+            [CALL],
+            report=MISSING_OPEN,
+        ),
+        Case(
+            {"tools": "minimax_m2"},
+            INVOKE.replace("get_weather", "other"),
+            content=INVOKE.replace("get_weather", "other"),
+        ),
+    ]
+)
+def test_a_call_of_an_offered_function_needs_no_opening_marker(case):
+    check(case)
+
+
+# ---- keys and objects around the arguments -------------------------------------------------------
+
+
+def named(key, value='{"city": "Rome"}'):
+    """Return a tool call whose arguments are under `key`."""
+    return f'{{"name": "get_weather", "{key}": {value}}}'
+
+
+@run(
+    [
+        Case({"tools": "hermes"}, f"<tool_call>{named('parameters')}</tool_call>", [CALL],
+             report="under the key 'parameters'"),
+        Case({"tools": "granite4"}, f"<tool_call>{named('input')}</tool_call>", [CALL],
+             report="under the key 'input'"),
+        Case({"tools": "mistral"}, f"[TOOL_CALLS][{named('parameters')}]", [CALL],
+             report="under the key 'parameters'"),
+        Case({"tools": "llama3_json"}, named("input"), [CALL], report="under the key 'input'"),
+        Case({"tools": "llama3_json"},
+             f'{{"type": "function", "function": {named("parameters")}}}', [CALL],
+             report="under the key 'function'"),
+        Case({"tools": "llama3_json"}, f"[{named('parameters')}]", [CALL]),
+        Case({"tools": "hermes"}, f"<tool_call>[{named('arguments')}]</tool_call>", [CALL]),
+        Case({"tools": "phi4_mini_json"}, f"functools{named('arguments')}", [CALL]),
+    ]
+)  # fmt: skip
+def test_the_name_and_the_arguments_may_be_under_other_keys(case):
+    check(case)
+
+
+@run(
+    [
+        Case({"tools": "hermes"},
+             "<tool_call>" + named("arguments", '{"arguments": {"city": "Rome"}}') + "</tool_call>",
+             [CALL], report=WRAPPED),
+        Case({"tools": "hermes"},
+             "<tool_call>" + named("arguments", '{"arguments": 3}') + "</tool_call>",
+             [("get_weather", {"arguments": 3})]),
+        Case({"tools": "kimi_k2"}, KIMI.replace('{"city": "Rome"}', '{"input":{"city":"Rome"}}'),
+             [CALL], report=WRAPPED),
+        Case({"tools": "qwen3_coder"},
+             CODER.replace("=city", "=properties").replace("Rome", "{'city': 'Rome'}"),
+             [CALL], report=WRAPPED),
+        Case({"tools": "pythonic"}, '[get_weather(arguments={"city": "Rome"})]', [CALL],
+             report=WRAPPED),
+    ]
+)  # fmt: skip
+def test_an_object_around_the_arguments_is_removed(case):
+    check(case)
+
+
+def test_an_argument_that_the_tool_declares_is_not_removed():
+    offered = [tool("run", arguments={"type": "object"})]
+    text = '<tool_call>{"name": "run", "arguments": {"arguments": {"a": 1}}}</tool_call>'
+    message = fold(stream(get_format(tools="hermes"), text, 1, tools=offered))
+    assert json.loads(message.tool_calls[0].arguments) == {"arguments": {"a": 1}}
+
+
+# ---- damaged values ------------------------------------------------------------------------------
+
+
+@run(
+    [
+        Case({"tools": "lfm2"},
+             "<|tool_call_start|>[get_weather(zones={'a', 'b'}, days=07)]<|tool_call_end|>",
+             [("get_weather", {"zones": ["a", "b"], "days": 7})]),
+        Case({"tools": "pythonic"}, "[get_weather(zones={1, 2})]",
+             [("get_weather", {"zones": [1, 2]})]),
+        Case({"tools": "pythonic"}, "[get_weather(zones={}), get_time()]",
+             [("get_weather", {"zones": {}}), ("get_time", {})]),
+        Case({"tools": "pythonic"}, """[get_weather(city='sed 's/(a)/b/' f', days=3)]""",
+             [("get_weather", {"city": "sed 's/(a)/b/' f", "days": 3})]),
+        Case({"tools": "pythonic"}, """[get_weather(city='print('a')')]""",
+             [("get_weather", {"city": "print('a')"})]),
+        Case({"tools": "pythonic"}, """[get_weather(city='a', zones=['b', "c"])]""",
+             [("get_weather", {"city": "a", "zones": ["b", "c"]})]),
+    ]
+)  # fmt: skip
+def test_python_values_that_json_cannot_express_are_converted(case):
+    check(case)
+
+
+@run(
+    [
+        Case({"tools": "functiongemma"},
+             "<start_function_call>call:get_weather{city:<escape>3<escape>,days:<escape>3<escape>}"
+             "<end_function_call>", [("get_weather", {"city": "3", "days": 3})]),
+        Case({"tools": "gemma4"}, "<|tool_call>call:get_weather{city:New York,days:3}<tool_call|>",
+             [("get_weather", {"city": "New York", "days": 3})]),
+        Case({"tools": "deepseek_v32"},
+             "<｜DSML｜function_calls>\n"
+             + DSML.replace('"city"', '"days"').replace("Rome", "42")
+             + "\n</｜DSML｜function_calls>", [("get_weather", {"days": 42})]),
+        Case({"tools": "qwen3_coder"}, CODER.replace("=city", "=days").replace("Rome", "007"),
+             [("get_weather", {"days": 7})]),
+    ]
+)  # fmt: skip
+def test_the_schema_decides_the_type_of_a_value(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Rome",}', {"city": "Rome"}),
+        ('{"days": 1, "flag": True,}', {"days": 1, "flag": True}),
+        ("{'city': 'Rome'}", {"city": "Rome"}),
+    ],
+)
+def test_the_strict_policy_repairs_python_syntax(arguments, expected):
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    fmt = get_format(tools="hermes", policy=STRICT)
+    events = stream(fmt, text, tools=TOOLS)
+    assert json.loads(fold(events).tool_calls[0].arguments) == expected
+    assert "repaired" in events[-1].reason
+
+
+# ---- single formats ------------------------------------------------------------------------------
+
+
+@run(
+    [
+        Case({"reasoning": "hy_v3", "tools": "hy_v3"},
+             "<think:opensource>Hm</think:opensource><tool_calls:opensource>\n"
+             "<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+             "<arg_key:opensource>city</arg_key:opensource>\n"
+             "<arg_value:opensource>Rome</arg_value:opensource>\n</tool_call:opensource>\n"
+             "</tool_calls:opensource>", [CALL], reasoning="Hm"),
+        Case({"tools": "phi4_mini_json"}, f"<|tool_call|>[{named('arguments')}]<|/tool_call|>",
+             [CALL]),
+        Case({"tools": "ling3"}, GLM + "<|role_end|>", [CALL]),
+        Case({"name": "gpt_oss"},
+             "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm<|end|>"
+             "<|start|>assistant<|channel|>final<|message|>Hi", content="Hi", reasoning="Hm"),
+        Case({"name": "gpt_oss"},
+             "<|channel|>commentary to=browser.search<|message|>cats<|end|>"
+             "<|start|>assistant<|channel|>final<|message|>Hi", content="Hi", reasoning="cats"),
+    ]
+)  # fmt: skip
+def test_published_checkpoints_write_these_forms(case):
+    check(case)
+
+
+def test_a_call_that_is_quoted_in_a_message_to_the_user_is_content():
+    quoted = (
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">Rome</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls>"
+    )
+    fmt = {"name": "muse"}
+    check(Case(fmt, f" to=user<|message|>Write {quoted}<|eot|>", content=f"Write {quoted}"))
+    check(Case(fmt, f" to=functions<|message|>{quoted}<|eot|>", [CALL]))

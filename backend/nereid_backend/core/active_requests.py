@@ -8,8 +8,8 @@ no sequence of the request is in the queue.
 """
 
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.fair_queue import FairQueue
 from nereid_backend.core.grammar import Guide
-from nereid_backend.core.ranked_sequences import RankedSequences
 from nereid_backend.core.request import Request
 from nereid_backend.core.sequence import Sequence
 
@@ -18,7 +18,7 @@ class ActiveRequests:
     """All requests that have not ended, by id.
 
     Attributes:
-        waiting: the queue of sequences that wait for a row, in scheduling order.
+        waiting: the queue of sequences that wait for a row. Clients take turns.
         num_sequences: the number of waiting and running sequences of all requests.
     """
 
@@ -30,7 +30,7 @@ class ActiveRequests:
             shares_prompts: whether one sequence computes the prompt for all sequences of a
                 request. If False, every sequence computes the prompt itself.
         """
-        self.waiting = RankedSequences()
+        self.waiting = FairQueue()
         self.num_sequences = 0
         self._tables = tables
         self._shares_prompts = shares_prompts
@@ -69,6 +69,7 @@ class ActiveRequests:
             is_prepared: False if the sequences must stay out of the queue until `start` is called.
         """
         self.num_sequences += len(sequences)
+        self.waiting.enter(sequences[0], len(sequences))
         request = self._requests[sequences[0].request_id] = Request(sequences)
         request.is_prepared = is_prepared
         if is_prepared:
@@ -118,6 +119,7 @@ class ActiveRequests:
         is_follower = sequence in request.followers
         if sequence.row is None and request.is_prepared and (request.is_split or not is_follower):
             self.waiting.remove(sequence)
+        self.waiting.leave(sequence)
         del request.sequences[sequence.index]
         if not request.sequences:
             del self._requests[sequence.request_id]

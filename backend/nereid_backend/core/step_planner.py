@@ -18,16 +18,23 @@ preempted. The planner selects the sequence with the lowest priority. If several
 priority, the planner selects the one with the fewest tokens to compute again. The first sequence in
 the order is never preempted for another sequence, so it always finishes.
 
+If several clients have requests, a client that has less than its fair share of the rows, the blocks
+or the token budget gets a part of what another client has (_make_room and _prefill_shares). The
+short request of one client therefore does not wait for the long requests of another client.
+
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
 A plan that is made ahead never preempts a sequence and never copies a block, because the running
 step may still use the blocks. If a plan would have needed a preemption or a copy, `is_held_up` is
 True.
 """
 
+from collections import Counter
+
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.fair_queue import fair_shares
 from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
@@ -80,17 +87,28 @@ class StepPlanner:
         # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
         # chunks. The next plan then starts with that prompt.
         self._has_overdue_prompt = False
+        # The tokens of prompts that each client may compute in the current step. Empty if only one
+        # client has requests, or if prompts cannot be divided into chunks.
+        self._shares: dict[str, int] = {}
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
+        waiting = self._requests.waiting
+        has_several_clients = waiting.has_several_clients
+        if has_several_clients and waiting:
+            self._make_room(waiting.first())
+        self._shares = self._prefill_shares() if has_several_clients else {}
         if not self._has_overdue_prompt:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self._running:
             # The overdue prompt did not get enough blocks, so the running sequences continue.
             self._plan_running(chunks, budget)
+        if has_several_clients:
+            for chunk in chunks:
+                waiting.charge(chunk.sequence, chunk.num_tokens)
         chunks.sort(key=_has_many_tokens)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return StepPlan(chunks, num_tokens, self._tables.take_copies())
@@ -145,6 +163,7 @@ class StepPlanner:
         sequence = self._running[index]
         num_known = len(sequence.token_ids) - sequence.num_computed_tokens
         num_tokens = min(num_known, 1 if self._whole_prefill else limit)
+        num_tokens = self._take_share(sequence, num_tokens)
         num_missing = self._tables.num_missing_blocks(
             sequence, sequence.num_computed_tokens + num_tokens
         )
@@ -165,7 +184,7 @@ class StepPlanner:
         is_overdue, self._has_overdue_prompt = self._has_overdue_prompt, False
         waiting = self._requests.waiting
         while waiting and self._running.free_rows and budget > 0:
-            sequence = waiting[0]
+            sequence = waiting.first()
             if self._whole_prefill and chunks and len(sequence.token_ids) > budget:
                 self._has_overdue_prompt = True
                 break
@@ -173,6 +192,7 @@ class StepPlanner:
                 break
             num_known = len(sequence.token_ids) - sequence.num_computed_tokens
             num_tokens = num_known if self._whole_prefill else min(num_known, budget)
+            num_tokens = self._take_share(sequence, num_tokens)
             chunks.append(_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if is_overdue:
@@ -198,6 +218,86 @@ class StepPlanner:
         self._running.add(sequence)
         return True
 
+    def _make_room(self, sequence: Sequence) -> None:
+        """Preempt sequences of other clients if they use so much that `sequence` cannot run.
+
+        A client loses a row or blocks only if it afterwards still has at least as many, for its
+        weight, as the client of `sequence` then has. The first sequence in the order is never
+        preempted.
+        """
+        num_blocks = self._tables.num_missing_blocks(sequence, len(sequence.token_ids))
+        while not self._running.free_rows or self._pool.num_free < num_blocks:
+            by_rows = not self._running.free_rows
+            victim = self._fair_victim(sequence, 1 if by_rows else num_blocks, by_rows=by_rows)
+            if victim is None:
+                return
+            if self._pending_plans.is_planning:
+                self.is_held_up = True
+                return
+            self.preempt(victim)
+
+    def _fair_victim(
+        self, sequence: Sequence, num_needed: int, *, by_rows: bool
+    ) -> Sequence | None:
+        """Return the sequence to preempt for `sequence`; None if its client has its fair share.
+
+        Args:
+            sequence: the waiting sequence.
+            num_needed: the number of rows or blocks that the waiting sequence needs.
+            by_rows: whether rows are counted. Otherwise, blocks are counted.
+        """
+
+        def size(other: Sequence) -> int:
+            return 1 if by_rows else len(other.block_table)
+
+        used: Counter[str] = Counter()
+        for other in self._running:
+            used[other.params.client_id] += size(other)
+        own = sequence.params
+        wanted = (used[own.client_id] + num_needed) / own.client_weight
+        candidates = [
+            other
+            for other in self._running.after(0)
+            if other.params.client_id != own.client_id
+            and other not in self._pending_plans.leaving
+            and (used[other.params.client_id] - size(other)) / other.params.client_weight >= wanted
+        ]
+        return min(candidates, key=_preemption_cost, default=None)
+
+    def _prefill_shares(self) -> dict[str, int]:
+        """Return the tokens of prompts that each client may compute in this step.
+
+        Return an empty dictionary if at most one client has a prompt to compute.
+        """
+        if self._whole_prefill:
+            return {}
+        demands: Counter[str] = Counter()
+        weights: dict[str, float] = {}
+        sequences = list(self._running)
+        if self._running.free_rows:
+            sequences += self._requests.waiting.firsts()
+        for sequence in sequences:
+            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
+            if num_known > 1:
+                demands[sequence.params.client_id] += num_known
+                weights[sequence.params.client_id] = sequence.params.client_weight
+        if len(demands) < 2:
+            return {}
+        return fair_shares(demands, weights, self._max_num_batched_tokens - len(self._running))
+
+    def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens the client's share allows, and reduce the share.
+
+        One token is always allowed.
+        """
+        if num_tokens <= 1 or not self._shares:
+            return num_tokens
+        client = sequence.params.client_id
+        share = self._shares.get(client, num_tokens)
+        num_allowed = max(1, min(num_tokens, share))
+        self._shares[client] = share - num_allowed
+        return num_allowed
+
     def _free_blocks(self, index: int, num_blocks: int) -> bool:
         """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
 
@@ -215,11 +315,31 @@ class StepPlanner:
             if self._pending_plans.is_planning:
                 self.is_held_up = True
                 return False
-            victim = min(self._running.after(index), key=_preemption_cost, default=sequence)
+            victim = self._cheapest_victim(index)
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _cheapest_victim(self, index: int) -> Sequence:
+        """Return the sequence to preempt for the running sequence at `index`.
+
+        If several clients have requests, a sequence of the client with the most blocks for its
+        weight is preempted, which may be the sequence at `index` itself.
+        """
+        sequence, later = self._running[index], self._running.after(index)
+        if not self._requests.waiting.has_several_clients:
+            return min(later, key=_preemption_cost, default=sequence)
+        used: Counter[str] = Counter()
+        for other in self._running:
+            used[other.params.client_id] += len(other.block_table)
+
+        def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
+            params = other.params
+            return -used[params.client_id] / params.client_weight, _preemption_cost(other)
+
+        # The first sequence in the order is never preempted, so that it always finishes.
+        return min([*later, sequence] if index else later, key=cost, default=sequence)
 
     def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""

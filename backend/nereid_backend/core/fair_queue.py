@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The waiting queue, in which the requests of several clients take turns.
+
+The service of a client is the number of tokens that were computed for the client, divided by the
+client's weight. The next sequence belongs to the client with the least service. Among the sequences
+of one client, the rank decides. If only one client has requests, the queue is a plain list by rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from nereid_backend.core.ranked_sequences import RankedSequences
+from nereid_backend.core.sequence import Sequence
+
+
+class FairQueue:
+    """The waiting sequences of all clients, and the service of each client.
+
+    A client is active from the arrival of its first request to the end of its last request. A
+    client that becomes active starts with the least service of the active clients, so that a client
+    cannot save up service while it sends no requests.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, RankedSequences] = {}
+        self._num_waiting = 0
+        self._num_sequences: Counter[str] = Counter()
+        self._service: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def has_several_clients(self) -> bool:
+        """Whether more than one client is active."""
+        return len(self._service) > 1
+
+    def enter(self, sequence: Sequence, count: int) -> None:
+        """Record that `count` sequences of a request were accepted, of which `sequence` is one."""
+        client = sequence.params.client_id
+        self._num_sequences[client] += count
+        if client not in self._service:
+            self._service[client] = min(self._service.values(), default=0.0)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Record that a sequence has ended."""
+        client = sequence.params.client_id
+        self._num_sequences[client] -= 1
+        if not self._num_sequences[client]:
+            del self._num_sequences[client], self._service[client]
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add tokens that a step computes for a sequence to the service of the client."""
+        params = sequence.params
+        self._service[params.client_id] += num_tokens / params.client_weight
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence into the queue of its client."""
+        queue = self._queues.setdefault(sequence.params.client_id, RankedSequences())
+        queue.add(sequence)
+        self._num_waiting += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is in the queue."""
+        client = sequence.params.client_id
+        self._queues[client].remove(sequence)
+        if not self._queues[client]:
+            del self._queues[client]
+        self._num_waiting -= 1
+
+    def first(self) -> Sequence:
+        """Return the sequence that gets a row next. The queue must not be empty.
+
+        If two clients have the same service, the client with fewer sequences comes first.
+        """
+        client = min(self._queues, key=self._turn)
+        return self._queues[client][0]
+
+    def firsts(self) -> list[Sequence]:
+        """Return the first waiting sequence of each client."""
+        return [queue[0] for queue in self._queues.values()]
+
+    def _turn(self, client: str) -> tuple[float, int]:
+        return self._service[client], self._num_sequences[client]
+
+
+def fair_shares(
+    demands: Mapping[str, int], weights: Mapping[str, float], budget: int
+) -> dict[str, int]:
+    """Divide a budget among clients by weight. No client gets more than its demand.
+
+    What a client does not need is divided among the other clients. Every client gets at least 1.
+
+    Example: the demands {"a": 4000, "b": 100} with equal weights and a budget of 512 return
+    {"a": 412, "b": 100}.
+    """
+    shares: dict[str, int] = {}
+    left = budget
+    total_weight = sum(weights[client] for client in demands)
+    # The client with the smallest demand for its weight comes first, so what it leaves over is
+    # known before the other clients get their shares.
+    for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
+        fair = int(left * weights[client] / total_weight)
+        shares[client] = max(1, min(demands[client], fair))
+        left -= shares[client]
+        total_weight -= weights[client]
+    return shares

@@ -13,9 +13,8 @@ from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_form
 from nereid_backend.cache_folder import cache_folder
 from nereid_backend.errors import ConfigError
 from nereid_backend.serving import tensors
-from nereid_backend.serving.serving_settings import ServingSettings
+from nereid_backend.serving.serving_settings import NO_FORMAT, ServingSettings
 
-OFF = "none"
 _POLICIES = {"lenient": LENIENT, "strict": STRICT}
 # The files of a checkpoint from which its chat format is derived.
 _FORMAT_FILES = (
@@ -36,13 +35,14 @@ def choose_format(
         report: called with one line that says how the format was chosen.
 
     Raises:
-        ConfigError: no format has the configured name, or the checkpoint cannot be read.
+        ConfigError: there is no format with the configured name, or the checkpoint's files cannot
+            be read.
     """
     names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
-    if OFF in names.values():
+    if NO_FORMAT in names.values():
         # "none" turns off one parser: reasoning or tool calls then stay in the content. The other
         # parser is used only if the settings name it.
-        names = {part: name for part, name in names.items() if name not in (OFF, "")}
+        names = {part: name for part, name in names.items() if name not in (NO_FORMAT, "")}
         if not names:
             report("chat format: none, because reasoning_parser or tool_parser is none")
             return None
@@ -62,7 +62,8 @@ def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str
     """Return the format that is derived from a checkpoint's files, and the reason for the choice.
 
     The result is stored in the cache folder, because both the tokenizer and the postprocessor need
-    it at each start. A process that needs a result while another process computes it waits for it.
+    the result at each start. The stored file is locked while one process computes the result, so
+    that the other process waits and does not repeat the work.
 
     Args:
         model: the folder of the checkpoint.
@@ -96,10 +97,10 @@ def _analyse(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
 
 
 def _fingerprint(model: Path, *names: str) -> str:
-    """Return a hash of everything on which a derived format depends.
+    """Return a hash of the checkpoint's files, the names of formats, and the analysis code.
 
-    These are the checkpoint's files, the names of formats, and the code of the analysis. The code
-    is identified by the sizes and times of its files.
+    A derived format depends on all of them. The code is identified by the sizes and modification
+    times of its files.
     """
     digest = hashlib.sha256(repr(names).encode())
     for pattern in _FORMAT_FILES:

@@ -20,12 +20,15 @@ from typing import Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
-from nereid_backend.serving.serving_settings import ServingSettings, read_settings
+from nereid_backend.serving.serving_settings import (
+    NO_FORMAT,
+    ServingSettings,
+    read_pooling_settings,
+    read_settings,
+)
 
 EXIT_WRONG_SETTINGS = 2
-_NO_FORMAT = "none"
 # Matches one parameter of config.pbtxt, such as
 # parameters { key: "max_num_seqs" value: { string_value: "8" } }
 _PARAMETER = re.compile(
@@ -77,7 +80,7 @@ def _check_formats(settings: ServingSettings) -> None:
         ("reasoning_parser", "reasoning", settings.reasoning_parser),
         ("tool_parser", "tools", settings.tool_parser),
     ):
-        if name not in ("", _NO_FORMAT):
+        if name not in ("", NO_FORMAT):
             # The parsers are imported only here, because the import takes as long as all checks.
             from nereid_parsers import NereidParsersError, get_format
 

@@ -24,8 +24,10 @@ from nereid_backend.settings_schema import (
 )
 
 _PREFIX = "NEREID_"
-# The names of the OpenAI frontend's variables without the prefix, one on each line. This package
-# must not import the frontend. `make settings` writes the file.
+# The value of `reasoning_parser` or `tool_parser` that turns the parser off.
+NO_FORMAT = "none"
+# The names of the OpenAI frontend's variables without the prefix, one on each line. They are in a
+# file, because this package must not import the frontend. `make settings` writes the file.
 _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 
@@ -131,6 +133,8 @@ class PoolingServing:
     requests to the model."""
 
 
+# The value of `model` with which no checkpoint is served.
+_NO_MODEL = "none"
 _LANGUAGE_MODEL_NAMES = setting_names(ServingSettings, EngineConfig)
 _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
 
@@ -148,19 +152,46 @@ def read_settings(
     Raises:
         ConfigError: a name is unknown, a value is wrong, or `model` is missing.
     """
-    texts = parameters(args)
+    texts = _parameters(args)
     check_names(texts, _LANGUAGE_MODEL_NAMES)
-    texts |= variables(_PREFIX, environ)
+    texts |= _variables(_PREFIX, environ)
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
-def parameters(args: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a model's config.pbtxt by name, without empty ones.
+def read_pooling_settings(
+    kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> tuple[PoolingServing, PoolingConfig | None]:
+    """Return the settings of one pooling model's stub and of its worker process.
 
-    The path of the checkpoint is made absolute; a relative path is relative to the repository.
+    The settings of the worker process are None if no checkpoint is served.
 
     Args:
+        kind: "embedding" or "rerank".
         args: the arguments of the model's `initialize`, as for `read_settings`.
+        environ: the environment variables. NEREID_EMBEDDING_X overrides the parameter x of the
+            embedding model. An empty variable counts as missing.
+
+    Raises:
+        ConfigError: a name is unknown or a value is wrong. The message begins with the setting's
+            name, such as "embedding_dtype".
+    """
+    prefix = f"{kind}_"
+    texts = _parameters(args)
+    check_names(texts, _POOLING_NAMES, prefix=prefix)
+    if "model" in texts and not Path(texts["model"]).is_dir():
+        # The default checkpoint of config.pbtxt may be absent.
+        del texts["model"]
+    texts |= _variables(f"{_PREFIX}{prefix}".upper(), environ)
+    serving = from_texts(PoolingServing, texts, prefix=prefix)
+    if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
+        return serving, None
+    return serving, from_texts(PoolingConfig, texts, prefix=prefix)
+
+
+def _parameters(args: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters of a model's config.pbtxt by name, without empty ones.
+
+    A relative path of the checkpoint is relative to the repository, and is made absolute.
     """
     entries = json.loads(args["model_config"]).get("parameters", {})
     texts = {name: value.get("string_value", "").strip() for name, value in entries.items()}
@@ -171,7 +202,7 @@ def parameters(args: Mapping[str, str]) -> dict[str, str]:
     return texts
 
 
-def variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of the environment variables that begin with `prefix`.
 
     Empty variables are skipped. Example: with the prefix "NEREID_", the variable
@@ -182,8 +213,8 @@ def variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
         environ: all environment variables.
 
     Raises:
-        ConfigError: a variable begins with "NEREID_" and is not a setting, also not one of another
-            model or of the frontend.
+        ConfigError: a variable begins with "NEREID_", but is not a setting of any model or of the
+            frontend.
     """
     given = {
         variable.removeprefix(_PREFIX): text.strip()

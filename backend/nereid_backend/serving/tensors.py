@@ -47,28 +47,37 @@ def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the
 
 def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 - the server's own type
     """Return the token ids of an optional INT32 input of shape [-1]; None if it is missing."""
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    if tensor is None:
-        return None
-    ids: list[int] = tensor.as_numpy().reshape(-1).tolist()
-    return ids
+    values = optional_array(request, name)
+    return None if values is None else values.tolist()
 
 
 def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether the request has the optional input `name` with at least one element."""
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return tensor is not None and tensor.as_numpy().size > 0
+    values = optional_array(request, name)
+    return values is not None and values.size > 0
 
 
 def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the server's own type
     """Return a required input as a one-dimensional array."""
-    values: npt.NDArray[Any] = pb_utils.get_input_tensor_by_name(request, name).as_numpy()
-    return values.reshape(-1)
+    values = optional_array(request, name)
+    assert values is not None, "Triton server refuses requests without a required input"
+    return values
+
+
+def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
+    """Return whether the request has the optional input `name`, even if it is empty."""
+    return pb_utils.get_input_tensor_by_name(request, name) is not None
+
+
+def optional_array(request: Any, name: str) -> npt.NDArray[Any] | None:  # noqa: ANN401
+    """Return an optional input as a one-dimensional array; None if the input is missing."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy().reshape(-1)
 
 
 def response(tensors: Tensors) -> Any:  # noqa: ANN401 - the server's own type
-    """Return a response with these output tensors by name."""
-    return pb_utils.InferenceResponse([pb_utils.Tensor(n, array) for n, array in tensors.items()])
+    """Return a response with the output tensors `tensors`."""
+    return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in tensors.items()])
 
 
 def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own type
@@ -84,7 +93,13 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, the flag of the final response, or both."""
+    """Send a response, or only the flag that no further response follows.
+
+    Args:
+        sender: the server's response sender.
+        reply: the response; None to send only the flag.
+        final: whether to set the flag.
+    """
     flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
     if reply is None:
         sender.send(flags=flags)
@@ -110,10 +125,10 @@ def progress(line: str) -> None:
 
 
 def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    if tensor is None:
+    """Return the only element of an optional input; None if the input is missing."""
+    values = optional_array(request, name)
+    if values is None:
         return None
-    values = tensor.as_numpy().reshape(-1)
     if values.size != 1:
         raise RequestError(
             f"{name}: the input must have exactly one element, but it has {values.size}."
@@ -135,6 +150,11 @@ def _error_code(error: Exception) -> tuple[str, Any]:
 
 
 def _message(error: Exception) -> str:
+    """Return the message for the client.
+
+    The name of the class precedes the message of a ConfigError, of a ModelError, and of an error of
+    another package.
+    """
     if isinstance(error, NereidError) and not isinstance(error, ConfigError | ModelError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.pooling_stub import PoolingStub, has_tensor
+from nereid_backend.serving.pooling.pooling_stub import PoolingStub
 from nereid_backend.serving.tensors import Tensors
 
 
@@ -20,31 +20,23 @@ class EmbeddingModel(PoolingStub):
 
     kind = names.EMBEDDING
     tasks = ("embed",)
+    input_names = (names.TEXTS, names.INPUT_IDS, names.PARTS)
+    option_types = decode_request.EMBEDDING_OPTIONS
 
-    def read_job(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
-        """Return the job in `request`, or None (see PoolingStub.read_job)."""
-        candidates = (names.TEXTS, names.INPUT_IDS, names.PARTS)
-        given = [name for name in candidates if has_tensor(request, name)]
-        text = tensors.optional_text(request, names.OPTIONS)
-        if not given and tensors.optional_bool(request, names.RETURN_INFO):
-            return None
+    def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
+        """Return the job in `request`; see PoolingStub.read_job."""
         if len(given) != 1:
             raise RequestError(
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
                 f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
             )
-        inputs = self._read_inputs(request, given[0])
-        return Job(
-            given[0], inputs, decode_request.parse_options(text, decode_request.EMBEDDING_OPTIONS)
-        )
+        return Job(given[0], self._read_inputs(request, given[0]), options)
 
     def _read_inputs(self, request: Any, tensor_name: str) -> list[tuple[str, Any]]:  # noqa: ANN401
         """Return the inputs in the tensor `tensor_name`, as pairs for Job.inputs."""
         values = tensors.array(request, tensor_name)
         if tensor_name == names.INPUT_IDS:
-            lengths = None
-            if has_tensor(request, names.INPUT_LENGTHS):
-                lengths = tensors.array(request, names.INPUT_LENGTHS)
+            lengths = tensors.optional_array(request, names.INPUT_LENGTHS)
             return [("token_ids", ids) for ids in decode_request.split_token_ids(values, lengths)]
         if tensor_name == names.PARTS:
             parts = decode_request.decode_texts(values, names.PARTS)

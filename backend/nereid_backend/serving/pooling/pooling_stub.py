@@ -18,22 +18,24 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
+from nereid_backend.serving.pooling.decode_request import parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
+from nereid_backend.serving.serving_settings import read_pooling_settings
 from nereid_backend.serving.tensors import Tensors
 
 _POLL_S = 0.02
-_CANCEL_CHECKS = 32  # in one round of the loop; each check costs a round trip to the server
+# The number of requests that one round of the loop checks for cancellation. Each check costs a
+# round trip to the server.
+_CANCEL_CHECKS = 32
 # Smaller outputs are sent without checking the free shared memory.
 _SMALL_BYTES = 64 * 1024
+# The step by which the memory pool of the server's stub grows.
 _POOL_STEP_BYTES = 1024 * 1024
 
 
@@ -59,12 +61,21 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     """The name of the Triton model, "embedding" or "rerank". Its settings begin with this name."""
     tasks: tuple[str, ...]
     """The tasks of the checkpoints that this model can serve."""
+    input_names: tuple[str, ...]
+    """The names of the input tensors that contain the inputs of a job."""
+    option_types: Mapping[str, type]
+    """The names and types of the options in the input tensor `options`."""
     worker_module = "nereid_backend.serving.pooling.pooling_worker"
     """The Python module that the worker process runs."""
 
     @abstractmethod
-    def read_job(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
-        """Return the job in `request`, or None if the request has no inputs and asks for `info`.
+    def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401 - the server's own type
+        """Return the job in `request`.
+
+        Args:
+            request: the server's request.
+            given: those of `input_names` that the request has, in the order of `input_names`.
+            options: the options of the request.
 
         Raises:
             RequestError: an input is missing or wrong.
@@ -89,10 +100,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Without a checkpoint no process is started, and every request is refused.
         """
         self._ids = itertools.count(1)
+        # The names of the environment variables of this model begin with this text.
+        self._variable_prefix = f"NEREID_{self.kind.upper()}_"
         try:
-            self._settings = read_pooling_settings(self.kind, args)
-            if self._settings.config is not None:
-                self._start_worker(self._settings.config)
+            self._settings, config = read_pooling_settings(self.kind, args)
+            if config is not None:
+                self._start_worker(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
         self.start_loop()
@@ -110,16 +123,21 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 raise CapacityError(self._not_served_message())
             self.respond_later(sender, self._info())
             return
-        limit = self._settings.serving.max_requests
+        limit = self._settings.max_requests
         if self.num_requests >= limit:
             raise CapacityError(
                 f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
                 "Try again later."
             )
-        job = self.read_job(request)
-        if job is None or not job.inputs:
-            outputs = {} if job is None else self.empty_outputs()
-            self.respond_later(sender, outputs | (self._info() if returns_info else {}))
+        given = [name for name in self.input_names if tensors.has_tensor(request, name)]
+        if returns_info and not given:
+            self.respond_later(sender, self._info())
+            return
+        options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
+        job = self.read_job(request, given, options)
+        if not job.inputs:
+            outputs = self.empty_outputs() | (self._info() if returns_info else {})
+            self.respond_later(sender, outputs)
             return
         pending = PendingRequest(str(next(self._ids)), sender, returns_info)
         self.add_request(pending.request_id, pending, ["add", pending.request_id, *job.row()])
@@ -127,7 +145,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Send the response to which a message of the worker leads (see pooling_worker.py)."""
+        """Send the outputs in the message "done", or the error in the message "refused".
+
+        Ignore other messages of the worker; see pooling_worker.py.
+        """
         if kind not in ("done", "refused"):
             return
         request_id, *row = values
@@ -178,7 +199,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def failure_message(self, error: NereidError) -> str:
         """Return the reason for which requests are refused after the last restart has failed."""
         return (
-            f"the worker process could not be restarted in {self._settings.serving.max_restarts} "
+            f"the worker process could not be restarted in {self._settings.max_restarts} "
             f"attempts (max_restarts). Restart the server. The last reason was: {error}"
         )
 
@@ -188,29 +209,30 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     def _start_worker(self, config: PoolingConfig) -> None:
         """Start the worker process, and check that its checkpoint has a suitable task."""
-        serving = self._settings.serving
+        settings = self._settings
         program = ChildProgram(
             "worker",
             f"worker of the {self.title}",
             self.worker_module,
             dataclasses.asdict(config),
-            Limit("start_timeout_s", serving.start_timeout_s),
-            Limit("hang_timeout_s", serving.hang_timeout_s),
-            Limit("max_restarts", serving.max_restarts),
+            Limit("start_timeout_s", settings.start_timeout_s),
+            Limit("hang_timeout_s", settings.hang_timeout_s),
+            Limit("max_restarts", settings.max_restarts),
         )
         try:
             worker = self.start_child(program)
         except NereidError as error:
-            prefix = self._settings.variable.removesuffix("MODEL")
             raise EngineError(
-                f"{self.kind}: {error} (The variables of this model begin with {prefix}.)"
+                f"{self.kind}: {error} (The variables of this model begin with "
+                f"{self._variable_prefix}.)"
             ) from error
         task = worker.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(
-                f"{self._settings.variable}: the checkpoint {config.model} has the task {task!r}, "
-                f"but the model {self.kind!r} needs a checkpoint for {' or '.join(self.tasks)}."
+                f"{self._variable_prefix}MODEL: the checkpoint {config.model} has the task "
+                f"{task!r}, but the model {self.kind!r} needs a checkpoint for "
+                f"{' or '.join(self.tasks)}."
             )
 
     def _info(self) -> Tensors:
@@ -219,12 +241,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             info = {"task": "none", "reason": self._not_served_message()}
         else:
             info = dict(self.child.info)
-            info["name"] = self._settings.serving.served_model_name or PurePath(info["model"]).name
+            info["name"] = self._settings.served_model_name or PurePath(info["model"]).name
         return {names.INFO: tensors.strings(json.dumps(info))}
 
     def _not_served_message(self) -> str:
         return (
-            f"no checkpoint is served as {self.kind!r}. Set {self._settings.variable} to the "
+            f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
         )
 
@@ -242,11 +264,5 @@ def _fits_shared_memory(outputs: Tensors) -> bool:
     except OSError:
         return True
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
-    # The stub's memory pool grows by steps of 1 MiB. While it grows, it needs space for the old
-    # content and for the response.
+    # While the stub's memory pool grows, it needs space for its old content and for the response.
     return free_bytes > 2 * size + _POOL_STEP_BYTES
-
-
-def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the request has the optional input `name`, even if it is empty."""
-    return pb_utils.get_input_tensor_by_name(request, name) is not None

@@ -10,7 +10,7 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.pooling_stub import PoolingStub, has_tensor
+from nereid_backend.serving.pooling.pooling_stub import PoolingStub
 from nereid_backend.serving.tensors import Tensors
 
 
@@ -19,30 +19,23 @@ class RerankModel(PoolingStub):
 
     kind = names.RERANK
     tasks = ("rerank", "classify")
+    input_names = (names.QUERY, names.DOCUMENTS, names.TEXTS)
+    option_types = decode_request.RERANK_OPTIONS
 
-    def read_job(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
-        """Return the job in `request`, or None (see PoolingStub.read_job)."""
-        candidates = (names.QUERY, names.DOCUMENTS, names.TEXTS)
-        given = [name for name in candidates if has_tensor(request, name)]
-        text = tensors.optional_text(request, names.OPTIONS)
-        if not given and tensors.optional_bool(request, names.RETURN_INFO):
-            return None
-        options = decode_request.parse_options(text, decode_request.RERANK_OPTIONS)
+    def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
+        """Return the job in `request`; see PoolingStub.read_job."""
         if given == [names.TEXTS]:
-            items = decode_request.decode_texts(tensors.array(request, names.TEXTS), names.TEXTS)
-            options["kind"] = "classify"
-            return Job(names.TEXTS, [("text", item) for item in items], options)
+            inputs = [("text", text) for text in _texts(request, names.TEXTS)]
+            return Job(names.TEXTS, inputs, options | {"kind": "classify"})
         if given != [names.QUERY, names.DOCUMENTS]:
             raise RequestError(
                 f"{names.QUERY}: a request must have {names.QUERY} and {names.DOCUMENTS}, or only "
                 f"{names.TEXTS} for a classifier, but it has {' and '.join(given) or 'none'}."
             )
-        queries = decode_request.decode_texts(tensors.array(request, names.QUERY), names.QUERY)
-        documents = decode_request.decode_texts(
-            tensors.array(request, names.DOCUMENTS), names.DOCUMENTS
+        pairs = decode_request.pair_queries(
+            _texts(request, names.QUERY), _texts(request, names.DOCUMENTS)
         )
-        inputs = [("pair", pair) for pair in decode_request.pair_queries(queries, documents)]
-        return Job(names.DOCUMENTS, inputs, options)
+        return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""
@@ -55,3 +48,8 @@ class RerankModel(PoolingStub):
             names.SCORES: np.zeros(0, dtype=np.float32),
             names.NUM_TOKENS: np.zeros(0, dtype=np.int32),
         }
+
+
+def _texts(request: Any, name: str) -> list[str]:  # noqa: ANN401 - the server's own type
+    """Return the elements of the input `name` as text."""
+    return decode_request.decode_texts(tensors.array(request, name), name)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 from nereid_backend.errors import ConfigError
-from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
+from nereid_backend.serving.serving_settings import read_pooling_settings
 
 
 @pytest.fixture
@@ -18,31 +18,34 @@ def args(tmp_path):
 
 
 def read(args, **environ):
-    return read_pooling_settings("embedding", args, environ)
+    """Return the settings of the worker process."""
+    return read_pooling_settings("embedding", args, environ)[1]
 
 
 def test_the_path_in_config_pbtxt_is_relative_to_the_repository(args, tmp_path):
-    assert read(args).config.model == str(tmp_path / "demo")
+    assert read(args).model == str(tmp_path / "demo")
 
 
 def test_a_missing_checkpoint_of_config_pbtxt_is_ignored(args, tmp_path):
     (tmp_path / "demo").rmdir()
-    assert read(args).config is None
+    assert read(args) is None
 
 
 def test_a_variable_overrides_config_pbtxt_and_none_disables_the_model(args):
-    assert read(args, NEREID_EMBEDDING_MODEL="/mine").config.model == "/mine"
-    assert read(args, NEREID_EMBEDDING_MODEL="none").config is None
+    assert read(args, NEREID_EMBEDDING_MODEL="/mine").model == "/mine"
+    assert read(args, NEREID_EMBEDDING_MODEL="none") is None
 
 
 def test_settings_of_the_model_and_of_its_server_are_separated(args):
-    settings = read(args, NEREID_EMBEDDING_MAX_BATCH_TOKENS="64", NEREID_EMBEDDING_MAX_REQUESTS="7")
-    assert settings.config.max_batch_tokens == 64
-    assert settings.serving.max_requests == 7
+    variables = {"MAX_BATCH_TOKENS": "64", "MAX_REQUESTS": "7"}
+    environ = {f"NEREID_EMBEDDING_{name}": value for name, value in variables.items()}
+    serving, config = read_pooling_settings("embedding", args, environ)
+    assert config.max_batch_tokens == 64
+    assert serving.max_requests == 7
 
 
 def test_the_variables_of_other_models_are_ignored(args):
-    assert read(args, NEREID_RERANK_DTYPE="nonsense", NEREID_MODEL="x").config.dtype == "auto"
+    assert read(args, NEREID_RERANK_DTYPE="nonsense", NEREID_MODEL="x").dtype == "auto"
 
 
 @pytest.mark.parametrize(

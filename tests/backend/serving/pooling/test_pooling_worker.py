@@ -153,7 +153,8 @@ def test_a_splade_model_returns_weights_of_the_vocabulary(tmp_path):
 def test_the_modules_of_the_stub_import_no_torch():
     code = (
         "import sys\n"
-        "from nereid_backend.serving.pooling import pooling_settings, decode_request, jobs\n"
+        "from nereid_backend.serving import serving_settings\n"
+        "from nereid_backend.serving.pooling import decode_request, jobs\n"
         "from nereid_backend.serving.process import process_handle\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

@@ -54,11 +54,12 @@ differs between the two probes, and the finding for the template of the example.
 
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`. The
-templates that cannot be analysed by comparisons are listed in quarantine.py.
+templates that cannot be analysed by comparisons are listed in known_formats.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,10 +70,10 @@ from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.environment import CompiledTemplate
 from nereid_parsers.template.frame import TurnFrame, header_after_result, turn_markers
 from nereid_parsers.template.header import compare_generation_prompt
+from nereid_parsers.template.known_formats import QuarantineEntry, find_quarantined
 from nereid_parsers.template.limits import Budget
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
-from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
 from nereid_parsers.template.reasoning import find_reasoning
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
@@ -105,8 +106,34 @@ def analyze_template(
         TemplateError: The template does not compile.
         LimitError: The template exceeds a limit of `template/limits.py`. This is a TemplateError.
     """
+    return analyze_checkpoint_template(jinja_source, bos_token, eos_token, template_kwargs)
+
+
+def analyze_checkpoint_template(
+    jinja_source: str,
+    bos_token: str = "",
+    eos_token: str = "",
+    template_kwargs: Mapping[str, Any] | None = None,
+    added_tokens: Collection[str] = (),
+) -> TemplateAnalysis:
+    """Infer the format as `analyze_template` does, with the help of the tokenizer's added tokens.
+
+    Args:
+        jinja_source: The template.
+        bos_token: The tokenizer's token for the beginning of a text, if known.
+        eos_token: The tokenizer's token for the end of a turn, if known.
+        template_kwargs: Template variables that are set in every rendering.
+        added_tokens: The tokens that were added to the tokenizer's vocabulary, such as
+            "<tool_call>". If the template renders no tool calls, the tokens can show their format.
+    """
     template = CompiledTemplate(jinja_source, Budget())
-    prober = Prober(template, bos_token or BOS_TOKEN, eos_token or EOS_TOKEN, template_kwargs)
+    prober = Prober(
+        template,
+        bos_token or BOS_TOKEN,
+        eos_token or EOS_TOKEN,
+        template_kwargs or {},
+        frozenset(added_tokens),
+    )
     if template.changes_lists:
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
@@ -121,7 +148,7 @@ def analyze_template(
 
 
 def _recognise(frame: TurnFrame, entry: QuarantineEntry, fmt: Format) -> TemplateAnalysis:
-    """Return the analysis of a template whose format is given in quarantine.py."""
+    """Return the analysis of a template whose format is given in known_formats.py."""
     prober = frame.prober
     prober.undecided.append(
         f"The format was recognised, not inferred ({entry.model}). {entry.reason}"

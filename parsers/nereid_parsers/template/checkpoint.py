@@ -15,7 +15,7 @@ from typing import Any
 from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.format import Format, Sections, Source
 from nereid_parsers.formats.registry import get_format
-from nereid_parsers.template.analysis import analyze_template
+from nereid_parsers.template.analysis import analyze_checkpoint_template
 from nereid_parsers.template.report import TemplateAnalysis
 from nereid_parsers.template.response_template import format_of_response_template
 
@@ -51,12 +51,14 @@ class CheckpointText:
         response_template: The declaration of the format for transformers, or None.
         bos_token, eos_token: The tokens of the tokenizer, or "" if the checkpoint does not define
             them.
+        added_tokens: The tokens that were added to the tokenizer's vocabulary.
     """
 
     template: str | None = None
     response_template: dict[str, Any] | None = None
     bos_token: str = ""
     eos_token: str = ""
+    added_tokens: frozenset[str] = frozenset()
 
 
 def read_checkpoint(path: str | Path) -> CheckpointText:
@@ -90,6 +92,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
         response_template=declared if isinstance(declared, dict) else None,
         bos_token=_token_text(config.get("bos_token")),
         eos_token=_token_text(config.get("eos_token")),
+        added_tokens=_added_tokens(config, path),
     )
 
 
@@ -131,6 +134,21 @@ def _token_text(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
+
+
+def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
+    """Return the tokens that were added to the vocabulary of the checkpoint's tokenizer.
+
+    Args:
+        config: The content of tokenizer_config.json, which may contain the tokens by their ids.
+        path: The folder of the checkpoint. Its tokenizer.json is read if `config` has no tokens.
+    """
+    tokens = config.get("added_tokens_decoder")
+    if isinstance(tokens, dict):
+        tokens = list(tokens.values())
+    else:
+        tokens = _read_json(path / "tokenizer.json").get("added_tokens")
+    return frozenset(_token_text(token) for token in tokens) if tokens else frozenset()
 
 
 def _read_text(path: Path) -> str:
@@ -245,7 +263,9 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
             problems.append(_sentence(f"The response_template cannot be used: {error}"))
     if text.template is not None:
         try:
-            analysis = analyze_template(text.template, text.bos_token, text.eos_token)
+            analysis = analyze_checkpoint_template(
+                text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
+            )
             why = " ".join([*problems, "The format was inferred from the chat template."])
             return ChosenFormat(analysis.format, "template", why, analysis)
         except NereidParsersError as error:

@@ -94,13 +94,17 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     without_prompt = prober.render(_QUESTION) or ""
     with_prompt = prober.render(_PROMPT) or without_prompt
     answers = _rendered_answers(prober)
-    added = with_prompt.removeprefix(common_prefix(without_prompt, with_prompt))
+    # Only the text after the question is compared, because some templates also change the system
+    # message if they render the generation prompt.
+    end_without_prompt = text_after_last(without_prompt, USER_TEXT)
+    end_with_prompt = text_after_last(with_prompt, USER_TEXT)
+    added = end_with_prompt.removeprefix(common_prefix(end_without_prompt, end_with_prompt))
     if added.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         header = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers can show a header.
-        header = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
+        header = _shortest_common_prefix(end_with_prompt, answers)
     header = _drop_empty_block(header)
     header = _drop_opening_marker(header, answers)
     return _drop_text_after_role(header, _user_header(without_prompt))

@@ -61,6 +61,7 @@ class Prober:
         template: The compiled template.
         bos, eos: The tokens that the template renders as `bos_token` and `eos_token`.
         kwargs: Template variables that are set in every rendering.
+        added_tokens: The tokens that were added to the tokenizer's vocabulary, if known.
         form: The form in which the template expects conversations.
         has_call_form: Whether the template renders some form of tool calls completely.
         refusals: The template's error messages, by the conversation that the template refused.
@@ -72,6 +73,7 @@ class Prober:
     bos: str
     eos: str
     kwargs: Mapping[str, Any]
+    added_tokens: frozenset[str] = frozenset()
     form: InputForm = field(default_factory=InputForm)
     has_call_form: bool = False
     refusals: dict[Conversation, str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ explain that format in the report.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from nereid_parsers.errors import FormatError
@@ -47,8 +48,11 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import Difference, ListMarkup, difference, markers
 from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.known_formats import add_family_spellings, recognise_tool_section
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
+# The words that differ between the markers of tools or results and the markers of tool calls.
+_NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # the form of tool calls that a template does not render
 _CONTEXT_CHARS = 24  # characters of the context of a name that the report shows
 # Comparisons of ONE_CALL and a tool call with other arguments: the label, the change, and the
@@ -103,7 +107,7 @@ def find_tools(
     renderer = CallRenderer(frame, reasoning, wrapper)
     one_call = compare_call_presence(renderer)
     if not one_call:
-        return ToolFindings()
+        return ToolFindings(part=recognise_unrendered_calls(renderer))
     two_calls = compare_two_calls(renderer)
     texts = CallTexts(
         one_call=one_call,
@@ -118,9 +122,10 @@ def find_tools(
     calls = infer_call_format(mask_call_numbers(texts), frame.prober.undecided)
     if calls is not None:
         close, turn_ends = _split_section_close(calls.markup)
+        section = _tool_section(calls, close, frame.prober.undecided)
         findings = replace(
             findings,
-            part=_tool_section(calls, close, frame.prober.undecided),
+            part=None if section is None else add_family_spellings(section),
             form=calls.form,
             end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
         )
@@ -294,6 +299,41 @@ def compare_content_before_call(frame: TurnFrame) -> bool:
         "T8 content before a call", "The message has content.", call_only, with_content, finding
     )
     return True
+
+
+def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
+    """Return the registered tool section of a template that offers tools but renders no tool calls.
+
+    The markers of the tool calls are in the text of the template or in the tokenizer's vocabulary,
+    or they differ in one word from the markers of the tools and their results. Example: the markers
+    `<|tool_list_start|>` and `<|tool_list_end|>` show the markers `<|tool_call_start|>` and
+    `<|tool_call_end|>`.
+
+    Returns:
+        The section, or None if the template does not offer the tools, if it renders a part of a
+        tool call, or if no section is known.
+    """
+    prober = renderer.frame.prober
+    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
+    if FIRST_TOOL not in prompt:
+        return None
+    template_markers = markers("\n".join(prober.template.literals))
+    call_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
+    is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
+    section = None
+    if not is_partly_rendered:
+        section = recognise_tool_section({*prober.added_tokens, *template_markers, *call_markers})
+    if section is None:
+        prober.undecided.append(
+            "The template offers tools but renders no complete call. Calls are returned as content."
+        )
+    else:
+        opening = section.open or section.calls[0].open
+        prober.undecided.append(
+            "The template offers tools but renders no calls. The format of the calls was "
+            f"recognised, not inferred: {opening.strip()!r} opens a call."
+        )
+    return section
 
 
 # ---- the format ---------------------------------------------------------------------------------

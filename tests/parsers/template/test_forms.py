@@ -5,8 +5,8 @@ import json
 import pytest
 from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold, parse
 from nereid_parsers.format import Messages, NestedTags, Sections
+from nereid_parsers.template.known_formats import QUARANTINE
 from nereid_parsers.template.limits import MAX_SECONDS
-from nereid_parsers.template.quarantine import QUARANTINE
 from nereid_parsers.template.report import report_json, report_of
 from parsers.template.support import (
     CALLS,
@@ -179,6 +179,22 @@ def test_the_input_form_of_calls_is_reported():
 def test_recognised_templates_are_reported_as_recognised():
     for name in ("harmony", "recipients"):
         assert "was recognised, not inferred" in analysis_of(name).undecided[0]
+
+
+def test_a_system_message_that_depends_on_the_generation_prompt_is_no_part_of_the_header():
+    text = (
+        "{% if add_generation_prompt and messages[0].role != 'system' %}"
+        "{{ '<|system|>Be helpful.<|end|>' }}{% endif %}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+        "{% if m.reasoning %}{{ '<think>' + m.reasoning + '</think>' }}{% endif %}"
+        "{{ m.content + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    fmt = analyze_template(text).format
+    assert fmt.turn == ("<|assistant|>",)
+    prompt = "<|system|>Be helpful.<|end|><|user|>Hi.<|end|><|assistant|>"
+    message = parse("<think>Hm.</think>Hello.<|end|>", format=fmt, prompt=prompt)
+    assert (message.reasoning, message.content) == ("Hm.", "Hello.")
 
 
 def test_quarantine_entries_name_a_model_and_a_reason():

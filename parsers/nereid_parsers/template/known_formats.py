@@ -1,0 +1,225 @@
+"""What the analysis takes from known formats, because no rendering of a template shows it.
+
+- The format of a template whose renderings are ambiguous, see `QUARANTINE`. Keep this list short.
+- The other spellings of a tool call, see `add_family_spellings`.
+- The tool calls of a template that renders none, see `recognise_tool_section`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+from nereid_parsers.format import (
+    Call,
+    Format,
+    JsonArray,
+    JsonObject,
+    Keys,
+    Messages,
+    Route,
+    Sections,
+    Source,
+    Stage,
+    TaggedArguments,
+    ToolSection,
+)
+from nereid_parsers.formats.registry import TOOLS, get_format
+from nereid_parsers.template.difference import markers
+
+# ---- templates whose format is given ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineEntry:
+    """The format of a template that is recognised by its source.
+
+    Attributes:
+        model: The models that have the template.
+        reason: Why comparisons cannot infer the format.
+        matches: Takes the source of a template and returns whether it is this template.
+        make_layout: Returns the layout of the format.
+    """
+
+    model: str
+    reason: str
+    matches: Callable[[str], bool]
+    make_layout: Callable[[], Messages | Sections]
+
+
+def is_harmony(source: str) -> bool:
+    """Return whether a template writes messages with channels.
+
+    Example: `<|channel|>analysis<|message|>` starts a message in the channel `analysis`.
+    """
+    return "<|channel|>analysis" in source and "<|message|>" in source
+
+
+def is_recipient_lines(source: str) -> bool:
+    r"""Return whether a template starts each message with `>>>` and a line with its recipient.
+
+    Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a tool call.
+    """
+    without_concatenation = source.replace("' ~ '", "")
+    if ">>>all" in without_concatenation:
+        return True
+    return ">>>" in source and "'all" in source and "recipient" in source
+
+
+def _harmony_layout() -> Messages:
+    layout = get_format("gpt_oss").layout
+    assert isinstance(layout, Messages)
+    return layout
+
+
+def _recipient_lines_layout() -> Messages:
+    return Messages(
+        start=">>>",
+        header_end="\n",
+        routes=(Route(Stage.CONTENT, "all"), Route(Stage.CALLS, "{name}")),
+    )
+
+
+QUARANTINE = (
+    QuarantineEntry(
+        model="openai/gpt-oss-20b, openai/gpt-oss-120b",
+        reason="The channel of a message depends on the whole conversation, and the recipient of "
+        "a call is written in one of two places. A rendering shows only one of them.",
+        matches=is_harmony,
+        make_layout=_harmony_layout,
+    ),
+    QuarantineEntry(
+        model="meetkai/functionary-medium-v3.2, functionary-small-v3.2",
+        reason="Content and calls are messages to recipients, and the recipient of content is "
+        "'all'. The generation prompt opens the first message, so that the first message is "
+        "rendered differently from the messages after it.",
+        matches=is_recipient_lines,
+        make_layout=_recipient_lines_layout,
+    ),
+)
+
+
+def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
+    """Return the entry of QUARANTINE that matches a template, and its format; None if none does."""
+    for entry in QUARANTINE:
+        if entry.matches(source):
+            note = Source(f"recognised in its chat template: {entry.model}")
+            return entry, Format("recognised", entry.make_layout(), sources=(note,))
+    return None
+
+
+# ---- the spellings of a model family ------------------------------------------------------------
+
+
+def add_family_spellings(section: ToolSection) -> ToolSection:
+    """Return a tool section with the other spellings that models of the same family write.
+
+    A template shows one spelling of a tool call, but models also write others. The registry
+    declares these spellings. A registered format belongs to the same family if the markers of its
+    section and of its first tool call are equal to those of `section`.
+
+    Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
+    family sometimes omit `<tool_call>`, so the result has a second spelling that starts with
+    `<function=f>`.
+    """
+    first = section.calls[0]
+    if not section.opens and not first.trigger:
+        return section  # Tool calls without markers belong to no family.
+    families = [family for family in _registered_sections() if _is_same_family(family, section)]
+    calls = [_accept_family_keys(first, families), *section.calls[1:]]
+    for family in families:
+        for call in family.calls[1:]:
+            has_usual_body = call.body == family.calls[0].body
+            spelling = replace(call, body=first.body) if has_usual_body else call
+            if all(_markup_of(spelling) != _markup_of(known) for known in calls):
+                calls.append(spelling)
+    also_open = dict.fromkeys(opening for family in families for opening in family.also_open)
+    return replace(section, calls=tuple(calls), also_open=(*section.also_open, *also_open))
+
+
+def _registered_sections() -> Iterator[ToolSection]:
+    """Yield the tool sections of all formats in the registry."""
+    return (entry.part for entry in TOOLS.values() if isinstance(entry.part, ToolSection))
+
+
+def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
+    """Return whether the markers of two sections and of their first tool calls are equal."""
+    return (
+        section.open.strip() == other.open.strip()
+        and section.close.strip() == other.close.strip()
+        and _markup_of(section.calls[0]) == _markup_of(other.calls[0])
+    )
+
+
+def _markup_of(call: Call) -> tuple[object, ...]:
+    """Return what distinguishes the text of a tool call, without the white space around markers.
+
+    >>> _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))[1:]
+    ('<call>', '', '</call>', 'name', 'arguments')
+    """
+    markup = (type(call.body), call.open.strip(), call.head.strip(), call.close.strip())
+    match call.body:
+        case JsonObject(Keys() as keys) | JsonArray(Keys() as keys):
+            return (*markup, keys.name, keys.arguments)
+        case TaggedArguments(opening, closing):
+            return (*markup, opening.strip(), closing.strip())
+        case _:
+            return markup
+
+
+def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
+    """Return `call` with the other keys under which models of the families write the arguments.
+
+    Example: `Keys(arguments="parameters", also=("arguments",))` accepts the arguments under both
+    keys.
+    """
+    body = call.body
+    if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
+        return call
+    also = list(body.keys.also)
+    extra = list(body.keys.extra)
+    for family in families:
+        family_body = family.calls[0].body
+        if isinstance(family_body, JsonObject | JsonArray) and isinstance(family_body.keys, Keys):
+            also += family_body.keys.also
+            extra += family_body.keys.extra
+    keys = replace(body.keys, also=tuple(dict.fromkeys(also)), extra=tuple(dict.fromkeys(extra)))
+    return replace(call, body=replace(body, keys=keys))
+
+
+# ---- tool calls that a template does not render --------------------------------------------------
+
+
+def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
+    """Return the registered tool section whose markers a model knows.
+
+    All markers of the section must be in `known_markers`. Of several such sections, the one with
+    the most markers is returned. Return None if there is none, or if two different sections have
+    the most markers.
+
+    Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
+    contains Python calls.
+
+    Args:
+        known_markers: The markers in a template's text or in a model's vocabulary.
+    """
+    candidates: dict[ToolSection, int] = {}
+    for section in _registered_sections():
+        section_markers = _markers_of(section)
+        if section_markers and section_markers <= set(known_markers):
+            candidates[section] = len(section_markers)
+    best = [section for section, count in candidates.items() if count == max(candidates.values())]
+    return best[0] if len(best) == 1 else None
+
+
+def _markers_of(section: ToolSection) -> set[str]:
+    """Return the markers of a tool section that do not contain a name.
+
+    Example: for `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`, the result contains
+    `<tool_call>`, `</tool_call>`, `<arg_key>` and `</arg_key>`.
+    """
+    call = section.calls[0]
+    texts = [section.open, section.close, call.open, call.head, call.close]
+    if isinstance(call.body, TaggedArguments):
+        texts += [call.body.open, call.body.close]
+    return {marker for text in texts for marker in markers(text) if "{" not in marker}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from nereid_client.streaming.deltas import Delta
 # The first model of the ensemble, and its output with the token ids of the prompt.
 _TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
+_ENVELOPE = "envelope"
 # Parts of messages of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model died; the server must be restarted
 _STOPPING = "Server is stopping"
@@ -61,6 +62,13 @@ class Backend(Protocol):
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids of the prompt without generating anything.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def request_limits(self) -> Mapping[str, int]:
+        """Return the limits on the size of a request, by name.
 
         Raises: BackendError.
         """
@@ -131,13 +139,29 @@ class TritonBackend:
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """Call only the tokenizer, the first model of the ensemble. See `Backend.tokenize`."""
-        request = self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS])
+        raw = await self._infer(self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS]))
+        return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
+
+    async def request_limits(self) -> Mapping[str, int]:
+        """Ask the tokenizer for its limits with the parameter `return_limits`.
+
+        The output `envelope` of the response is a JSON object. See `Backend.request_limits`.
+        """
+        request = infer_request(
+            _TOKENIZER_MODEL, "limits", [("stream", "BOOL", [True])], [_ENVELOPE]
+        )
+        request.parameters["return_limits"].bool_param = True
+        limits: dict[str, int] = json.loads(await self._infer(request))
+        return limits
+
+    async def _infer(self, request: Any) -> bytes:
+        """Send a request for one output, and return the bytes of this output."""
         try:
             response = await self._calls.infer(request)
         except grpc.RpcError as error:
             raise self._call_error(error) from None
-        (raw,) = response.raw_output_contents  # the only output that was requested
-        return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
+        (raw,) = response.raw_output_contents
+        return cast("bytes", raw)
 
     async def is_live(self) -> bool:
         """Return whether the server answers."""

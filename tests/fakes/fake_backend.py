@@ -18,6 +18,7 @@ class FakeBackend:
         active: the ids of the requests that run now.
         most_active: the largest number of active requests so far.
         aborted: the ids of the requests that were closed before their end.
+        limits: the result of `request_limits`.
         is_up: the result of `is_live` and `is_ready`. If false, calls fail as without a server.
     """
 
@@ -26,6 +27,7 @@ class FakeBackend:
         self.active: set[str] = set()
         self.most_active = 0
         self.aborted: list[str] = []
+        self.limits: dict[str, int] = {}
         self.is_up = True
         self.is_closed = False
 
@@ -69,6 +71,11 @@ class FakeBackend:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
         self.generations.append(generation)
         return tokenize(generation.text_input, generation.chat_request)
+
+    async def request_limits(self) -> dict[str, int]:
+        if not self.is_up:
+            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        return self.limits
 
     async def is_live(self) -> bool:
         return self.is_up

@@ -1,0 +1,137 @@
+"""The limits of the language model on the size of a request.
+
+The tokenizer model derives the limits from max_model_len and publishes them. The frontend checks a
+body against them before it parses the body or sends it to the Triton server, so that a hostile body
+costs a few milliseconds. The tokenizer model checks the same limits for all its clients.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_client.errors import ApiError, BackendError
+
+_MAX_AGE_S = 30.0
+_RETRY_S = 1.0
+_FETCH_TIMEOUT_S = 2.0
+# An item of a response's input can become part of a message, so more items than messages may fit.
+_ITEMS_PER_MESSAGE = 4
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The limits that the frontend checks itself.
+
+    Attributes:
+        max_model_len: the largest number of tokens in the prompt and the output together.
+        max_prompt_bytes: the largest number of bytes of a text prompt.
+        max_request_bytes: the largest number of bytes of a body with one prompt.
+        max_messages: the largest number of messages in a chat.
+    """
+
+    max_model_len: int
+    max_prompt_bytes: int
+    max_request_bytes: int
+    max_messages: int
+
+    def check_size(self, num_bytes: int, max_prompts: int = 1) -> None:
+        """Check the number of bytes of a body, which is not parsed yet.
+
+        Args:
+            num_bytes: the size of the body.
+            max_prompts: the largest number of prompts that the body may contain.
+
+        Raises: ApiError 400 with the code context_length_exceeded.
+        """
+        limit = max_prompts * self.max_request_bytes
+        if num_bytes > limit:
+            raise self._error(
+                f"the request body has {num_bytes} bytes, but a body whose prompts fit has at most "
+                f"{limit} bytes (max_request_bytes)",
+                None,
+            )
+
+    def check_members(self, body: Mapping[str, Any]) -> None:
+        """Check the number of messages, input items and token ids, and the length of prompts.
+
+        Raises: ApiError 400 with the code context_length_exceeded.
+        """
+        for name, limit in (
+            ("messages", self.max_messages),
+            ("input", _ITEMS_PER_MESSAGE * self.max_messages),
+        ):
+            items = body.get(name)
+            if isinstance(items, list) and len(items) > limit:
+                raise self._error(
+                    f"{name} has {len(items)} items, but at most {limit} items fit", name
+                )
+        prompt = body.get("prompt")
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        for item in prompts:
+            if isinstance(item, str) and len(item) > self.max_prompt_bytes:
+                raise self._error(
+                    f"prompt has {len(item)} characters, but at most {self.max_prompt_bytes} bytes "
+                    "fit (max_prompt_bytes)",
+                    "prompt",
+                )
+            if isinstance(item, list) and len(item) > self.max_model_len:
+                raise self._error(f"prompt has {len(item)} tokens", "prompt")
+
+    def _error(self, problem: str, param: str | None) -> ApiError:
+        return ApiError(
+            400,
+            f"Input tokens exceed the configured limit: {problem}. The limit is "
+            f"{self.max_model_len} tokens (max_model_len). Send a shorter prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class PublishedLimits:
+    """The limits as the tokenizer model publishes them, cached for some seconds.
+
+    Args:
+        fetch: asks the tokenizer model for its limits, by name. An empty mapping means that the
+            model publishes no limits.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[], Awaitable[Mapping[str, int]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fetch = fetch
+        self._clock = clock
+        self._limits: RequestLimits | None = None
+        self._expires = float("-inf")
+
+    async def get(self) -> RequestLimits | None:
+        """Return the limits; None if the tokenizer model has not published any.
+
+        If the model does not answer, the last limits stay valid. The request then fails anyway when
+        the frontend sends it to the Triton server.
+        """
+        if self._clock() >= self._expires:
+            # Other requests use the last limits while this one asks for new ones.
+            self._expires = self._clock() + _MAX_AGE_S
+            try:
+                async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                    published = await self._fetch()
+            except (BackendError, TimeoutError):
+                self._expires = self._clock() + _RETRY_S
+            else:
+                self._limits = _limits_of(published)
+        return self._limits
+
+
+def _limits_of(published: Mapping[str, int]) -> RequestLimits | None:
+    """Return the limits in the tokenizer model's mapping, which can have further names."""
+    names = RequestLimits.__dataclass_fields__
+    if not names.keys() <= published.keys():
+        return None
+    return RequestLimits(**{name: published[name] for name in names})

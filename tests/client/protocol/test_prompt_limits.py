@@ -1,0 +1,90 @@
+"""Bodies whose prompts cannot fit are refused before anything is sent to the Triton server."""
+
+import time
+
+import pytest
+from nereid_client.errors import BackendError
+from nereid_client.protocol.request_limits import PublishedLimits, RequestLimits
+
+LIMITS = {
+    "max_model_len": 4096,
+    "max_prompt_bytes": 65_536,
+    "max_request_bytes": 5_000_000,
+    "max_messages": 682,
+    "max_depth": 256,
+}
+USER = {"role": "user", "content": "a"}
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def limited(backend):
+    backend.limits = LIMITS
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [USER] * 683}, "messages"),
+        ("/v1/chat/completions", {"messages": [USER] * 200_000}, None),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 5_000_000}]},
+            None,
+        ),
+        ("/v1/completions", {"prompt": "a" * 5_000_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["b", "a" * 70_000]}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 300_000}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [1] * 5000]}, "prompt"),
+        ("/v1/responses", {"input": [USER] * 3000}, "input"),
+        ("/v1/responses", {"input": "a" * 5_000_000}, None),
+        ("/tokenize", {"messages": [USER] * 683}, "messages"),
+        ("/tokenize", {"prompt": "a" * 70_000}, "prompt"),
+    ],
+)
+async def test_a_prompt_that_cannot_fit_is_refused(limited, post, path, body, param):
+    answer = await post(path, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == param
+    assert "4096 tokens (max_model_len)" in error["message"]
+    assert limited.generations == []
+
+
+async def test_the_check_takes_no_time():
+    limits = RequestLimits(4096, 65_536, 5_000_000, 682)
+    bodies = [{"prompt": [1] * 4096}, {"messages": [USER] * 682}, {"prompt": "a" * 65_536}]
+    started = time.thread_time()
+    for body in bodies * 100:
+        limits.check_members(body)
+    assert time.thread_time() - started < 0.01
+
+
+async def test_a_prompt_that_fits_is_passed_on(limited, post):
+    answer = await post("/v1/chat/completions", messages=[USER])
+    assert answer.status_code == 200
+    assert len(limited.generations) == 1
+
+
+async def test_limits_are_asked_for_again_after_a_while_and_outlive_an_outage():
+    now, published = [0.0], [LIMITS]
+
+    async def fetch():
+        if published[0] is None:
+            raise BackendError("UNAVAILABLE", "the server restarts")
+        return published[0]
+
+    limits = PublishedLimits(fetch, lambda: now[0])
+    assert (await limits.get()).max_messages == 682
+    published[0] = LIMITS | {"max_messages": 9}
+    assert (await limits.get()).max_messages == 682
+    now[0] = 40.0
+    assert (await limits.get()).max_messages == 9
+    published[0] = None
+    now[0] = 80.0
+    assert (await limits.get()).max_messages == 9
+    published[0] = {}
+    now[0] = 82.0
+    assert await limits.get() is None

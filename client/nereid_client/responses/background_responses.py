@@ -1,6 +1,6 @@
-"""Responses in the background: they are generated without an open connection.
+"""Background responses, which are generated without an open connection.
 
-A client can retrieve such a response, follow its events and cancel it.
+A client can retrieve a background response, follow its events and cancel it.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ class BackgroundResponse:
         return self.builder.id
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events and wake up all followers. Return the number of bytes that they need."""
+        """Store events and wake up all followers. Return the number of bytes that were stored."""
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
             encoded = [named_event(event) for event in events]
             self.events += encoded
             size += size_of(encoded)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
         return size
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
@@ -66,15 +66,15 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            changed, is_over = self._changed, self.builder.is_over
+            changed = self._changed  # `record` sets this event, and then replaces it
+            is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
             position += len(new_events)
             for part in _in_parts(new_events):
                 yield part
             if is_over:
                 return
-            if changed is self._changed:
-                await changed.wait()
+            await changed.wait()
 
 
 class Responses:
@@ -82,9 +82,9 @@ class Responses:
 
     Args:
         limits: the limits of the store.
-        gate: counts the responses that run, so that a server that stops waits for them.
-        limit_s: the seconds that a response in the background may take. 0 means no limit.
-        metrics: counts the responses that a limit ended.
+        gate: counts the running responses, so that a server that stops waits for them.
+        limit_s: the longest time of a background response in seconds. 0 means no limit.
+        metrics: counts the responses that were ended by a limit.
 
     Attributes:
         store: the stored responses.
@@ -139,7 +139,11 @@ class Responses:
                 run.record(run.builder.fail(api_error))
 
     def _end(self, run: BackgroundResponse, task: asyncio.Task[None]) -> None:
-        """Store a response whose task has ended. A task that was cancelled may not have started."""
+        """Store a response whose task has ended.
+
+        The response may be unfinished, because the task was cancelled, even before it started, or
+        because the task failed with a bug.
+        """
         bug = None if task.cancelled() else task.exception()
         if bug is not None:
             _log.error("Response %s failed because of a bug", run.id, exc_info=bug)
@@ -165,7 +169,7 @@ class Responses:
         try:
             async with asyncio.timeout(self._limit_s) as limit, aclosing(deltas):
                 async for delta in deltas:
-                    self.store.grow(run, run.record(run.builder.add(delta)))
+                    self.store.reserve(run, run.record(run.builder.add(delta)))
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -213,7 +217,7 @@ def _stored(
     *,
     is_background: bool = False,
 ) -> StoredResponse:
-    """Return a response in the form in which the store keeps it."""
+    """Return a response in the form in which it is stored."""
     response = builder.as_json()
     items = tuple(item["id"] for item in response["output"])
     return StoredResponse(builder.id, encode(response), context, items, events, is_background)

@@ -20,6 +20,7 @@ _RESPONSES_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Maps fields of a chat completion to the fields of the Responses API."""
+# Example: the field of "messages[0].content is empty".
 _CHAT_NAME = re.compile(rf"^({'|'.join(_RESPONSES_NAMES)})(?=[:.\[ ]|$)")
 
 
@@ -32,7 +33,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
     chat = request.passed_on(body)
-    given = {
+    translated = {
         "tools": request.chat_tools or None,
         "tool_choice": request.chat_tool_choice,
         "response_format": request.response_format_of_text,
@@ -41,7 +42,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
         "logprobs": request.wants_logprobs or None,
         "top_logprobs": request.top_logprobs if request.wants_logprobs else None,
     }
-    chat |= {name: value for name, value in given.items() if value is not None}
+    chat |= {name: value for name, value in translated.items() if value is not None}
     chat["messages"] = messages_of(request.instructions, items)
     return chat
 
@@ -57,7 +58,7 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
     {"role": "assistant", "content": ..., "reasoning": ..., "tool_calls": [...]}.
 
     Args:
-        instructions: the field `instructions`, None if the request does not have it.
+        instructions: the field `instructions`, or None if the request does not have it.
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
     chat = _ChatBuilder()
@@ -82,17 +83,22 @@ class _ChatBuilder:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def assistant_message(self, unless_it_has: Iterable[str] = ()) -> Json:
-        """Return the assistant's message that the next item belongs to.
+    def assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
+        """Return the assistant message to which the next item belongs.
 
-        This is the last message if the assistant wrote it, or else a new one.
+        This is the last message, unless it has another role or has a field of `later_fields`. In
+        these cases, an empty assistant message is appended.
 
         Args:
-            unless_it_has: start a new message if the last one has any of these fields, because
-                they must come after the item.
+            later_fields: the fields of a message that come after the item. For example, reasoning
+                cannot be added to a message that already has content.
         """
         last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant" or any(last.get(k) for k in unless_it_has):
+        if (
+            last is None
+            or last["role"] != "assistant"
+            or any(last.get(field) for field in later_fields)
+        ):
             last = {"role": "assistant", "content": None}
             self.messages.append(last)
         return last
@@ -123,7 +129,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
     """Add a function call to the current assistant message."""
-    # The arguments of a call that is not completed are cut off, so the call was never run.
+    # A call that is not completed has incomplete arguments, so the client never ran the function.
     if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])
@@ -136,8 +142,8 @@ def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
     """Append the output of a function as a tool message."""
     output = item["output"]
     text = output if isinstance(output, str) else "".join(part["text"] for part in output)
-    named = {"name": item["name"]} if "name" in item else {}
-    chat.append("tool", text, tool_call_id=item["call_id"], **named)
+    name = {"name": item["name"]} if "name" in item else {}
+    chat.append("tool", text, tool_call_id=item["call_id"], **name)
 
 
 _ADD_ITEM = {
@@ -150,13 +156,19 @@ _ADD_ITEM = {
 
 def _with_one_system_message(messages: list[Json]) -> list[Json]:
     """Return the messages with all system and developer messages at the start merged into one."""
-    num_opening = 0
-    while num_opening < len(messages) and messages[num_opening]["role"] in ("system", "developer"):
-        num_opening += 1
+    num_opening = count_opening_messages(messages)
     if num_opening < 2:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:num_opening])
     return [{"role": "system", "content": text}, *messages[num_opening:]]
+
+
+def count_opening_messages(messages: Sequence[Json]) -> int:
+    """Return the number of system and developer messages at the start of a chat."""
+    roles = [message["role"] for message in messages]
+    return next(
+        (at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles)
+    )
 
 
 async def rename_fields_in_errors(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:

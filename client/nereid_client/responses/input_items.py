@@ -1,8 +1,8 @@
-"""Read the items of a response's input and convert them to one form.
+"""Validate the items of a response's input, and convert them to one form.
 
 The accepted forms are those of OpenAI's API reference of November 2026 (ResponseInputItem). Each
-returned item has a type and an id. The items are stored, returned by the route `input_items`, and
-translated to chat messages. They contain only fields that were validated here.
+converted item has a type and an id, and contains only fields that were validated here. The items
+are stored, returned by the route `input_items`, and translated to chat messages.
 """
 
 import json
@@ -18,12 +18,12 @@ FindItem = Callable[[str], Json | None]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
 def new_id(kind: str) -> str:
     """Return a random id for an item of a type, such as "msg_..." for a message."""
-    return f"{_PREFIXES.get(kind, 'rs')}_{secrets.token_hex(16)}"
+    return f"{_ID_PREFIXES.get(kind, 'rs')}_{secrets.token_hex(16)}"
 
 
 def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
@@ -55,21 +55,34 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
         if item["type"] == "function_call":
             calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
-            raise field_error(
+            raise _wrong(
                 f"input[{at}].call_id",
-                f"input[{at}].call_id must be the call_id of an earlier function_call, but the "
-                f"request has {shown(item['call_id'])}. Send the function_call too, or "
-                "previous_response_id.",
+                "the call_id of an earlier function_call",
+                item["call_id"],
+                "Send the function_call too, or previous_response_id.",
             )
 
 
-def field_error(place: str, message: str) -> ApiError:
-    """Return a 400 for a field, whose path is `place`, such as "input[0].role"."""
-    return ApiError(400, message, param=place)
+def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> ApiError:
+    """Return a 400 for a wrong value in the input.
+
+    Example of a message: 'input[0].role must be one of user, assistant, but the request has "tool"'
+
+    Args:
+        place: the path of the value, such as "input[0].role".
+        requirement: the end of the sentence "PLACE must be ...".
+        value: the value.
+        remedy: a sentence that is appended to the message.
+    """
+    message = f"{place} must be {requirement}, but the request has {shown(value)}"
+    return ApiError(400, f"{message}. {remedy}" if remedy else message, param=place)
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return one item of the input, validated and in the form of the store.
+    """Return one item of the input in the form in which it is stored.
+
+    Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
+    "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
 
     Raises: ApiError.
     """
@@ -78,11 +91,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
         return _referenced(item, place, find)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise field_error(
-            f"{place}.type",
-            f"{place}.type must be one of {', '.join(_READERS)}, item_reference, but the request "
-            f"has {shown(kind)}",
-        )
+        raise _wrong(f"{place}.type", f"one of {', '.join(_READERS)}, item_reference", kind)
     item_id = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
     return {"id": item_id, "type": kind, **read(item, place)}
 
@@ -92,26 +101,27 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
     Raises: ApiError 404 if no stored response has it.
     """
-    name = _string(item, "id", place)
-    found = find(name)
-    if found is None:
+    item_id = _string(item, "id", place)
+    stored_item = find(item_id)
+    if stored_item is None:
         raise ApiError(
             404,
             f"{place}.id must be the id of an item of a stored response, but no stored response "
-            f"has the item {shown(name)}. Send the item itself.",
+            f"has the item {shown(item_id)}. Send the item itself.",
             param=f"{place}.id",
             code="item_not_found",
         )
-    return found
+    return stored_item
 
 
 def _message(item: Mapping[str, Any], place: str) -> Json:
     """Return the fields of a message item."""
     role = item.get("role")
     if role not in _ROLES:
-        raise field_error(
+        raise _wrong(
             f"{place}.role",
-            f"{place}.role must be one of {', '.join(_ROLES)}, but the request has {shown(role)}. "
+            f"one of {', '.join(_ROLES)}",
+            role,
             "The output of a function is an item of the type function_call_output.",
         )
     part: Json = {"type": "input_text"}
@@ -129,25 +139,22 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
     if arguments and status == "completed":
         try:
             json.loads(arguments)
-        except ValueError as error:
-            raise field_error(
-                f"{place}.arguments",
-                f"{place}.arguments must be valid JSON, but it is not: {error}",
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else f"not: {error}"
+            raise ApiError(
+                400,
+                f"{place}.arguments must be valid JSON, but it is {problem}",
+                param=f"{place}.arguments",
             ) from None
-        except RecursionError:
-            raise field_error(
-                f"{place}.arguments",
-                f"{place}.arguments must be valid JSON, but the JSON is nested too deeply",
-            ) from None
-    read = {
+    fields = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
         "arguments": arguments,
         "status": status,
     }
     if item.get("namespace") is not None:
-        read["namespace"] = _string(item, "namespace", place)
-    return read
+        fields["namespace"] = _string(item, "namespace", place)
+    return fields
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
@@ -155,14 +162,14 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
     output = item.get("output")
     texts = _texts(output, f"{place}.output")
     parts = [{"type": "input_text", "text": text} for text in texts]
-    read: Json = {
+    fields: Json = {
         "call_id": _string(item, "call_id", place),
         "output": output if isinstance(output, str) else parts,
         "status": _status(item, place),
     }
     if item.get("name") is not None:
-        read["name"] = _string(item, "name", place)
-    return read
+        fields["name"] = _string(item, "name", place)
+    return fields
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
@@ -170,10 +177,11 @@ def _reasoning(item: Mapping[str, Any], place: str) -> Json:
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
     if item.get("encrypted_content") is not None and not content and not summary:
-        raise field_error(
-            f"{place}.encrypted_content",
+        raise ApiError(
+            400,
             f"{place}.encrypted_content cannot be decrypted by this server, which returns "
             "reasoning unencrypted in content. Leave the item out.",
+            param=f"{place}.encrypted_content",
         )
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -195,25 +203,23 @@ def _texts(content: object, place: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise field_error(
-            place,
-            f"{place} must be a string or a list of parts, but the request has {shown(content)}",
-        )
+        raise _wrong(place, "a string or a list of parts", content)
     return [_text(part, f"{place}[{at}]") for at, part in enumerate(content)]
 
 
 def _text(part: object, place: str) -> str:
     """Return the text of one content part."""
     if not isinstance(part, Mapping):
-        raise field_error(place, f"{place} must be an object, but the request has {shown(part)}")
+        raise _wrong(place, "an object", part)
     kind = part.get("type")
     if kind == "refusal":
         return _string(part, "refusal", place, may_be_empty=True)
     if kind not in _TEXTS:
-        raise field_error(
+        raise _wrong(
             f"{place}.type",
-            f"{place}.type must be input_text, output_text, text or refusal, but the request has "
-            f"{shown(kind)}. The served model accepts only text.",
+            "input_text, output_text, text or refusal",
+            kind,
+            "The served model accepts only text.",
         )
     return _string(part, "text", place, may_be_empty=True)
 
@@ -223,31 +229,20 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise field_error(
-            place, f"{place} must be a list of parts, but the request has {shown(content)}"
-        )
+        raise _wrong(place, "a list of parts", content)
+    texts = []
     for at, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
-            raise field_error(
-                f"{place}[{at}]",
-                f"{place}[{at}] must be an object with the type {kinds[0]}, but the request has "
-                f"{shown(part)}",
-            )
-    return [
-        _string(part, "text", f"{place}[{at}]", may_be_empty=True)
-        for at, part in enumerate(content)
-    ]
+            raise _wrong(f"{place}[{at}]", f"an object with the type {kinds[0]}", part)
+        texts.append(_string(part, "text", f"{place}[{at}]", may_be_empty=True))
+    return texts
 
 
 def _status(item: Mapping[str, Any], place: str) -> str:
     """Return the status of an item. The default is "completed"."""
     status = item.get("status") or "completed"
     if status not in ("in_progress", "completed", "incomplete"):
-        raise field_error(
-            f"{place}.status",
-            f"{place}.status must be in_progress, completed or incomplete, but the request has "
-            f"{shown(status)}",
-        )
+        raise _wrong(f"{place}.status", "in_progress, completed or incomplete", status)
     return str(status)
 
 
@@ -255,8 +250,6 @@ def _string(item: Mapping[str, Any], name: str, place: str, *, may_be_empty: boo
     """Return the value of a field that must be a string."""
     value = item.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
-        kind = "a string" if may_be_empty else "a string that is not empty"
-        raise field_error(
-            f"{place}.{name}", f"{place}.{name} must be {kind}, but the request has {shown(value)}"
-        )
+        requirement = "a string" if may_be_empty else "a string that is not empty"
+        raise _wrong(f"{place}.{name}", requirement, value)
     return value

@@ -1,7 +1,9 @@
 """The output items of a response while they are generated, and their events."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from nereid_client.responses.input_items import new_id
@@ -32,93 +34,108 @@ class OutputItem(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TextKind:
+    """A kind of item that has text, with the names that the API gives its parts and events.
+
+    Attributes:
+        item_type: the type of the item.
+        part_type: the type of the part that contains the text.
+        text_event: the first words of the names of the events for the text.
+        part_event: the first words of the names of the events for the part.
+        index_name: the field of an event with the index of the part.
+    """
+
+    item_type: str
+    part_type: str
+    text_event: str
+    part_event: str
+    index_name: str = "content_index"
+
+
+MESSAGE = TextKind("message", "output_text", "response.output_text", "response.content_part")
+REASONING = TextKind(
+    "reasoning", "reasoning_text", "response.reasoning_text", "response.content_part"
+)
+SUMMARY = TextKind(
+    "reasoning",
+    "summary_text",
+    "response.reasoning_summary_text",
+    "response.reasoning_summary_part",
+    "summary_index",
+)
+"""Reasoning in the field `summary`, where many clients read it. The summary is not shortened."""
+
+
 @dataclass
 class TextItem:
-    """A message or a reasoning item. Both have one part with text.
+    """A message or a reasoning item. Its text is in one part.
 
     Attributes:
         index: its index in the field `output` of the response.
-        is_reasoning: whether it is a reasoning item.
-        is_summary: whether the reasoning is in the field `summary` instead of `content`.
+        kind: MESSAGE, REASONING or SUMMARY.
         id: the id of the item.
     """
 
     index: int
-    is_reasoning: bool
-    is_summary: bool = False
-    id: str = ""
+    kind: TextKind
+    id: str = field(init=False)
     _pieces: list[str] = field(default_factory=list)
     _logprobs: list[Json] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = self.id or new_id("reasoning" if self.is_reasoning else "message")
+        self.id = new_id(self.kind.item_type)
 
     def add(self, text: str, logprobs: Sequence[Json]) -> Json:
         """Append text and its log-probabilities, and return the event."""
         self._pieces.append(text)
         self._logprobs += logprobs
-        event = {"type": f"{self._text_kind}.delta", **self._place, "delta": text}
-        return event if self.is_reasoning else event | {"logprobs": list(logprobs)}
+        event = {"type": f"{self.kind.text_event}.delta", **self._place, "delta": text}
+        return event | {"logprobs": list(logprobs)} if self.kind is MESSAGE else event
 
     def item(self, status: str) -> Json:
         """Return the item as JSON, with this status."""
-        return self._item(status, [self._part()])
+        return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
         """Return the events at the start of the item, without sequence numbers."""
-        empty = TextItem(self.index, self.is_reasoning, self.is_summary, self.id)._part()
         item = self._item("in_progress", [])
         return [
             {"type": "response.output_item.added", "output_index": self.index, "item": item},
-            {"type": f"{self._part_kind}.added", **self._place, "part": empty},
+            {"type": f"{self.kind.part_event}.added", **self._place, "part": self._part("", ())},
         ]
 
     def closing(self, status: str) -> list[Json]:
         """Return the events at the end of the item, without sequence numbers."""
-        part = self._part()
-        done = {"type": f"{self._text_kind}.done", **self._place, "text": part["text"]}
-        if not self.is_reasoning:
+        part = self._part("".join(self._pieces), self._logprobs)
+        done = {"type": f"{self.kind.text_event}.done", **self._place, "text": part["text"]}
+        if self.kind is MESSAGE:
             done["logprobs"] = part["logprobs"]
         item = self.item(status)
         return [
             done,
-            {"type": f"{self._part_kind}.done", **self._place, "part": part},
+            {"type": f"{self.kind.part_event}.done", **self._place, "part": part},
             {"type": "response.output_item.done", "output_index": self.index, "item": item},
         ]
 
     @property
-    def _text_kind(self) -> str:
-        if self.is_summary:
-            return "response.reasoning_summary_text"
-        return "response.reasoning_text" if self.is_reasoning else "response.output_text"
-
-    @property
-    def _part_kind(self) -> str:
-        return "response.reasoning_summary_part" if self.is_summary else "response.content_part"
-
-    @property
     def _place(self) -> Json:
-        part = "summary_index" if self.is_summary else "content_index"
-        return {"item_id": self.id, "output_index": self.index, part: 0}
+        """The fields of an event that locate the part."""
+        return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
-    def _part(self) -> Json:
-        text = "".join(self._pieces)
-        if self.is_reasoning:
-            return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": text}
-        return {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": list(self._logprobs),
-        }
+    def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
+        part: Json = {"type": self.kind.part_type, "text": text}
+        if self.kind is MESSAGE:
+            part |= {"annotations": [], "logprobs": list(logprobs)}
+        return part
 
     def _item(self, status: str, parts: list[Json]) -> Json:
-        if not self.is_reasoning:
-            kind: Json = {"type": "message", "role": "assistant"}
-            return {"id": self.id, **kind, "status": status, "content": parts}
-        summary, content = (parts, []) if self.is_summary else ([], parts)
-        kind = {"type": "reasoning", "summary": summary}
-        return {"id": self.id, **kind, "status": status, "content": content}
+        item: Json = {"id": self.id, "type": self.kind.item_type, "status": status}
+        if self.kind is MESSAGE:
+            return item | {"role": "assistant", "content": parts}
+        if self.kind is SUMMARY:
+            return item | {"summary": parts, "content": []}
+        return item | {"summary": [], "content": parts}
 
 
 @dataclass
@@ -199,13 +216,13 @@ class LogprobMatcher:
         """Add log-probabilities that have arrived."""
         self._unassigned += entries
 
-    def take(self, text: str) -> list[TokenLogprob]:
-        """Return and remove the log-probabilities of a text.
+    def pop(self, text: str) -> list[TokenLogprob]:
+        """Return and remove the log-probabilities of the tokens of a text.
 
-        Tokens before the text belong to markers and are removed. Tokens after it are kept.
+        Tokens before the text belong to markers and are removed. Tokens after the text are kept.
 
-        Example: after the tokens "<m>", "Hel", "lo", " you", the text "Hello" returns those of
-        "Hel" and "lo", and keeps that of " you".
+        Example: after the tokens "<m>", "Hel", "lo" and " you" have been added, the text "Hello"
+        returns the entries of "Hel" and "lo". The entry of " you" is kept.
         """
         if not self._unassigned:
             return []
@@ -215,21 +232,16 @@ class LogprobMatcher:
         if begin < 0:
             # The postprocessor changed the text, for example repaired it. Return all tokens,
             # because it is unknown which of them belong to the text.
-            taken, self._unassigned = self._unassigned, []
-            return taken
-        end = begin + len(wanted)
-        first = last = position = 0
-        for number, token in enumerate(tokens, start=1):
-            position += len(token)
-            if position <= begin:
-                first = number
-            if position < end:
-                last = number
-        taken = self._unassigned[first : last + 1]
+            popped, self._unassigned = self._unassigned, []
+            return popped
+        token_ends = list(accumulate(map(len, tokens)))
+        first = bisect_right(token_ends, begin)  # the token with the first byte of the text
+        last = bisect_left(token_ends, begin + len(wanted))  # the token with the last byte
+        popped = self._unassigned[first : last + 1]
         self._unassigned = self._unassigned[last + 1 :]
-        return taken
+        return popped
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Remove all log-probabilities, because their tokens belong to no text."""
         self._unassigned = []
 

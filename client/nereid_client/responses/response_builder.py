@@ -1,4 +1,4 @@
-"""Build a response from deltas: its items, and the events that describe their growth."""
+"""Build a response from deltas: its output items, and the events of its stream."""
 
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -7,30 +7,42 @@ from typing import Any
 
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.protocol.responses_tools import functions_in_namespaces
-from nereid_client.responses.output_items import CallItem, LogprobMatcher, OutputItem, TextItem
+from nereid_client.responses.output_items import (
+    MESSAGE,
+    REASONING,
+    SUMMARY,
+    CallItem,
+    LogprobMatcher,
+    OutputItem,
+    TextItem,
+    TextKind,
+)
 from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, merge, unfinished_error
 from nereid_client.streaming.openai_logprobs import chat_logprobs
 
 Json = dict[str, Any]
 
 _KINDS = ("reasoning", "content", "tool_calls")
+"""The keys of a delta whose values belong to different kinds of output items."""
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+"""Maps an HTTP status to the `code` of a response's error. The default is "server_error"."""
 
 
 class ResponseBuilder:
     """A response that is being generated. `as_json` returns its current state at any time.
 
     Each method that changes the response returns the events for the change. Events are numbered
-    from 0 without a gap. An item is added before its parts, and a part before its deltas; each is
-    finished before the next item is added. The deltas of a part, joined, are its final text.
+    from 0 without a gap. The events of an item are: the item is added, its part is added, deltas of
+    the part, the part is done, the item is done. Then the next item is added. The joined deltas of
+    a part are its final text.
 
     Args:
         request_fields: the fields of the response object that repeat its request.
         is_queued: whether the response starts with the status "queued".
 
     Attributes:
-        status: "queued" or "in_progress"; at the end "completed", "incomplete", "failed" or
-            "cancelled".
+        status: "queued" or "in_progress" while the response is generated, and "completed",
+            "incomplete", "failed" or "cancelled" when it has ended.
     """
 
     def __init__(self, request_fields: Json, *, is_queued: bool = False) -> None:
@@ -41,6 +53,8 @@ class ResponseBuilder:
         self._current_item: OutputItem | None = None
         self._num_calls = 0
         self._logprobs = LogprobMatcher()
+        has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
+        self._reasoning_kind = SUMMARY if has_summary else REASONING
         self._usage: Usage | None = None
         self._error: Json | None = None
         self._incomplete: Json | None = None
@@ -58,16 +72,8 @@ class ResponseBuilder:
         return self.status not in ("queued", "in_progress")
 
     @property
-    def _has_summary(self) -> bool:
-        """Whether the request asks for reasoning as a summary, which is where many clients read it.
-
-        The summary is the whole reasoning.
-        """
-        return (self._request_fields.get("reasoning") or {}).get("summary") is not None
-
-    @property
     def output(self) -> list[Json]:
-        """The items so far."""
+        """The output items so far. The last one may be in progress."""
         item = self._current_item
         return [*self._finished_items, *([item.item("in_progress")] if item else [])]
 
@@ -99,13 +105,13 @@ class ResponseBuilder:
         self._usage = delta.get("usage", self._usage)
         self._logprobs.add(delta.get("logprobs", ()))
         if reasoning := delta.get("reasoning"):
-            events += self._add_text(reasoning, is_reasoning=True)
+            events += self._add_text(reasoning, self._reasoning_kind)
         if content := delta.get("content"):
-            events += self._add_text(content, is_reasoning=False)
+            events += self._add_text(content, MESSAGE)
         for piece in delta.get("tool_calls", ()):
             events += self._add_call(piece)
         if "finish_reason" in delta:
-            events += self._finish(delta["finish_reason"])
+            events += self._end_because(delta["finish_reason"])
         return events
 
     def fail(self, error: ApiError) -> list[Json]:
@@ -132,20 +138,20 @@ class ResponseBuilder:
         if not self.is_over:
             raise unfinished_error()
 
-    def _add_text(self, text: str, *, is_reasoning: bool) -> list[Json]:
+    def _add_text(self, text: str, kind: TextKind) -> list[Json]:
         """Append text to the current item. Start a new item if the current one has another kind."""
-        entries = self._logprobs.take(text)
+        entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
-        if not isinstance(item, TextItem) or item.is_reasoning != is_reasoning:
-            item = TextItem(self._next_index, is_reasoning, is_reasoning and self._has_summary)
-            events += self._begin(item)
-        logprobs = [] if is_reasoning else chat_logprobs(entries)["content"]
+        if not isinstance(item, TextItem) or item.kind is not kind:
+            item = TextItem(self._next_index, kind)
+            events += self._start_item(item)
+        logprobs = chat_logprobs(entries)["content"] if kind is MESSAGE else []
         return [*events, self._numbered(item.add(text, logprobs))]
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
         """Append a piece of a function call to its item. Start the item with the first piece."""
-        self._logprobs.drop()
+        self._logprobs.clear()
         events = []
         call = self._current_item
         if not isinstance(call, CallItem) or call.call_index != piece["index"]:
@@ -156,11 +162,10 @@ class ResponseBuilder:
                     "call had ended",
                 )
             self._num_calls = piece["index"] + 1
-            namespace, name = self._namespace_functions.get(piece.get("name", ""), (None, None))
-            name = name or piece.get("name", "")
-            call_id = piece.get("id", "")
-            call = CallItem(self._next_index, piece["index"], call_id, name, namespace)
-            events += self._begin(call)
+            name = piece.get("name", "")
+            namespace, name = self._namespace_functions.get(name, (None, name))
+            call = CallItem(self._next_index, piece["index"], piece.get("id", ""), name, namespace)
+            events += self._start_item(call)
         if arguments := piece.get("arguments"):
             events.append(self._numbered(call.add(arguments)))
         return events
@@ -169,13 +174,13 @@ class ResponseBuilder:
     def _next_index(self) -> int:
         return len(self._finished_items) + (self._current_item is not None)
 
-    def _begin(self, item: OutputItem) -> list[Json]:
+    def _start_item(self, item: OutputItem) -> list[Json]:
         """Finish the current item and start another one. Return the events of both."""
-        closing = self._close("completed")
+        closing = self._finish_item("completed")
         self._current_item = item
         return closing + [self._numbered(event) for event in item.opening()]
 
-    def _close(self, status: str) -> list[Json]:
+    def _finish_item(self, status: str) -> list[Json]:
         """Finish the current item, if there is one. Return its last events."""
         item = self._current_item
         if item is None:
@@ -185,17 +190,19 @@ class ResponseBuilder:
         self._current_item = None
         return closing
 
-    def _finish(self, reason: str) -> list[Json]:
-        if reason == "abort":
+    def _end_because(self, finish_reason: str) -> list[Json]:
+        """End the response for a finish reason of the backend. Return the last events."""
+        if finish_reason == "abort":
             return self.fail(ApiError(500, "The server aborted the response"))
-        if reason == "length":
+        if finish_reason == "length":
             self._incomplete = {"reason": "max_output_tokens"}
             return self._end("incomplete", "incomplete")
         self._completed_at = int(time.time())
         return self._end("completed", "completed")
 
     def _end(self, status: str, event: str) -> list[Json]:
-        events = self._close("completed" if status == "completed" else "incomplete")
+        """End the response with a status. The last event has the type `response.{event}`."""
+        events = self._finish_item("completed" if status == "completed" else "incomplete")
         self.status = status
         return [*events, self._response_event(event)]
 
@@ -214,23 +221,23 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
     The order of the items does not change. Example: content "a", content "b", a tool call and
     content "c" become content "ab", the tool call and content "c".
     """
-    runs: list[list[Delta]] = []
-    kinds: set[str] = set()
+    groups: list[list[Delta]] = []
+    group_kinds: set[str] = set()
     for delta in deltas:
-        delta_kinds = {kind for kind in _KINDS if kind in delta}
-        if runs and len(kinds | delta_kinds) <= 1:
-            runs[-1].append(delta)
-            kinds |= delta_kinds
+        kinds = {kind for kind in _KINDS if kind in delta}
+        if groups and len(group_kinds | kinds) <= 1:
+            groups[-1].append(delta)
+            group_kinds |= kinds
         else:
-            runs.append([delta])
-            kinds = delta_kinds
-    return [run[0] if len(run) == 1 else merge(run) for run in runs]
+            groups.append([delta])
+            group_kinds = kinds
+    return [group[0] if len(group) == 1 else merge(group) for group in groups]
 
 
 def _usage(usage: Usage) -> Json:
     """Return the token counts in the format of the Responses API.
 
-    `cache_write_tokens` counts tokens that are billed for writing them to the cache, so it is 0.
+    `cache_write_tokens` is 0, because the field is for servers that bill writes to the cache.
     """
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,8 +82,8 @@ class Running(Protocol):
 class Store:
     """The stored responses, and the responses that run in the background.
 
-    If the store is full, the oldest responses are deleted. A response that runs is never deleted.
-    If running responses fill the store, a new response in the background is rejected.
+    If the store is full, the oldest responses that have ended are deleted. A running response is
+    never deleted. If running responses fill the store, a new background response is rejected.
 
     Args:
         limits: the limits of the store.
@@ -96,10 +96,11 @@ class Store:
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._now = now
-        self._finished: dict[
-            str, tuple[float, StoredResponse]
-        ] = {}  # in the order in which they ended
+        # Maps an id to the time at which the response expires, and the response. The responses
+        # are in the order in which they ended.
+        self._finished: dict[str, tuple[float, StoredResponse]] = {}
         self._items: dict[str, str] = {}  # id of an output item -> id of its response
+        # Maps an id to the running response and the bytes that it needs so far.
         self._running: dict[str, tuple[Running, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.num_bytes = 0
@@ -122,7 +123,7 @@ class Store:
 
         Args:
             run: the response.
-            num_bytes: the bytes that it needs at its start.
+            num_bytes: the bytes that the response needs at its start.
 
         Raises: ApiError: 400 if the response alone is too large, 429 if the store is full.
         """
@@ -136,7 +137,7 @@ class Store:
                 limit="max_stored_response_bytes",
             )
         is_full = len(self._running) >= self._limits.count
-        if is_full or not self._free(num_bytes, count=1):
+        if is_full or not self._free_space(num_bytes, count=1):
             raise ApiError(
                 429,
                 f"{len(self._running)} responses run in the background and fill the response store "
@@ -149,20 +150,20 @@ class Store:
         self._running[run.id] = (run, num_bytes)
         self.num_bytes += num_bytes
 
-    def grow(self, run: Running, num_bytes: int) -> None:
-        """Record that a running response needs `num_bytes` more.
+    def reserve(self, run: Running, num_bytes: int) -> None:
+        """Reserve `num_bytes` more bytes for a running response.
 
         Raises: ApiError 503 if the store is full.
         """
-        if not self._free(num_bytes):
+        if not self._free_space(num_bytes):
             raise ApiError(
                 503,
                 f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
                 "(max_stored_response_bytes). Send the request with background=false.",
                 limit="max_stored_response_bytes",
             )
-        _, num_before = self._running[run.id]
-        self._running[run.id] = (run, num_before + num_bytes)
+        _, reserved_bytes = self._running[run.id]
+        self._running[run.id] = (run, reserved_bytes + num_bytes)
         self.num_bytes += num_bytes
 
     def end(self, run: Running) -> None:
@@ -175,7 +176,7 @@ class Store:
 
         Returns: False if the response does not fit into the store.
         """
-        if not self.is_on or not self._free(record.num_bytes, count=1):
+        if not self.is_on or not self._free_space(record.num_bytes, count=1):
             _log.warning(
                 "Response %s is not stored: it has %d bytes and does not fit into the response "
                 "store (max_stored_responses, max_stored_response_bytes)",
@@ -215,36 +216,33 @@ class Store:
         """Delete all stored responses."""
         for response_id in list(self._finished):
             self.delete(response_id)
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _free(self, num_bytes: int, count: int = 0) -> bool:
-        """Delete the oldest responses until new ones fit into the store.
+    def _free_space(self, num_bytes: int, count: int = 0) -> bool:
+        """Delete the oldest responses until the store has enough free space.
 
         Args:
-            num_bytes: the bytes of the new responses.
-            count: the number of the new responses.
+            num_bytes: the bytes that must be free.
+            count: the number of responses that will be added.
 
-        Returns: False if the new responses do not fit even then.
+        Returns: False if the store cannot have enough free space, because running responses
+            are never deleted.
         """
         self._delete_expired()
-        if num_bytes > self._limits.num_bytes or len(self._running) + count > self._limits.count:
+        running_bytes = sum(size for _, size in self._running.values())
+        if (
+            running_bytes + num_bytes > self._limits.num_bytes
+            or len(self._running) + count > self._limits.count
+        ):
             return False
-        running = sum(size for _, size in self._running.values())
-        if running + num_bytes > self._limits.num_bytes:
-            return False
-        for response_id in list(self._to_delete(num_bytes, count)):
-            self.delete(response_id)
+        while (
+            self.num_bytes + num_bytes > self._limits.num_bytes
+            or len(self) + count > self._limits.count
+        ):
+            self.delete(next(iter(self._finished)))
         return True
-
-    def _to_delete(self, num_bytes: int, count: int) -> Iterator[str]:
-        """Yield the ids of the oldest responses, which must be deleted to free enough space."""
-        total, number = self.num_bytes + num_bytes, len(self) + count
-        for response_id, (_, record) in self._finished.items():
-            if total <= self._limits.num_bytes and number <= self._limits.count:
-                return
-            total -= record.num_bytes
-            number -= 1
-            yield response_id
 
     def _delete_expired(self) -> None:
         now = self._now()
@@ -261,19 +259,13 @@ class Store:
         """
         if self._timer is None and self._finished:
             expires, _ = next(iter(self._finished.values()))
-            self._timer = asyncio.get_running_loop().call_later(
-                max(expires - self._now(), 0.0), self._on_timer
-            )
+            delay_s = max(expires - self._now(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         self._delete_expired()
         self._start_timer()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def size_of(events: Sequence[bytes]) -> int:

@@ -1,16 +1,18 @@
 """`truncation: auto`: remove the oldest turns of a conversation that is too long for the model.
 
-The frontend cannot count tokens. It sends the conversation to the ensemble, whose error message
-for a prompt that is too long has the number of tokens. It then removes turns and sends the rest
-again. A rejected prompt costs little, because the model does not compute it.
+The frontend cannot count tokens. It sends the conversation to the ensemble. If the prompt is too
+long, the error message of the ensemble contains the number of tokens. The frontend then removes
+turns and sends the rest again. A rejected prompt costs little, because the model does not run.
 """
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any
 
 from nereid_client.errors import BackendError, tokens_and_limit
 from nereid_client.request_context import to_json
+from nereid_client.responses.chat_translation import count_opening_messages
 from nereid_client.streaming.deltas import Delta
 from nereid_client.triton_backend import Backend, Generation
 
@@ -24,7 +26,7 @@ async def generate_truncated(
 
     Args:
         backend: generates the deltas.
-        request_id: the id of the request. The number of the attempt is appended to it.
+        request_id: the id of the request. The number of the attempt is appended to the id.
         chat: the body of a chat completion.
 
     Raises: BackendError, also if the last turn alone is too long.
@@ -64,20 +66,17 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
         messages: the messages of a chat.
         share: the share of the text to remove, between 0 and 1. At least one turn is removed.
 
-    Returns: None if only one turn is left.
+    Returns: the shorter chat, or None if there is only one turn.
     """
-    num_opening = 0
-    while num_opening < len(messages) and messages[num_opening]["role"] in ("system", "developer"):
-        num_opening += 1
-    turns = [at for at in range(num_opening + 1, len(messages)) if messages[at]["role"] == "user"]
-    if not turns:
+    num_opening = count_opening_messages(messages)
+    turn_starts = [
+        at for at in range(num_opening + 1, len(messages)) if messages[at]["role"] == "user"
+    ]
+    if not turn_starts:
         return None
-    sizes = [len(to_json(message)) for message in messages]
-    excess = share * sum(sizes)
-    num_removed, first = 0, num_opening
-    for turn in turns:
-        num_removed += sum(sizes[first:turn])
-        first = turn
-        if num_removed >= excess:
-            break
-    return [*messages[:num_opening], *messages[first:]]
+    # The number of characters before each message.
+    offsets = list(accumulate((len(to_json(message)) for message in messages), initial=0))
+    excess = share * offsets[-1]
+    enough = offsets[num_opening] + excess
+    first_kept = next((at for at in turn_starts if offsets[at] >= enough), turn_starts[-1])
+    return [*messages[:num_opening], *messages[first_kept:]]

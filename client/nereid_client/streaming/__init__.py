@@ -1,1 +1,1 @@
-"""Deltas of the postprocessor to chunks, events and whole answers."""
+"""Conversion of the deltas of the postprocessor to chunks, server-sent events and completions."""

@@ -1,23 +1,22 @@
-"""Convert the deltas of the postprocessor to chat completion chunks, or to a whole completion."""
+"""Convert the deltas of the postprocessor to chat completion chunks, or to a whole completion.
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+Example: the delta {"index": 0, "content": "Hello"} becomes a chunk whose field `choices` is
+[{"index": 0, "delta": {"content": "Hello"}, "logprobs": null, "finish_reason": null}].
+"""
 
-from nereid_client.errors import FrontendError, to_api_error
-from nereid_client.streaming import sse
+from collections.abc import AsyncGenerator, Sequence
+
+from nereid_client.streaming.chunk_events import ChunkBuilder, chunk_events
 from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
-from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinished_error
+from nereid_client.streaming.deltas import Delta, ToolCallPiece
 from nereid_client.streaming.openai_logprobs import chat_logprobs, prompt_logprobs
 from nereid_client.streaming.reasoning_view import ReasoningView
 
 
-async def chat_events(
+def chat_events(
     frame: CompletionFrame, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
-    """Yield a chat completion as server-sent events.
-
-    The chunks of several choices are interleaved. Events that are ready at the same time are
-    yielded together, because each yield costs a write to the socket. An error of the backend
-    becomes the last event; [DONE] does not follow it.
+    """Yield a chat completion as server-sent events, as described by `chunk_events`.
 
     Args:
         frame: the fields that all chunks have in common.
@@ -25,31 +24,50 @@ async def chat_events(
         first: the first delta, or None if there is none.
         rest: the deltas after the first one.
     """
-    roles = [_choice(at, {"role": "assistant", "content": ""}) for at in range(frame.num_choices)]
-    unsent = [sse.event(_chunk(frame, role)) for role in roles]
-    delta = first
-    usages: list[Usage | None] = [None] * frame.num_choices
-    unfinished_choices = set(range(frame.num_choices))
-    try:
-        while delta is not None:
-            index = delta.get("index", 0)
-            usages[index] = delta.get("usage", usages[index])
-            if "finish_reason" in delta:
-                unfinished_choices.discard(index)
-            unsent += [sse.event(chunk) for chunk in _chunks(frame, view.apply(delta), usages)]
-            if unsent and unfinished_choices:  # the last chunks are sent together with [DONE]
-                yield b"".join(unsent)
-                unsent = []
-            delta = await anext(rest, None)
-        if unfinished_choices:
-            raise unfinished_error()
-    except FrontendError as error:
-        yield b"".join([*unsent, sse.event(to_api_error(error).body())])
-        return
-    if frame.include_usage:
-        last = frame.with_choices("chat.completion.chunk", [])
-        unsent.append(sse.event({**last, "usage": total_usage([usages])}))
-    yield b"".join([*unsent, sse.DONE])
+    return chunk_events(_ChatChunks(frame, view), first, rest)
+
+
+class _ChatChunks(ChunkBuilder[Delta]):
+    """Builds the chunks of a chat completion."""
+
+    def __init__(self, frame: CompletionFrame, view: ReasoningView) -> None:
+        super().__init__(frame, "chat.completion.chunk", num_prompts=1)
+        self._view = view
+
+    def opening(self) -> list[Json]:
+        """Return one chunk for each choice, with the role of the message."""
+        delta = {"role": "assistant", "content": ""}
+        return [self.chunk(_choice(index, delta)) for index in range(self.frame.num_choices)]
+
+    def add(self, item: Delta) -> list[Json]:
+        """Return the chunks for a delta: one for its text, and one for its finish reason.
+
+        Tokens whose text is held back, because it may be part of a marker, are reported in a chunk
+        with log-probabilities and an empty delta.
+        """
+        index = self.record(0, item)
+        delta = self._view.apply(item)
+        added: Json = {}
+        if reasoning := delta.get("reasoning"):
+            added["reasoning"] = added["reasoning_content"] = reasoning
+        if content := delta.get("content"):
+            added["content"] = content
+        if calls := delta.get("tool_calls"):
+            added["tool_calls"] = [_call_piece(call) for call in calls]
+        chunks = []
+        if added or any(delta.get(name) for name in ("logprobs", "token_ids", "prompt_token_ids")):
+            choice = _choice(index, added)
+            if delta.get("logprobs"):
+                choice["logprobs"] = _logprobs(self.frame, delta)
+            if delta.get("token_ids"):
+                choice["token_ids"] = delta["token_ids"]
+            chunks.append(self.chunk(choice) | _prompt_fields(delta))
+        if "finish_reason" in delta:
+            last = _choice(index, {})
+            last["finish_reason"] = delta["finish_reason"]
+            last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
+            chunks.append(self.chunk(last))
+        return chunks
 
 
 def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:
@@ -71,12 +89,12 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
     Other servers have different names for two fields, so both names are filled: `reasoning` (vLLM)
     and `reasoning_content` (SGLang, llama.cpp); `stop_reason` (vLLM) and `matched_stop` (SGLang).
     """
-    calls = total.get("tool_calls", [])
-    content = total.get("content")
+    calls = total.get("tool_calls")
     reasoning = total.get("reasoning")
     message: Json = {
         "role": "assistant",
-        "content": content if content or calls else (content or ""),
+        # As in OpenAI's API, the content is null only beside tool calls.
+        "content": total.get("content") or (None if calls else ""),
         "reasoning": reasoning,
         "reasoning_content": reasoning,
         "refusal": None,
@@ -96,38 +114,6 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
     return choice
 
 
-def _chunks(frame: CompletionFrame, delta: Delta, usages: Sequence[Usage | None]) -> Iterator[Json]:
-    """Yield the chunks for one delta: one for its text, and one for its finish reason.
-
-    Tokens whose text is held back, because it may be part of a marker, are reported in a chunk
-    with log-probabilities and an empty delta.
-    """
-    added: Json = {}
-    if reasoning := delta.get("reasoning"):
-        added["reasoning"] = added["reasoning_content"] = reasoning
-    if content := delta.get("content"):
-        added["content"] = content
-    if calls := delta.get("tool_calls"):
-        added["tool_calls"] = [_call_piece(call) for call in calls]
-    choice = _choice(delta.get("index", 0), added)
-    if delta.get("logprobs"):
-        choice["logprobs"] = _logprobs(frame, delta)
-    if delta.get("token_ids"):
-        choice["token_ids"] = delta["token_ids"]
-    if added or _has_token_data(delta):
-        yield _chunk(frame, choice, usages) | _prompt_fields(delta)
-    if "finish_reason" in delta:
-        last = _choice(delta.get("index", 0), {})
-        last["finish_reason"] = delta["finish_reason"]
-        last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
-        yield _chunk(frame, last, usages)
-
-
-def _has_token_data(delta: Delta) -> bool:
-    names = ("logprobs", "token_ids", "prompt_token_ids")
-    return any(delta.get(name) for name in names)
-
-
 def _prompt_fields(delta: Delta) -> Json:
     """Return the fields about the prompt, which vLLM puts beside the choices."""
     fields: Json = {}
@@ -141,22 +127,18 @@ def _prompt_fields(delta: Delta) -> Json:
 def _logprobs(frame: CompletionFrame, delta: Delta) -> Json | None:
     if "logprobs" not in delta:
         return None
-    return chat_logprobs(delta["logprobs"], frame.tokens_as_ids)
+    return chat_logprobs(delta["logprobs"], tokens_as_ids=frame.tokens_as_ids)
 
 
 def _choice(index: int, delta: Json) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _chunk(frame: CompletionFrame, choice: Json, usages: Sequence[Usage | None] = ()) -> Json:
-    chunk = frame.with_choices("chat.completion.chunk", [choice])
-    if frame.include_usage:
-        has_usage = frame.continuous_usage and any(usages)
-        chunk["usage"] = total_usage([usages]) if has_usage else None
-    return chunk
-
-
 def _call_piece(piece: ToolCallPiece) -> Json:
+    """Return a piece of a tool call in the format of a chunk.
+
+    Example: {"index": 0, "arguments": "{"} returns {"index": 0, "function": {"arguments": "{"}}.
+    """
     function: Json = {"arguments": piece.get("arguments", "")}
     if "name" in piece:
         function = {"name": piece["name"], **function}

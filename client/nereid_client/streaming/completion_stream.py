@@ -2,15 +2,17 @@
 
 A text completion may have several prompts. As in OpenAI's API, the choices are numbered across all
 prompts: choice `prompt * n + i` is the i-th choice of a prompt.
+
+Example: with n=1, the delta {"text": "Hello"} of the second prompt becomes a chunk whose field
+`choices` is [{"index": 1, "text": "Hello", "logprobs": null, "finish_reason": null, ...}].
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from nereid_client.errors import FrontendError, to_api_error
-from nereid_client.streaming import sse
+from nereid_client.streaming.chunk_events import ChunkBuilder, chunk_events
 from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
-from nereid_client.streaming.deltas import Delta, Usage, unfinished_error
+from nereid_client.streaming.deltas import Delta, Usage
 from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined, prompt_logprobs
 
 PromptDelta = tuple[int, Delta]
@@ -37,96 +39,61 @@ class CompletionOptions:
     only_prompt: bool = False
 
 
-@dataclass
-class _StreamState:
-    """The state of one stream: token counts, unfinished choices and log-probabilities."""
-
-    frame: CompletionFrame
-    options: CompletionOptions
-    usages: list[list[Usage | None]] = field(init=False)
-    unfinished: set[int] = field(init=False)
-    logprobs: list[CompletionLogprobs] = field(init=False)
-
-    def __post_init__(self) -> None:
-        num_prompts, num_choices = len(self.options.echoes), self.frame.num_choices
-        self.usages = [[None] * num_choices for _ in range(num_prompts)]
-        self.unfinished = set(range(num_prompts * num_choices))
-        self.logprobs = [
-            CompletionLogprobs(self.frame.tokens_as_ids, echo)
-            for echo in self.options.echoes
-            for _ in range(num_choices)
-        ]
-
-    def chunk(self, index: int, choice: Json) -> Json:
-        """Return a chunk with one choice, whose number across all prompts is `index`."""
-        chunk = self.frame.with_choices("text_completion", [{"index": index, **choice}])
-        if self.frame.include_usage:
-            chunk["usage"] = total_usage(self.usages) if self.frame.continuous_usage else None
-        return chunk
-
-    def update(self, prompt: int, delta: Delta) -> Json | None:
-        """Record a delta. Return its chunk, or None if the chunk would be empty."""
-        at = delta.get("index", 0)
-        index = prompt * self.frame.num_choices + at
-        self.usages[prompt][at] = delta.get("usage", self.usages[prompt][at])
-        if "finish_reason" in delta:
-            self.unfinished.discard(index)
-        if not any(delta.get(name) for name in _CHUNK_FIELDS):
-            return None
-        choice = _choice(delta.get("text", ""), delta)
-        if self.options.logprobs:
-            entries, is_last = delta.get("logprobs", ()), "finish_reason" in delta
-            part = self.logprobs[index].add(delta.get("text", ""), entries, is_last)
-            choice["logprobs"] = part if entries else None
-        return self.chunk(index, choice | _token_ids(self.options, delta, delta))
-
-
-_CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
-"""The fields of a delta that need a chunk."""
-
-
-async def completion_events(
+def completion_events(
     frame: CompletionFrame,
     options: CompletionOptions,
     first: PromptDelta | None,
     rest: AsyncGenerator[PromptDelta],
 ) -> AsyncGenerator[bytes]:
-    """Yield a text completion as server-sent events.
-
-    The chunks of several choices are interleaved. Events that are ready at the same time are
-    yielded together, because each yield costs a write to the socket. An error of the backend
-    becomes the last event; [DONE] does not follow it.
+    """Yield a text completion as server-sent events, as described by `chunk_events`.
 
     Args:
         frame: the fields that all chunks have in common.
-        options: what the choices contain.
+        options: the options that decide what the choices contain.
         first: the first delta, or None if there is none.
         rest: the deltas after the first one.
     """
-    state = _StreamState(frame, options)
-    unsent = [
-        sse.event(state.chunk(prompt * frame.num_choices + at, _choice(echo, {})))
-        for prompt, echo in enumerate(options.echoes)
-        for at in range(frame.num_choices if echo else 0)
-    ]
-    item = first
-    try:
-        while item is not None:
-            if chunk := state.update(*item):
-                unsent.append(sse.event(chunk))
-            if unsent and state.unfinished:  # the last chunks are sent together with [DONE]
-                yield b"".join(unsent)
-                unsent = []
-            item = await anext(rest, None)
-        if state.unfinished:
-            raise unfinished_error()
-    except FrontendError as error:
-        yield b"".join([*unsent, sse.event(to_api_error(error).body())])
-        return
-    if frame.include_usage:
-        last = frame.with_choices("text_completion", [])
-        unsent.append(sse.event({**last, "usage": total_usage(state.usages)}))
-    yield b"".join([*unsent, sse.DONE])
+    return chunk_events(_CompletionChunks(frame, options), first, rest)
+
+
+class _CompletionChunks(ChunkBuilder[PromptDelta]):
+    """Builds the chunks of a text completion."""
+
+    def __init__(self, frame: CompletionFrame, options: CompletionOptions) -> None:
+        super().__init__(frame, "text_completion", len(options.echoes))
+        self._options = options
+        self._logprobs = [
+            CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
+            for echo in options.echoes
+            for _ in range(frame.num_choices)
+        ]
+
+    def opening(self) -> list[Json]:
+        """Return one chunk for each choice that starts with its prompt."""
+        echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
+        return [
+            self.chunk({"index": number, **_choice(echo, {})})
+            for number, echo in enumerate(echoes)
+            if echo
+        ]
+
+    def add(self, item: PromptDelta) -> list[Json]:
+        """Return the chunk for a delta, or no chunk if it would be empty."""
+        prompt, delta = item
+        number = self.record(prompt, delta)
+        if not any(delta.get(name) for name in _CHUNK_FIELDS):
+            return []
+        text = delta.get("text", "")
+        choice = {"index": number, **_choice(text, delta)}
+        if self._options.logprobs:
+            entries, is_last = delta.get("logprobs", ()), "finish_reason" in delta
+            part = self._logprobs[number].add(text, entries, is_last=is_last)
+            choice["logprobs"] = part if entries else None
+        return [self.chunk(choice | _token_ids(self._options, delta, delta))]
+
+
+_CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
+"""The fields of a delta that need a chunk."""
 
 
 def completion(
@@ -134,26 +101,31 @@ def completion(
 ) -> Json:
     """Return a whole text completion.
 
+    If more than `frame.num_choices` choices were generated for a prompt (`best_of`), only the best
+    ones are returned, the best first.
+
     Args:
-        frame: the fields that do not depend on the choices. If more than `frame.num_choices` were
-            generated for a prompt, the best ones are returned, the best first.
-        options: what the choices contain.
+        frame: the fields that do not depend on the choices.
+        options: the options that decide what the choices contain.
         totals: for each prompt, the sum of the deltas of each of its choices.
     """
     choices: list[Json] = []
-    for prompt, of_prompt in enumerate(totals):
-        for total in best(of_prompt, frame.num_choices):
-            choice = _whole_choice(frame, options, prompt, of_prompt[0], total)
+    for prompt, choice_totals in enumerate(totals):
+        for total in best(choice_totals, frame.num_choices):
+            choice = _whole_choice(frame, options, prompt, choice_totals[0], total)
             choices.append({"index": len(choices), **choice})
-    usages = [[_usage(options, total) for total in of_prompt] for of_prompt in totals]
-    whole = frame.with_choices("text_completion", choices)
-    return {**whole, "usage": total_usage(usages)}
+    usages = [[_usage(options, total) for total in choice_totals] for choice_totals in totals]
+    return {**frame.with_choices("text_completion", choices), "usage": total_usage(usages)}
 
 
 def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
-    """Return the choices with the highest mean log-probability of a token, the best first.
+    """Return the choices whose tokens have the highest mean log-probability, the best first.
 
-    If there are not more than `number`, return all of them in their own order.
+    If there are no more than `number` choices, return all of them in their original order.
+
+    Args:
+        totals: the sum of the deltas of each choice.
+        number: the number of choices to return.
     """
     if len(totals) <= number:
         return totals
@@ -173,10 +145,10 @@ def _whole_choice(
 
     Args:
         frame: the fields that all choices have in common.
-        options: what the choice contains.
+        options: the options that decide what the choice contains.
         prompt: the index of the prompt.
-        first: the sum of the deltas of the prompt's first choice, which reports the tokens and
-            log-probabilities of the prompt.
+        first: the sum of the deltas of the prompt's first choice. Only the first choice reports
+            the tokens and log-probabilities of the prompt.
         total: the sum of the deltas of this choice.
     """
     echo = options.echoes[prompt]
@@ -185,7 +157,7 @@ def _whole_choice(
     if options.only_prompt:
         choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
     if options.logprobs:
-        logprobs = CompletionLogprobs(frame.tokens_as_ids, echo)
+        logprobs = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
         parts = []
         if echo:
             token_ids = first.get("prompt_token_ids", ())
@@ -199,7 +171,7 @@ def _whole_choice(
 
 
 def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
-    """Return the token counts of a choice, without the generated tokens if they are dropped."""
+    """Return the token counts of a choice. Generated tokens that are dropped do not count."""
     usage = total.get("usage")
     if usage is None or not options.only_prompt:
         return usage
@@ -213,7 +185,7 @@ def _token_ids(options: CompletionOptions, first: Delta, delta: Delta) -> Json:
     """Return the fields with token ids.
 
     Args:
-        options: whether they are requested.
+        options: decides whether token ids are requested.
         first: the delta that reports the token ids of the prompt.
         delta: the delta with the generated token ids.
     """

@@ -4,30 +4,45 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from nereid_client.streaming.completion_frame import Json
-from nereid_client.streaming.deltas import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from nereid_client.streaming.deltas import PromptLogprobs, TokenLogprob, TopLogprob
 
 # JSON has no infinity. OpenAI and vLLM return this value for a token that is impossible.
 _MIN_LOGPROB = -9999.0
-# The text of a token may start this many characters after its expected position. A character of up
-# to 4 bytes can consist of several tokens, and each of them is an incomplete character.
+# The text of a token may start this many characters after its expected position. The reason is that
+# a character of up to 4 bytes can consist of several tokens, and each of these tokens alone is an
+# incomplete character.
 _SEARCH_CHARS = 4
 
 
-def chat_logprobs(entries: Iterable[TokenLogprob], tokens_as_ids: bool = False) -> Json:
-    """Return `choices[].logprobs` of a chat completion or of one of its chunks."""
+def chat_logprobs(entries: Iterable[TokenLogprob], *, tokens_as_ids: bool = False) -> Json:
+    """Return `choices[].logprobs` of a chat completion or of one of its chunks.
+
+    Args:
+        entries: the log-probabilities of the generated tokens.
+        tokens_as_ids: whether a token is named by its id, such as "token_id:17".
+    """
     content = [
-        _chat_entry(entry, tokens_as_ids)
-        | {"top_logprobs": [_chat_entry(top, tokens_as_ids) for top in entry["top_logprobs"]]}
+        _chat_entry(entry, tokens_as_ids=tokens_as_ids)
+        | {
+            "top_logprobs": [
+                _chat_entry(top, tokens_as_ids=tokens_as_ids) for top in entry["top_logprobs"]
+            ]
+        }
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(given: PromptLogprobs) -> list[Json | None]:
-    """Return `prompt_logprobs` in vLLM's format, with None for the first token."""
+def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
+    """Return the field `prompt_logprobs` in vLLM's format, which has no infinite numbers."""
     return [
-        None if entries is None else {token: _prompt_entry(one) for token, one in entries.items()}
-        for entries in given
+        None
+        if entries is None
+        else {
+            token_id: {**entry, "logprob": _finite(entry["logprob"])}
+            for token_id, entry in entries.items()
+        }
+        for entries in logprobs
     ]
 
 
@@ -38,32 +53,36 @@ class CompletionLogprobs:
     characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
     that a stop string cut off. They have the position of the next token.
 
+    Example: the text "ab cd" of the tokens "ab" and " cd" returns {"tokens": ["ab", " cd"],
+    "token_logprobs": [-0.1, -0.2], "top_logprobs": [{"ab": -0.1}, {" cd": -0.2}],
+    "text_offset": [0, 2]}.
+
     Args:
-        tokens_as_ids: whether tokens are named as "token_id:17".
-        echo: the text of the prompt, if the choice starts with it.
+        tokens_as_ids: whether a token is named by its id, such as "token_id:17".
+        echo: the text of the prompt if the choice starts with the prompt, and else "".
     """
 
-    def __init__(self, tokens_as_ids: bool = False, echo: str = "") -> None:
+    def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        self._text = echo  # the part of the choice's text whose tokens have not all arrived
+        self._text = echo  # the end of the choice's text, in which the next tokens are located
         self._base = 0  # the position of `_text` in the text of the choice
-        self._position = 0  # the position after the last token that was found
+        self._position = 0  # the position after the last token that was located
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def prompt(self, token_ids: Sequence[int], given: PromptLogprobs) -> Json:
+    def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
         """Return the part for the tokens of the prompt. It comes before all other parts.
 
         Args:
             token_ids: the token ids of the prompt.
-            given: the log-probabilities of these tokens. The first one is None, so its text is
-                what the prompt has before the second token.
+            logprobs: the log-probabilities of these tokens. The first token has none, so its text
+                is what the prompt contains before the second token.
         """
         tokens = [""]
-        for token_id, entries in zip(token_ids[1:], given[1:], strict=True):
+        for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
             tokens.append((entries or {})[str(token_id)]["decoded_token"] or "")
         tokens[0] = _first_token(self._text, tokens[1:])
         part = _empty()
-        for token, token_id, entries in zip(tokens, token_ids, given, strict=True):
+        for token, token_id, entries in zip(tokens, token_ids, logprobs, strict=True):
             part["tokens"].append(self._token_name(token, token_id))
             part["text_offset"].append(self._locate(token, is_last=True))
             if entries is None:
@@ -73,35 +92,35 @@ class CompletionLogprobs:
             part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
             part["top_logprobs"].append(
                 {
-                    self._token_name(one["decoded_token"] or "", int(other)): _finite(
-                        one["logprob"]
+                    self._token_name(top["decoded_token"] or "", int(top_id)): _finite(
+                        top["logprob"]
                     )
-                    for other, one in entries.items()
+                    for top_id, top in entries.items()
                 }
             )
         self._position = self._base + len(self._text)
         return part
 
-    def add(self, text: str, entries: Iterable[TokenLogprob], is_last: bool) -> Json:
+    def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
         """Return the part for one delta.
 
         Args:
-            text: the text of the delta. It may lack the text of the delta's last tokens, which is
-                then in a later delta.
+            text: the text of the delta. The text of the delta's last tokens may be missing, and
+                arrive with a later delta.
             entries: the log-probabilities of the delta's tokens.
             is_last: whether this is the last delta of the choice.
         """
-        self._extend(text)
+        self._append_text(text)
         part = _empty()
         for entry in entries:
-            piece = self._piece(entry, is_last)
-            part["text_offset"].append(self._locate(piece, is_last))
+            piece = self._completed_text(entry, is_last=is_last)
+            part["text_offset"].append(self._locate(piece, is_last=is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
             part["top_logprobs"].append(
                 {
-                    self._token_name(one["token"], one["token_id"]): _finite(one["logprob"])
-                    for one in (entry, *entry["top_logprobs"])
+                    self._token_name(top["token"], top["token_id"]): _finite(top["logprob"])
+                    for top in (entry, *entry["top_logprobs"])
                 }
             )
         return part
@@ -109,10 +128,11 @@ class CompletionLogprobs:
     def _token_name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
 
-    def _piece(self, entry: TokenLogprob, is_last: bool) -> str:
+    def _completed_text(self, entry: TokenLogprob, *, is_last: bool) -> str:
         """Return the characters that are complete with this token.
 
-        Example: the bytes of a two-byte character in two tokens return "" and the character.
+        Example: if a character of two bytes consists of two tokens, the first token returns "" and
+        the second one returns the character.
         """
         if entry["bytes"] is None:
             return entry["token"]
@@ -120,20 +140,24 @@ class CompletionLogprobs:
         # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one, so an
         # incomplete character before it will stay incomplete.
         if raw and raw[0] & 0xC0 != 0x80:
-            self._locate(self._decoder.decode(b"", final=True), is_last)
+            self._locate(self._decoder.decode(b"", final=True), is_last=is_last)
         return self._decoder.decode(raw)
 
-    def _extend(self, text: str) -> None:
-        """Append text, and remove the text of the tokens that have been located."""
-        num_done = min(self._position - self._base, len(self._text))
-        self._text = self._text[num_done:] + text
-        self._base += num_done
+    def _append_text(self, text: str) -> None:
+        """Append text to `_text`, and remove the text of the tokens that have been located."""
+        num_located = min(self._position - self._base, len(self._text))
+        self._text = self._text[num_located:] + text
+        self._base += num_located
 
-    def _locate(self, piece: str, is_last: bool) -> int:
-        """Return the position of a token's text in the choice's text, and move on after it.
+    def _locate(self, piece: str, *, is_last: bool) -> int:
+        """Return the position of a token's text in the choice's text, and continue after the token.
 
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
         in the text returns the current position.
+
+        Args:
+            piece: the text of the token.
+            is_last: whether the text of the choice is complete.
         """
         offset = self._position - self._base
         expected = self._text[offset : offset + len(piece)]
@@ -166,11 +190,7 @@ def _empty() -> Json:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _prompt_entry(one: PromptLogprob) -> Json:
-    return {**one, "logprob": _finite(one["logprob"])}
-
-
-def _chat_entry(entry: TopLogprob, tokens_as_ids: bool) -> Json:
+def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
     return {
         "token": _as_id(entry["token_id"]) if tokens_as_ids else entry["token"],
         "logprob": _finite(entry["logprob"]),
@@ -187,8 +207,8 @@ def _first_token(text: str, others: Sequence[str]) -> str:
     rest = "".join(others)
     if text.endswith(rest):
         return text[: len(text) - len(rest)]
-    before, found, _ = text.partition(others[0])
-    return before if found else ""
+    before, second, _ = text.partition(others[0])
+    return before if second else ""
 
 
 def _as_id(token_id: int) -> str:

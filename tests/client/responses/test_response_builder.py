@@ -136,15 +136,15 @@ def test_each_texts_tokens_stand_in_its_part_and_no_others(deltas, at):
 def test_a_texts_tokens_are_found_among_those_that_came(tokens, text, taken, left):
     found = LogprobMatcher()
     found.add([entry(token) for token in tokens])
-    assert [one["token"] for one in found.take(text)] == taken
-    assert [one["token"] for one in found.take("\n" if left else "?")] == left
+    assert [one["token"] for one in found.pop(text)] == taken
+    assert [one["token"] for one in found.pop("\n" if left else "?")] == left
 
 
 def test_half_characters_stand_with_the_text_that_they_complete():
     halves = [{**entry(""), "bytes": [0xC3]}, {**entry("é"), "bytes": [0xA9]}]
     found = LogprobMatcher()
     found.add(halves)
-    assert found.take("é") == halves
+    assert found.pop("é") == halves
 
 
 def test_a_call_that_goes_on_after_its_end_is_an_error():

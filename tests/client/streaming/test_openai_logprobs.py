@@ -91,6 +91,8 @@ def test_text_that_comes_late_changes_no_offset(size):
     text = "one two three four"
     entries = [entry("one"), entry(" two"), entry(" three"), entry(" four")]
     scores = CompletionLogprobs()
-    parts = [scores.add(text[n * size : (n + 1) * size], [entries[n]], False) for n in range(4)]
+    parts = [
+        scores.add(text[n * size : (n + 1) * size], [entries[n]], is_last=False) for n in range(4)
+    ]
     parts.append(scores.add(text[4 * size :], [], is_last=True))
     assert joined(parts)["text_offset"] == [0, 3, 7, 13]

@@ -1,0 +1,97 @@
+"""The streams of chat completions and of text completions: chunks as server-sent events."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Generic, TypeVar
+
+from nereid_client.errors import FrontendError, to_api_error
+from nereid_client.streaming import sse
+from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
+from nereid_client.streaming.deltas import Delta, Usage, unfinished_error
+
+ItemT = TypeVar("ItemT")
+
+
+class ChunkBuilder(ABC, Generic[ItemT]):
+    """Builds the chunks of one stream.
+
+    Args:
+        frame: the fields that all chunks have in common.
+        kind: the value of the field `object`, such as "chat.completion.chunk".
+        num_prompts: the number of prompts. Each one has `frame.num_choices` choices.
+
+    Attributes:
+        unfinished: the numbers of the choices without a finish reason. The choices are numbered
+            across all prompts.
+    """
+
+    def __init__(self, frame: CompletionFrame, kind: str, num_prompts: int) -> None:
+        self.frame = frame
+        self.unfinished = set(range(num_prompts * frame.num_choices))
+        self._kind = kind
+        self._usages: list[list[Usage | None]] = [
+            [None] * frame.num_choices for _ in range(num_prompts)
+        ]
+
+    @abstractmethod
+    def opening(self) -> list[Json]:
+        """Return the chunks before the first delta."""
+
+    @abstractmethod
+    def add(self, item: ItemT) -> list[Json]:
+        """Return the chunks for an item of the stream."""
+
+    def record(self, prompt: int, delta: Delta) -> int:
+        """Record the usage and the finish reason of a delta. Return the number of its choice."""
+        choice = delta.get("index", 0)
+        number = prompt * self.frame.num_choices + choice
+        self._usages[prompt][choice] = delta.get("usage", self._usages[prompt][choice])
+        if "finish_reason" in delta:
+            self.unfinished.discard(number)
+        return number
+
+    def chunk(self, choice: Json) -> Json:
+        """Return a chunk with one choice, and with the token counts so far if they are wanted."""
+        chunk = self.frame.with_choices(self._kind, [choice])
+        if self.frame.include_usage:
+            is_known = any(usage for usages in self._usages for usage in usages)
+            has_usage = self.frame.continuous_usage and is_known
+            chunk["usage"] = total_usage(self._usages) if has_usage else None
+        return chunk
+
+    def usage_chunk(self) -> Json:
+        """Return the chunk with the final token counts, which has no choices."""
+        return {**self.frame.with_choices(self._kind, []), "usage": total_usage(self._usages)}
+
+
+async def chunk_events(
+    builder: ChunkBuilder[ItemT], first: ItemT | None, rest: AsyncGenerator[ItemT]
+) -> AsyncGenerator[bytes]:
+    """Yield a stream of chunks as server-sent events.
+
+    The chunks of several choices are interleaved. Events that are ready at the same time are
+    yielded together, because each yield costs a write to the socket. If the backend fails, its
+    error is the last event, and [DONE] does not follow.
+
+    Args:
+        builder: builds the chunks.
+        first: the first item of the stream, or None if there is none.
+        rest: the items after the first one.
+    """
+    unsent = [sse.event(chunk) for chunk in builder.opening()]
+    item = first
+    try:
+        while item is not None:
+            unsent += [sse.event(chunk) for chunk in builder.add(item)]
+            if unsent and builder.unfinished:  # the last chunks are sent together with [DONE]
+                yield b"".join(unsent)
+                unsent = []
+            item = await anext(rest, None)
+        if builder.unfinished:
+            raise unfinished_error()
+    except FrontendError as error:
+        yield b"".join([*unsent, sse.event(to_api_error(error).body())])
+        return
+    if builder.frame.include_usage:
+        unsent.append(sse.event(builder.usage_chunk()))
+    yield b"".join([*unsent, sse.DONE])

@@ -76,6 +76,7 @@ class Request:
     """A request to a model, which is its own response sender.
 
     Attributes:
+        request_parameters: the parameters of the request as JSON text.
         replies: the responses, each with its output tensors by name.
         error: the text of the error response; None without one.
         ended: set when the final response has arrived.
@@ -84,9 +85,13 @@ class Request:
 
     def __init__(self, **inputs):
         self.inputs = {name: Tensor(name, values) for name, values in inputs.items()}
+        self.request_parameters = ""
         self.replies, self.error, self.is_gone = [], None, False
         self.ended, self.elapsed_s = threading.Event(), 0.0
         self._created = time.monotonic()
+
+    def parameters(self):
+        return self.request_parameters
 
     def get_response_sender(self):
         return self

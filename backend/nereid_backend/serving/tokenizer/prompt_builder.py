@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the prompt token ids of a request from text, from token ids or from chat messages."""
 
-import json
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.field_checks import shown
+from nereid_backend.serving.tokenizer.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
+from nereid_backend.text.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
@@ -59,17 +61,32 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
 
 
 class PromptBuilder:
-    """Builds prompts with one checkpoint's tokenizer and chat template."""
+    """Builds prompts with one checkpoint's tokenizer and chat template.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    Attributes:
+        limits: the limits on the size of a request.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_model_len: int) -> None:
+        """Create a builder.
+
+        Args:
+            tokenizer: the checkpoint's tokenizer.
+            max_model_len: the length limit of a request in tokens.
+        """
         self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, max_model_len)
+        self._reserved_variables = _reserved_variables(tokenizer)
+        self.limits = RequestLimits.derive(
+            max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.
 
         A special token that is written in the text (`<|im_end|>`) becomes one token id.
         """
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encoder.encode(text)
 
     def from_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return the prompt of a completion request.
@@ -79,15 +96,16 @@ class PromptBuilder:
             add_special_tokens: whether the tokenizer adds its own special tokens to the text.
 
         Raises:
-            RequestError: the text is empty and the tokenizer adds no token.
+            RequestError: the text is too long, or it is empty and the tokenizer adds no token.
         """
-        token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        self.limits.check_text(text)
+        token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError(
                 "text_input: the text is empty, and this tokenizer adds no token of its own. Send "
                 "at least one character."
             )
-        return Prompt(list(token_ids), text)
+        return Prompt(token_ids, text)
 
     def from_chat(self, body: Mapping[str, Any]) -> Prompt:
         """Render chat messages with the checkpoint's chat template and return the prompt.
@@ -98,11 +116,20 @@ class PromptBuilder:
                 add_generation_prompt, continue_final_message, add_special_tokens.
 
         Raises:
-            RequestError: a field has a wrong value, or the template cannot render the messages.
+            RequestError: a field has a wrong value, the chat exceeds a limit, or the template
+                cannot render the messages.
         """
-        messages = _read_messages(body)
+        self.limits.check_chat(body)
+        messages = read_messages(body, self.limits)
         template_source = self._template_source()
         template_kwargs = read_template_kwargs(body, template_source)
+        for name in template_kwargs:
+            if name in self._reserved_variables:
+                raise RequestError(
+                    f"chat_template_kwargs: the name {name} is reserved, because the server sets "
+                    f"this variable itself. Remove {name}, or send the field of the request that "
+                    "has this meaning."
+                )
         continues = read_flag(body, "continue_final_message", default=False)
         generates = read_flag(body, "add_generation_prompt", default=not continues)
         if continues and generates:
@@ -124,8 +151,20 @@ class PromptBuilder:
         )
         # The rendered text already contains the special tokens, so none are added by default.
         adds = read_flag(body, "add_special_tokens", default=False)
-        token_ids = self._tokenizer(text, add_special_tokens=adds)["input_ids"]
-        return Prompt(list(token_ids), text)
+        self.limits.check_text(text)
+        return Prompt(self._encoder.encode(text, add_special_tokens=adds), text)
+
+    def _min_message_tokens(self) -> int:
+        """Return the number of tokens by which the prompt grows with each message without text.
+
+        Return 1 if there is no chat template, or if the template refuses such messages.
+        """
+        turn = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+        try:
+            lengths = [len(self.encode(self._render(turn * count))) for count in (1, 3)]
+        except RequestError:
+            return 1
+        return max((lengths[1] - lengths[0]) // 4, 1)
 
     def _template_source(self) -> str:
         """Return the Jinja source of the chat template; named templates are joined.
@@ -159,88 +198,14 @@ class PromptBuilder:
         return text
 
 
-def _read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat request as the chat template expects them.
+def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
+    """Return the names that chat_template_kwargs must not contain.
 
-    Raises:
-        RequestError: `messages` is not a list, is empty, or has a malformed item.
+    They are the parameters of transformers' apply_chat_template, such as `chat_template`, and the
+    variable `messages`. Fields of the request determine the values of these variables.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise RequestError(
-            "messages: the value must be a list of messages, but the request has "
-            f"{shown(messages)}."
-        )
-    if not messages:
-        raise RequestError("messages: the list is empty. Send at least one message.")
-    return [_read_message(message, index) for index, message in enumerate(messages)]
-
-
-def _read_message(message: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
-    """Return one message for the template: text parts are joined, and arguments are parsed.
-
-    Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
-    `{"role": "user", "content": "Hi"}`.
-    """
-    if not isinstance(message, dict):
-        raise RequestError(f"messages: item {index} must be an object, but it is {shown(message)}.")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise RequestError(
-            f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
-            f"request has {shown(role)}."
-        )
-    rendered = dict(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        rendered["content"] = "".join(_read_text_part(part, index) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(
-            f"messages: the content of item {index} must be a string or a list of text parts, but "
-            f"the request has {shown(content)}."
-        )
-    elif content is None:
-        rendered["content"] = ""
-    if message.get("tool_calls"):
-        rendered["tool_calls"] = [_read_tool_call(call, index) for call in message["tool_calls"]]
-    return rendered
-
-
-def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
-    """Return the text of one content part of message `index`."""
-    if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
-        text = part.get(part["type"])
-        if isinstance(text, str):
-            return text
-    part_type = part.get("type") if isinstance(part, dict) else part
-    raise RequestError(
-        f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
-        "supports only text parts. Send {type: text, text: ...}."
-    )
-
-
-def _read_tool_call(call: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
-    """Return a tool call of message `index` with its arguments as an object.
-
-    The API sends the arguments as JSON text, but templates expect an object. Example: the arguments
-    `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"messages: each tool call of item {index} must have function.name, but one call is "
-            f"{shown(call)}."
-        )
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise RequestError(
-                f"messages: item {index} has a tool call whose function.arguments are not valid "
-                f"JSON: {error}"
-            ) from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -282,7 +247,8 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
             "tool_choice: allowed_tools.tools must be a list of functions, but the request has "
             f"{shown(listed)}."
         )
-    allowed_names = [(tool.get("function") or tool).get("name") for tool in listed]
+    functions = [tool.get("function") or tool for tool in listed]
+    allowed_names = [one.get("name") if isinstance(one, dict) else one for one in functions]
     known_names = [tool["function"]["name"] for tool in tools]
     for name in allowed_names:
         if name not in known_names:

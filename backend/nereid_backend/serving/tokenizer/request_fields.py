@@ -20,6 +20,8 @@ from nereid_backend.field_checks import to_request_error
 from nereid_backend.serving.tokenizer import unsupported_fields
 
 Seconds = Annotated[float, Field(ge=0)]
+# The limit on the length of a stop string or bad word keeps the search for them fast.
+_Word = Annotated[str, Field(max_length=4096)]
 
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
@@ -36,7 +38,7 @@ class RequestFields(BaseModel):
     )
 
     stop: Annotated[
-        list[str],
+        list[_Word],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=16),
     ] = []
@@ -63,7 +65,7 @@ class RequestFields(BaseModel):
     """The number of likely tokens that a chat reports at each position. Requires logprobs."""
     logit_bias: dict[str | int, Any] = {}
     """A mapping from token ids to numbers that are added to the logits. JSON keys are text."""
-    bad_words: Annotated[list[str], Field(max_length=128)] = []
+    bad_words: Annotated[list[_Word], Field(max_length=128)] = []
     """Texts that must not be generated."""
     best_of: int | None = None
     """The number of sequences to generate. It must equal n, because all of them are returned."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton model `tokenizer`: it turns a request into prompt token ids and a request envelope."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from nereid_backend.serving.tokenizer.request_grammar import (
     build_chat_grammar,
     build_text_grammar,
 )
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits, length_limit
 from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
@@ -50,9 +52,9 @@ class TokenizerModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint's tokenizer and sampling defaults."""
         try:
-            settings, _ = read_settings(args)
+            settings, config = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
-            self._prompts = PromptBuilder(load_tokenizer(settings.model))
+            self._prompts = PromptBuilder(load_tokenizer(settings.model), length_limit(config))
             # The postprocessor chooses the same format and logs its choice, so this model does not.
             self._format = choose_format(settings, report=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
@@ -76,10 +78,14 @@ class TokenizerModel:
             return tensors.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        if self._asks_for_limits(request):
+            limits = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
+            return tensors.response({tensor_names.ENVELOPE: np.frombuffer(limits, dtype=np.uint8)})
         if tensors.has_input(request, tensor_names.IMAGE):
             raise RequestError("image: the served model does not accept images. Send text only.")
-        body = _json_object(request, tensor_names.CHAT_REQUEST)
-        fields = _sampling_fields(request, body)
+        limits = self._prompts.limits
+        body = _json_object(request, tensor_names.CHAT_REQUEST, limits)
+        fields = _sampling_fields(request, body, limits)
         prompt = self._prompt(request, body, fields)
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
@@ -130,6 +136,16 @@ class TokenizerModel:
             }
         )
 
+    def _asks_for_limits(self, request: Any) -> bool:  # noqa: ANN401 - the server's own type
+        """Return whether a request has no prompt but the parameter `return_limits`.
+
+        The response then has the limits on requests as JSON text in the output `envelope`.
+        """
+        prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
+        if any(tensors.has_tensor(request, name) for name in prompts):
+            return False
+        return bool(json.loads(request.parameters() or "{}").get("return_limits"))
+
     def _grammar(
         self,
         body: dict[str, Any] | None,
@@ -149,13 +165,14 @@ class TokenizerModel:
         fields: dict[str, Any],
     ) -> Prompt:
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        ids = tensors.optional_ids(request, tensor_names.INPUT_IDS)
+        ids = self._input_ids(request)
         if sum(value is not None for value in (text, ids, body)) != 1:
             raise RequestError(
                 "a request must have exactly one of text_input, input_ids and chat_request."
             )
         if body is not None:
             return self._prompts.from_chat(body)
+        self._prompts.limits.check_members(fields)
         if text is not None:
             adds = read_flag(fields, "add_special_tokens", default=True)
             return self._prompts.from_text(text, add_special_tokens=adds)
@@ -163,18 +180,34 @@ class TokenizerModel:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)
 
+    def _input_ids(self, request: Any) -> list[int] | None:  # noqa: ANN401 - the server's own type
+        """Return the token ids of a request; None if it has none. Check their number first."""
+        ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
+        if ids is None:
+            return None
+        self._prompts.limits.check_token_ids(ids.size)
+        token_ids: list[int] = ids.tolist()
+        return token_ids
 
-def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN401 - the server's own type
+
+def _json_object(
+    request: Any,  # noqa: ANN401 - the server's own type
+    name: str,
+    limits: RequestLimits,
+) -> dict[str, Any] | None:
     """Return the JSON object in the input tensor `name`, or None if the request lacks the tensor.
 
     Raises:
-        RequestError: the tensor's text is not a JSON object.
+        RequestError: the tensor's text is too long or is not a JSON object.
     """
     text = tensors.optional_text(request, name)
     if text is None:
         return None
+    limits.check_json(name, text)
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise limits.depth_error(name) from None
     except ValueError as error:
         raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -184,7 +217,11 @@ def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN
     return value
 
 
-def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any]:  # noqa: ANN401
+def _sampling_fields(
+    request: Any,  # noqa: ANN401 - the server's own type
+    body: dict[str, Any] | None,
+    limits: RequestLimits,
+) -> dict[str, Any]:
     """Return the request's fields: a chat's body, or a completion's sampling parameters.
 
     A completion has them in the input sampling_parameters, or else in the request's parameters.
@@ -192,7 +229,7 @@ def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any
     if body is not None:
         limit = body.get("max_completion_tokens")
         return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
-    fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS)
+    fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
     if fields is None:
         fields = json.loads(request.parameters() or "{}")
         # The server and its clients add parameters of their own, which are not sampling parameters.

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the messages of a chat request and converts them for the chat template."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import shown
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[str, Any]]:
+    """Return the messages of a chat request as the chat template expects them.
+
+    Args:
+        body: the chat request.
+        limits: the limits on the arguments of a tool call.
+
+    Raises:
+        RequestError: `messages` is not a list, is empty, or has a malformed item.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise RequestError(
+            "messages: the value must be a list of messages, but the request has "
+            f"{shown(messages)}."
+        )
+    if not messages:
+        raise RequestError("messages: the list is empty. Send at least one message.")
+    return [_read_message(message, index, limits) for index, message in enumerate(messages)]
+
+
+def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """Return one message for the template: text parts are joined, and arguments are parsed.
+
+    Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
+    `{"role": "user", "content": "Hi"}`.
+    """
+    if not isinstance(message, dict):
+        raise RequestError(f"messages: item {index} must be an object, but it is {shown(message)}.")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RequestError(
+            f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
+            f"request has {shown(role)}."
+        )
+    rendered = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        rendered["content"] = "".join(_read_text_part(part, index) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"messages: the content of item {index} must be a string or a list of text parts, but "
+            f"the request has {shown(content)}."
+        )
+    elif content is None:
+        rendered["content"] = ""
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RequestError(
+                f"messages: the tool_calls of item {index} must be a list, but the request has "
+                f"{shown(calls)}."
+            )
+        rendered["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
+    return rendered
+
+
+def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
+    """Return the text of one content part of message `index`."""
+    if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
+        text = part.get(part["type"])
+        if isinstance(text, str):
+            return text
+    part_type = part.get("type") if isinstance(part, dict) else part
+    raise RequestError(
+        f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
+        "supports only text parts. Send {type: text, text: ...}."
+    )
+
+
+def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """Return a tool call of message `index` with its arguments as an object.
+
+    The API sends the arguments as JSON text, but templates expect an object. Example: the arguments
+    `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"messages: each tool call of item {index} must have function.name, but one call is "
+            f"{shown(call)}."
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _parse_arguments(arguments, index, limits)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
+    """Return the value of the JSON text of a tool call's arguments in message `index`."""
+    field = f"messages[{index}].tool_calls.function.arguments"
+    limits.check_json(field, text)
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise RequestError(
+            f"messages: item {index} has a tool call whose function.arguments are not valid "
+            f"JSON: {error}"
+        ) from None
+    except RecursionError:
+        raise limits.depth_error(field) from None
+    limits.check_members({field: arguments})
+    return arguments

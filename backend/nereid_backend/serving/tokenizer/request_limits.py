@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits on the size of a request, which are checked before rendering and tokenising.
+
+Most limits follow from max_model_len. A text of n bytes has at least n / b tokens, where b is the
+number of bytes of the longest token. A prompt that is certainly too long is therefore refused
+without being tokenised. Such an error contains "N tokens ... L (max_model_len)", from which the
+HTTP frontend derives OpenAI's error code `context_length_exceeded`.
+
+The tokenizer publishes the limits in its output `info`, because the HTTP frontend checks the size
+of a body and the number of messages before it sends anything to Triton server.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import RequestError
+
+# The limit of a model whose config.json contains no limit.
+_DEFAULT_MODEL_LEN = 2**17
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+# A chat template can drop text, such as the reasoning of earlier answers. The texts of a chat may
+# therefore be this many times as long as the longest prompt.
+_DROPPED_TEXT_FACTOR = 4
+# JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
+_ESCAPED_BYTES = 6
+# The bytes of a request besides its prompt: grammars, logit_bias, lists of token ids.
+_OTHER_BYTES = 4 * 2**20
+# A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
+_MIN_TOKEN_BYTES = 16
+_MIN_MESSAGES = 16
+_MIN_VALUES = 100_000
+# Below the 511 levels that msgpack can pack, and far below Python's recursion limit.
+_MAX_DEPTH = 256
+_MAX_TOOLS = 2048
+_PROMPT_FIELDS = ("messages", "tools", "documents", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits on the size of one request.
+
+    Attributes:
+        max_model_len: the largest number of tokens in the prompt and the output together. The
+            engine may have a lower limit, because it also considers the memory.
+        max_prompt_bytes: the largest number of bytes of a prompt's text in UTF-8.
+        max_request_bytes: the largest number of bytes of a request's JSON text.
+        max_messages: the largest number of messages in a chat.
+        max_values: the largest number of strings, numbers, lists and objects in a request.
+        max_depth: the largest number of nested lists and objects in a request.
+        max_tools: the largest number of tools.
+    """
+
+    max_model_len: int
+    max_prompt_bytes: int
+    max_request_bytes: int
+    max_messages: int
+    max_values: int
+    max_depth: int = _MAX_DEPTH
+    max_tools: int = _MAX_TOOLS
+
+    @classmethod
+    def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
+        """Return the limits that follow from the model's length limit.
+
+        Args:
+            max_model_len: the length limit of a request in tokens.
+            max_token_bytes: the number of bytes of the longest token.
+            min_message_tokens: the number of tokens that the chat template writes for a message
+                without text.
+        """
+        max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
+        max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
+        return cls(
+            max_model_len,
+            max_prompt_bytes,
+            _ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
+            max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
+            max(_MIN_VALUES, 4 * max_model_len),
+        )
+
+    def check_json(self, field: str, text: str) -> None:
+        """Refuse a JSON text that is too long to be parsed, or that has too many objects.
+
+        Args:
+            field: the tensor or field that contains the text, for the error message.
+            text: the JSON text.
+
+        Raises:
+            RequestError: the text has more than max_request_bytes, or more opening brackets than
+                max_values.
+        """
+        # The characters are counted, because encoding the text again would take time. A text has
+        # at least as many bytes as characters.
+        if len(text) > self.max_request_bytes:
+            self._refuse_length(
+                f"{field}: the request has {len(text)} bytes",
+                len(text) // _ESCAPED_BYTES,
+            )
+        # An object takes much more memory than its text, so the brackets are counted first.
+        num_brackets = text.count("[") + text.count("{")
+        _check_count(field, "lists and objects", num_brackets, self.max_values, "max_values")
+
+    def depth_error(self, field: str) -> RequestError:
+        """Return the error of a field with more than max_depth nested lists and objects."""
+        return RequestError(
+            f"{field}: the field has more than {self.max_depth} nested levels, which is the limit "
+            "(max_depth)."
+        )
+
+    def check_chat(self, body: Mapping[str, Any]) -> None:
+        """Refuse a chat that is certainly too long, or that has too many members.
+
+        Raises:
+            RequestError: the chat exceeds a limit.
+        """
+        messages, tools = body.get("messages"), body.get("tools")
+        if isinstance(messages, list) and len(messages) > self.max_messages:
+            least = self.max_model_len // self.max_messages
+            raise RequestError(
+                f"messages: the request has {len(messages)} messages, which are at least "
+                f"{max(len(messages) * least, self.max_model_len + 1)} tokens; the limit is "
+                f"{self.max_model_len} (max_model_len). At most {self.max_messages} messages fit "
+                "(max_messages)."
+            )
+        if isinstance(tools, list) and len(tools) > self.max_tools:
+            raise RequestError(
+                f"tools: the request has {len(tools)} tools, but the limit is {self.max_tools} "
+                "(max_tools). Send fewer tools."
+            )
+        self.check_members(body)
+        prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
+        num_bytes = measure(prompt, self).num_bytes
+        if num_bytes > _DROPPED_TEXT_FACTOR * self.max_prompt_bytes:
+            self._refuse_length(
+                f"messages: the messages and tools have {num_bytes} bytes of text", num_bytes
+            )
+
+    def check_members(self, fields: Mapping[str, Any]) -> None:
+        """Refuse a request with too many values or with too much nesting.
+
+        Raises:
+            RequestError: a field exceeds max_values or max_depth. The message names the field.
+        """
+        for name, value in fields.items():
+            if isinstance(value, list | dict):
+                size = measure(value, self)
+                _check_count(name, "values", size.num_values, self.max_values, "max_values")
+                if size.depth > self.max_depth:
+                    raise self.depth_error(name)
+
+    def check_text(self, text: str) -> None:
+        """Refuse the text of a prompt that is certainly too long.
+
+        Raises:
+            RequestError: the text has more than max_prompt_bytes.
+        """
+        num_bytes = num_utf8_bytes(text)
+        if num_bytes > self.max_prompt_bytes:
+            self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
+
+    def check_token_ids(self, num_tokens: int) -> None:
+        """Refuse a prompt of too many token ids.
+
+        Raises:
+            RequestError: the prompt has more than max_model_len token ids.
+        """
+        if num_tokens > self.max_model_len:
+            raise RequestError(
+                f"prompt has {num_tokens} tokens; the limit is {self.max_model_len} "
+                "(max_model_len). Send a shorter prompt."
+            )
+
+    def _refuse_length(self, beginning: str, num_bytes: int) -> None:
+        """Raise the error of a prompt of `num_bytes`, which are too many."""
+        per_token = self.max_prompt_bytes // self.max_model_len
+        least = max(num_bytes // per_token, self.max_model_len + 1)
+        raise RequestError(
+            f"{beginning}, which are at least {least} tokens; the limit is {self.max_model_len} "
+            "(max_model_len). Send a shorter prompt."
+        )
+
+
+class Size(NamedTuple):
+    """The size of a JSON value.
+
+    Attributes:
+        num_bytes: the bytes of all its strings and keys in UTF-8.
+        num_values: the number of its strings, numbers, lists and objects.
+        depth: the number of levels of nested lists and objects.
+    """
+
+    num_bytes: int
+    num_values: int
+    depth: int
+
+
+def measure(value: object, limits: RequestLimits) -> Size:
+    """Return the size of a JSON value. Stop once the number of values or levels exceeds a limit.
+
+    Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels.
+    """
+    num_bytes = num_values = 0
+    depth = -1
+    level: list[Any] = [value]
+    while level and num_values <= limits.max_values and depth <= limits.max_depth:
+        depth += 1
+        num_values += len(level)
+        members: list[Any] = []
+        for node in level:
+            if isinstance(node, str):
+                num_bytes += num_utf8_bytes(node)
+            elif isinstance(node, dict):
+                num_bytes += sum(map(len, node))
+                members += node.values()
+            elif isinstance(node, list):
+                members += node
+        level = members
+    return Size(num_bytes, num_values, depth)
+
+
+def num_utf8_bytes(text: str) -> int:
+    """Return the number of bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def length_limit(config: EngineConfig) -> int:
+    """Return an upper bound of the model's length limit in tokens.
+
+    The bound is the setting max_model_len, or else the largest limit in the checkpoint's
+    config.json. The engine may choose a lower limit, because it also considers the memory.
+    """
+    if config.max_model_len is not None:
+        return config.max_model_len
+    path = Path(config.model) / "config.json"
+    try:
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return _DEFAULT_MODEL_LEN
+    return max(_lengths_in(checkpoint), default=_DEFAULT_MODEL_LEN)
+
+
+def _lengths_in(config: object) -> list[int]:
+    """Return the length limits in a config.json, also those of the configs inside it."""
+    if not isinstance(config, dict):
+        return []
+    own = [config[name] for name in _LENGTH_FIELDS if isinstance(config.get(name), int)]
+    inner = [length for part in config.values() for length in _lengths_in(part)]
+    return [length for length in (*own, *inner) if length > 0]
+
+
+def _check_count(field: str, unit: str, count: int, limit: int, name: str) -> None:
+    """Raise a RequestError if `count` exceeds the limit with this name."""
+    if count > limit:
+        raise RequestError(
+            f"{field}: the field has more than {limit} {unit}, which is the limit ({name})."
+        )

@@ -1,0 +1,174 @@
+"""Requests that are certainly too long are refused before they are rendered or tokenised."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from backend.serving.fake_server import DEMO, Request
+from nereid_backend import EngineConfig, RequestError
+from nereid_backend.serving.tokenizer.request_limits import (
+    RequestLimits,
+    length_limit,
+    measure,
+)
+from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel
+
+MODEL_LEN = 4096
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    model = TokenizerModel()
+    values = {"model": str(DEMO / "chat"), "engine": "scripted"}
+    config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
+    model.initialize({"model_config": json.dumps(config), "model_repository": "/tmp"})
+    return model
+
+
+def text(value):
+    return np.array([value.encode()], dtype=np.object_)
+
+
+def chat(*messages, **fields):
+    return {"chat_request": text(json.dumps({"messages": list(messages), **fields}))}
+
+
+def user(content="a"):
+    return {"role": "user", "content": content}
+
+
+def refusal(model, inputs, limit_s=0.5):
+    """Return the error of a request, which must take little processor time."""
+    request = Request(**inputs)
+    started = time.thread_time()
+    (reply,) = model.execute([request])
+    assert time.thread_time() - started < limit_s
+    assert reply.error is not None
+    return reply.error.text
+
+
+def deep(levels):
+    return json.loads("[" * levels + "]" * levels)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        chat(*[user()] * 20_000),
+        chat(user("a " * 2_500_000)),
+        {"text_input": text("a b " * 1_250_000)},
+        {"input_ids": np.ones(3_000_000, dtype=np.int32)},
+        chat(user("é" * 200_000)),
+    ],
+    ids=["20k messages", "5 MB", "5 MB text", "3M ids", "UTF-8"],
+)
+def test_a_prompt_that_cannot_fit_is_refused_with_the_context_length(tokenizer, inputs):
+    error = refusal(tokenizer, inputs)
+    assert "[INVALID_ARGUMENT]" in error
+    assert "tokens" in error
+    assert f"{MODEL_LEN} (max_model_len)" in error
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        (chat(user(), tools=[{"type": "function", "function": {"name": "f"}}] * 3000), "max_tools"),
+        (chat(*[user()] * 100_001), "max_values"),
+        (chat(user([{"type": "text", "text": "word"}] * 90_000)), "max_values"),
+        (chat(user(), documents=deep(300)), "max_depth"),
+        (chat(user(), metadata={"a": deep(300)}), "max_depth"),
+        ({"chat_request": text('{"messages": ' + "[" * 50_000)}, "max_depth"),
+        ({"chat_request": text('{"messages": [' + "[]," * 200_000 + "[]]}")}, "max_values"),
+        (chat(user(), x=list(range(200_000))), "max_values"),
+        (
+            {"text_input": text("a"), "sampling_parameters": text('{"x": ' + "[" * 50_000)},
+            "max_depth",
+        ),
+    ],
+)
+def test_a_request_over_a_limit_is_refused_with_its_name(tokenizer, inputs, name):
+    error = refusal(tokenizer, inputs)
+    assert "[INVALID_ARGUMENT]" in error
+    assert name in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("[" * 50_000, "max_depth"),
+        ("[" * 300 + "]" * 300, "max_depth"),
+        ("[],' " * 100_000, "max_values"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_hostile_arguments_of_a_tool_call_are_refused(tokenizer, arguments, problem):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    error = refusal(tokenizer, chat(user(), message, user()))
+    assert "[INVALID_ARGUMENT]" in error
+    assert problem in error
+
+
+@pytest.mark.parametrize("calls", [5, {"a": 1}, "f"])
+def test_tool_calls_that_are_no_list_are_refused(tokenizer, calls):
+    error = refusal(tokenizer, chat({"role": "assistant", "tool_calls": calls}))
+    assert "tool_calls of item 0 must be a list" in error
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["add_generation_prompt", "tools", "messages", "chat_template", "tokenize", "self", "padding"],
+)
+def test_a_reserved_name_in_chat_template_kwargs_is_refused(tokenizer, name):
+    error = refusal(tokenizer, chat(user(), chat_template_kwargs={name: True}))
+    assert "[INVALID_ARGUMENT]" in error
+    assert f"the name {name} is reserved" in error
+
+
+def test_a_long_stop_string_is_refused(tokenizer):
+    error = refusal(tokenizer, chat(user(), stop=["a" * 5000]))
+    assert "[INVALID_ARGUMENT] stop" in error
+
+
+def test_the_largest_number_of_messages_is_accepted(tokenizer):
+    count = tokenizer._prompts.limits.max_messages
+    (reply,) = tokenizer.execute([Request(**chat(*[user("")] * count))])
+    assert reply.error is None
+
+
+def test_a_client_can_ask_for_the_limits(tokenizer):
+    request = Request(stream=np.array([True]))
+    request.request_parameters = '{"return_limits": true}'
+    (reply,) = tokenizer.execute([request])
+    published = json.loads(reply.tensors[0].as_numpy().tobytes())
+    assert published["max_model_len"] == MODEL_LEN
+    assert published["max_messages"] == tokenizer._prompts.limits.max_messages
+
+
+def test_the_limits_follow_from_the_length_of_the_model():
+    limits = RequestLimits.derive(131_072, 128, 5)
+    assert limits.max_prompt_bytes == 131_072 * 128
+    assert limits.max_messages == 26_214
+    limits.check_text("a" * limits.max_prompt_bytes)
+    with pytest.raises(RequestError, match=r"131073 tokens; the limit is 131072 \(max_model_len\)"):
+        limits.check_text("a" * limits.max_prompt_bytes + "a")
+
+
+def test_a_value_is_measured():
+    size = measure({"a": ["é", 1]}, RequestLimits.derive(10, 1))
+    assert size == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"n_positions": 1024}, "vision_config": {}}, 1024),
+        ({"max_position_embeddings": None}, 131_072),
+    ],
+)
+def test_the_length_limit_is_read_from_the_checkpoint(tmp_path, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert length_limit(EngineConfig(model=str(tmp_path))) == expected
+    assert length_limit(EngineConfig(model=str(tmp_path), max_model_len=99)) == 99

@@ -16,6 +16,8 @@ from nereid_backend import SamplingParams, device_transfer
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk
+from nereid_backend.paths.model_call import token_inputs
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,3 +177,13 @@ def test_arrays_lie_in_one_aligned_buffer_and_come_back_in_their_shapes():
     assert {part.untyped_storage().data_ptr() for part in parts if part.numel()} == {
         packed.untyped_storage().data_ptr()
     }
+
+
+def test_token_ids_and_positions_reach_the_device_in_copies_that_do_not_wait():
+    sequence = Sequence("0", list(range(9)), SamplingParams(), max_total_tokens=100)
+    chunks = [Chunk(sequence, start, 3, False, False, 0) for start in (0, 6)]
+    ids, positions = token_inputs(chunks, torch.device("cpu"))
+    assert ids.tolist() == positions.tolist() == [[0, 1, 2], [6, 7, 8]]
+    with Watch() as watch:
+        token_inputs(chunks, DEVICE)
+    assert watch.waited == []

@@ -38,7 +38,8 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
 
     Args:
         device: where the work runs.
-        reserve_bytes: memory that later steps may need, in bytes.
+        reserve_bytes: memory that later steps may need, in bytes. Memory that torch's allocator has
+            cached for steps is part of this number.
     """
     if device.type != "cuda":
         return None
@@ -51,8 +52,8 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
             # Replays must have ended before a graph is freed and before its memory is reused.
             torch.cuda.synchronize()
             free = torch.cuda.mem_get_info()[0]
-            if free < reserve_bytes + _SPARE_BYTES:
-                needed = reserve_bytes + _SPARE_BYTES
+            needed = max(0, reserve_bytes - _cached_bytes(device)) + _SPARE_BYTES
+            if free < needed:
                 raise GraphMemoryError(
                     f"{free / 2**20:.0f} MiB of GPU memory are free, but {needed / 2**20:.0f} MiB "
                     "must stay free for steps"
@@ -77,6 +78,19 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
         return graph.replay
 
     return capture
+
+
+def _cached_bytes(device: torch.device) -> int:
+    """Return the unused memory that torch's allocator has cached for steps, in bytes.
+
+    After the first large step, the allocator keeps the memory of the step, so later steps need no
+    further free memory. The memory of captured graphs does not count, because steps cannot use it.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) == (0, 0)
+    )
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle

@@ -26,9 +26,8 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
     UnfitError,
-    ids_of,
     join_logits,
-    positions_of,
+    token_inputs,
 )
 
 
@@ -182,13 +181,7 @@ class PaddedPath:
             Logits, [num_chunks, n, vocab_size]. n is the largest num_logits of the chunks, at least
             1.
         """
-        if len(chunks) == 1:
-            ids = ids_of(chunks[0], self._device)
-            positions = positions_of(chunks[0], self._device)
-        else:
-            tokens = [[chunk.sequence.token_ids[chunk.start]] for chunk in chunks]
-            ids = torch.tensor(tokens, device=self._device)
-            positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
+        ids, positions = token_inputs(chunks, self._device)
         step = _Step.of(chunks, self._cache)
         cache: Any = DynamicCache()
         # Without this line, DynamicCache would add further layers during the forward pass.

@@ -29,10 +29,9 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
     extend_to_start,
-    ids_of,
     join_logits,
     num_bytes,
-    positions_of,
+    token_inputs,
 )
 from nereid_backend.paths.recurrent_cache import (
     PassLayer,
@@ -140,9 +139,7 @@ class RowsPath:
         # pass and stored again afterwards.
         self._batch_cache = None
         lengths = [self._lengths.pop(row) for row in rows]
-        tokens = [[chunk.sequence.token_ids[chunk.start]] for chunk in chunks]
-        ids = torch.tensor(tokens, device=self._device)
-        positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
+        ids, positions = token_inputs(chunks, self._device)
         logits = self._run(chunks, ids, positions, cache, 1)
         self._batch_cache = (rows, cache)
         self._lengths.update((row, n + 1) for row, n in zip(rows, lengths, strict=True))
@@ -202,8 +199,7 @@ class RowsPath:
             cache = merge_states(self._config, [state])
         else:
             cache = make_cache(self._config)
-        ids = ids_of(chunk, self._device)
-        positions = positions_of(chunk, self._device)
+        ids, positions = token_inputs([chunk], self._device)
         logits = self._run([chunk], ids, positions, cache, max(1, chunk.num_logits))
         self._batch_cache = ((row,), cache)
         self._lengths[row] = chunk.start + chunk.num_tokens

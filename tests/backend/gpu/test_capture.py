@@ -18,6 +18,8 @@ class Cuda:
         self.users = 0
         self.is_given_up = False
         self.fails_at_instantiation = False
+        self.free = 2**40
+        self.segments = []
 
     def begin(self):
         assert POOL not in self.under_way
@@ -66,7 +68,8 @@ def cuda(monkeypatch):
         "graph_pool_handle": lambda: POOL,
         "synchronize": lambda: None,
         "current_device": lambda: 0,
-        "mem_get_info": lambda: (2**40, 2**40),
+        "mem_get_info": lambda: (found.free, 2**40),
+        "memory_snapshot": lambda: found.segments,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end)
@@ -112,3 +115,34 @@ def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
     assert cuda.under_way == []
     assert cuda.users == 1
     assert cuda_capture._failed_captures == []
+
+
+def segment(pool, size, device=0):
+    return {
+        "device": device,
+        "total_size": size,
+        "allocated_size": 0,
+        "segment_pool_id": pool,
+    }
+
+
+@pytest.mark.parametrize(
+    ("segments", "is_enough"),
+    [
+        ([], False),
+        ([segment((0, 0), 2**30)], True),
+        ([segment(POOL, 2**30)], False),
+        ([segment((0, 0), 2**30, device=1)], False),
+    ],
+)
+def test_memory_that_the_allocator_cached_for_steps_is_part_of_the_reserve(
+    cuda, segments, is_enough
+):
+    cuda.free = 2**29
+    cuda.segments = segments
+    capture = cuda_capture.capture_on(DEVICE, reserve_bytes=2**30)
+    if is_enough:
+        capture(lambda: None)
+    else:
+        with pytest.raises(cuda_capture.GraphMemoryError):
+            capture(lambda: None)

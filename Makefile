@@ -13,6 +13,10 @@ OPENAI_PORT ?= 9000
 ARGS ?=
 MINUTES ?= 10
 TEST_PROCESSES ?= 2
+CALL ?= checks
+WHEELS ?=
+# The GPU benchmarks need no .venv. PYTHON=... on the command line selects another interpreter.
+GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
@@ -123,8 +127,8 @@ bench-scheduler: setup ## Measure the time of scheduling in each step, with many
 bench-growth: setup ## Measure how the speed of decode depends on the batch size and on the context
 	@$(BIN)/python -m loadtest.bench.bench --contestants nereid --prefill --decode 1 4 16 64 --context 32 512 2048 $(ARGS)
 
-bench-gpu: ## Compare every GPU kernel with its reference and measure the kernels (needs an NVIDIA GPU and torch with CUDA)
-	@PYTHONPATH="parsers:backend:$$PYTHONPATH" $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadtest.gpu.bench_gpu $(ARGS)
+bench-gpu: ## Check and measure on an NVIDIA GPU: make bench-gpu CALL=checks (then model, compiled, attention); PYTHON and WHEELS as in loadtest/gpu
+	@PYTHONPATH="parsers:backend:$$PYTHONPATH" WHEELS="$(WHEELS)" $(GPU_PYTHON) -m loadtest.gpu $(CALL) $(ARGS)
 
 loadtest: setup ## Run two minutes of mixed load and check every answer: make loadtest ARGS='--seconds 20'
 	@$(BIN)/python -m loadtest.load.load $(ARGS)

@@ -3,12 +3,12 @@
 
 ``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they import torch. The
 Triton server's stub processes import this package for its types and must not load torch.
-``SamplingParams`` is imported on first use, too, because only some processes need pydantic.
+``EngineConfig`` and ``SamplingParams`` are imported on first use, too, because they need pydantic,
+and the GPU kernels run without it.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import CompletionOutput, EngineInfo, RequestOutput, RequestUpdate
 from nereid_backend.errors import (
     CapacityError,
@@ -21,6 +21,7 @@ from nereid_backend.errors import (
 )
 
 if TYPE_CHECKING:
+    from nereid_backend.config import EngineConfig
     from nereid_backend.engine import Engine
     from nereid_backend.field_checks import CheckedSamplingParams as SamplingParams
     from nereid_backend.pooling.embedder import Embedder, Reranker
@@ -50,6 +51,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
         from nereid_backend.engine import Engine
 
         return Engine
+    if name == "EngineConfig":
+        from nereid_backend.config import EngineConfig
+
+        return EngineConfig
     if name == "SamplingParams":
         from nereid_backend.field_checks import CheckedSamplingParams
 

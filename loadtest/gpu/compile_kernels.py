@@ -229,6 +229,7 @@ def main() -> None:
     add("--capabilities", type=int, nargs="+", default=[80, 90], help="compute capabilities")
     add("--specs", nargs="+", choices=specs, default=specs, help="layers, or the sampler")
     add("--dtypes", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of the cache")
+    add("--kernels", nargs="+", help="names of kernels (default: all)")
     add(
         "--tuning",
         type=int,
@@ -245,6 +246,8 @@ def main() -> None:
                 continue
             for capability in args.capabilities:
                 for recorder in record(name, DTYPES[dtype], capability, tuning):
+                    if args.kernels and recorder.kernel.__name__ not in args.kernels:
+                        continue
                     line = {"kernel": recorder.kernel.__name__, "spec": name, "dtype": dtype}
                     for launch in recorder.launches:
                         facts = compile_launch(recorder.kernel, *launch, capability)

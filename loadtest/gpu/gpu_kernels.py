@@ -1,12 +1,13 @@
-"""Check, measure and tune the attention kernels alone, for bench_gpu.py.
+"""Check, measure and tune the attention kernels alone, for kernel_parts.py.
 
 Every step runs through `gpu_attention.attend`, as in a layer of a model.
 """
 
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.gpu.gpu_call import AttentionCall
-from nereid_backend.attention.gpu.tuning import Entry, Table, Tuning
+from nereid_backend.attention.gpu.tuning import Tuning
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.scaled_cache import ScaledKVCache
@@ -27,13 +28,14 @@ from nereid_backend.paths.step_batch import BatchBuilder
 from torch import Tensor
 from torch.nn import functional
 
-from loadtest.gpu.gpu_report import BenchError
-
 BLOCK = 16
 # The allowed difference is this number times one plus the value. The reference computes in float32.
 # In float32, the difference comes from the hardware's exponential function, and from the softcap,
 # which subtracts two numbers near one.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
+
+# Seconds of replays before a measurement.
+_WARM_UP_S = 0.1
 
 Shapes = list[tuple[int, int]]
 
@@ -65,21 +67,23 @@ TINY_SPECS = {
 }
 TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
 
-# The tile sizes that a search tries for each kernel, with numbers of two bytes.
+# The tile sizes that a search tries for each kernel, with numbers of two bytes. The number of
+# stages varies fastest, because it is the least certain.
 CANDIDATES = {
     "decode": [
         Tuning(16, tile, warps, stages)
-        for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5))
+        for tile, warps, stages in itertools.product((64, 32, 128), (4, 8), (3, 2, 4, 5))
     ],
     "prefill": [
         Tuning(rows, tile, warps, stages)
-        for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+        for rows, tile, warps, stages in itertools.product(
+            (128, 64), (64, 128, 32), (8, 4), (3, 2, 4)
+        )
     ],
 }
-TUNED_DIMS = (64, 128, 256)
 
 
-class KernelError(BenchError):
+class KernelError(Exception):
     """A kernel differs from its reference implementation."""
 
 
@@ -286,24 +290,50 @@ def check(
     return float(difference.max())
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, repeat: int = 10) -> float:
+def milliseconds(work: Callable[[], object], device: torch.device, repeat: int = 20) -> float:
     """Return the median milliseconds of a call on the device, without the time of launching it.
 
-    Calls are queued, so that the launch of each call overlaps with the call before it.
+    On a GPU, the call is captured once as a CUDA graph and replayed, because launching a kernel
+    from Python takes 80 to 100 microseconds, longer than a small kernel runs. An idle GPU lowers
+    its clock, so replays of at least 100 ms come before the measurement.
+
+    Args:
+        work: launches kernels on the current stream. It must not wait for the device.
+        device: the device.
+        repeat: the number of measured replays.
     """
-    for _ in range(2):
-        work()
     if device.type != "cuda":
+        work()
         started = time.perf_counter()
         work()
         return (time.perf_counter() - started) * 1e3
+    replay = captured(work)
+    started = time.perf_counter()
+    while time.perf_counter() - started < _WARM_UP_S:
+        replay()
+        torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
     marks[0].record()
     for mark in marks[1:]:
-        work()
+        replay()
         mark.record()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that replays the kernels of `work` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # The first calls compile kernels and allocate workspaces, which cannot be captured.
+        work()
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def copy_rate(device: torch.device, num_bytes: int) -> float:
@@ -356,27 +386,18 @@ def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.devic
     return Measured(name, spent, step.prefill_flops / (spent / 1e3), theirs)
 
 
-def tune(
-    device: torch.device,
-    dims: tuple[int, ...],
-    candidates: dict[str, list[Tuning]],
-    shapes: dict[str, Shapes],
-) -> Table:
-    """Return the fastest correct tile sizes of each kernel, for each head dimension."""
-    table: Table = {}
-    for kernel, tunings in candidates.items():
-        lines = []
-        for dim in dims:
-            step = LayerStep(LayerSpec(32, 8, dim, dim), shapes[kernel], torch.bfloat16, device)
-            best = fastest(kernel, step, tunings)
-            print(f"{kernel}, heads of {dim}: {best}", flush=True)
-            lines.append(Entry(dim, 2, best))
-        table[kernel] = lines
-    return table
+def measured_tunings(
+    kernel: str, step: LayerStep, tunings: list[Tuning]
+) -> Iterator[tuple[Tuning, float]]:
+    """Yield the tile sizes that give the right result, with their milliseconds, in the given order.
 
+    Tile sizes that fail or give a wrong result are skipped.
 
-def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
-    """Return the fastest of `tunings` for a kernel; skip those that fail or are wrong."""
+    Args:
+        kernel: "decode" or "prefill".
+        step: a step that has tokens of this kind.
+        tunings: the tile sizes to try.
+    """
     expected = step.attend()
     rows = gpu_attention.gpu_batch(step.batch)
     call = AttentionCall(
@@ -390,15 +411,12 @@ def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
         elif kernel == "prefill" and rows.prefills is not None:
             gpu_attention.prefill(step.inputs[0], call, rows.prefills, found, tuning)
 
-    times: dict[Tuning, float] = {}
     for tuning in tunings:
         found.zero_()
         try:
             run(tuning)
             if torch.allclose(found, expected, atol=TOLERANCE[step.dtype], rtol=1e-2):
-                times[tuning] = milliseconds(lambda tuning=tuning: run(tuning), step.device)
-        except Exception as error:  # noqa: BLE001 - too much shared memory, among others
+                yield tuning, milliseconds(functools.partial(run, tuning), step.device)
+        except Exception as error:  # noqa: BLE001
+            # Boundary: tile sizes that need too much shared memory fail in the compiler or driver.
             print(f"{kernel} {tuning}: {type(error).__name__}", flush=True)
-    if not times:
-        raise KernelError(f"{kernel}, heads of {step.spec.key_dim}: no tile sizes run correctly")
-    return min(times, key=lambda tuning: times[tuning])

@@ -31,24 +31,7 @@ def _load_interpreter():
             os.environ["TRITON_INTERPRET"] = before
     knobs.propagate_env = False
     knobs.runtime.interpret = True
-    _teach_bfloat16()
-
-
-def _teach_bfloat16():
-    """Products of bfloat16 as what they are; the interpreter takes their bits for integers."""
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    language = importlib.import_module("triton.language")
-    builder = interpreter.InterpreterBuilder
-    plain = builder.create_dot
-
-    def create_dot(self, a, b, *rest):
-        wide = [
-            self.cast_impl(x, language.float32) if x.dtype == language.bfloat16 else x
-            for x in (a, b)
-        ]
-        return plain(self, *wide, *rest)
-
-    builder.create_dot = create_dot
+    importlib.import_module("loadtest.gpu.interpreter").correct_interpreter()
 
 
 if not HAS_GPU:

@@ -1,0 +1,137 @@
+"""The four calls of the GPU benchmarks, and the parts of each call.
+
+A call is made for a machine that is lent for minutes. It ends well inside its time. Each part is a
+program of its own with a time limit, so that a kernel that fails or hangs ends only its part.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+# The number of processes that compare kernels at the same time. Compiling takes most of their time.
+_COMPARING = 8
+_KERNELS, _ENGINE = "loadtest.gpu.kernel_parts", "loadtest.gpu.engine_part"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One program of a call.
+
+    Attributes:
+        name: the name in the report.
+        arguments: the module and its arguments.
+        limit_s: seconds after which the program is killed.
+        needs_engine: whether the program needs the packages of the engine.
+        group: parts that follow each other and have the same group run at the same time.
+        prefix: a program that runs Python, such as a profiler. Without this program on the PATH,
+            the part is left out.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    needs_engine: bool = False
+    group: str = ""
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Some parts that run in one command.
+
+    Attributes:
+        help: one sentence about the call.
+        limit_s: seconds in which the whole call ends. Parts that do not fit are left out.
+        parts: the parts, the most important ones first.
+    """
+
+    help: str
+    limit_s: float
+    parts: list[Part] = field(default_factory=list)
+
+
+def engine_part(
+    name: str,
+    shape: str,
+    limit_s: float,
+    *options: str,
+    **settings: Any,  # noqa: ANN401
+) -> Part:
+    """Return a part that measures the engine with settings, on a model with random weights."""
+    arguments = (_ENGINE, "--shape", shape, "--settings", json.dumps(settings), *options)
+    return Part(name, arguments, limit_s, needs_engine=True)
+
+
+def calls() -> dict[str, Call]:
+    """Return all calls by name, in the order in which they should be made."""
+    compare = [
+        Part(
+            f"kernels compared with their references, {i + 1} of {_COMPARING}",
+            (_KERNELS, "compare", "--share", str(i), str(_COMPARING)),
+            150,
+            group="compare",
+        )
+        for i in range(_COMPARING)
+    ]
+    tests = ("pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
+    sanitizer = ("compute-sanitizer", "--error-exitcode", "9")
+    ncu = ("ncu", "--clock-control", "none", "--set", "basic", "-k", "regex:decode|prefill")
+    return {
+        "checks": Call(
+            "Compare all kernels with their references, and run a small model.",
+            325,
+            [
+                Part("machine", ("loadtest.gpu.machine",), 30),
+                *compare,
+                Part("tests", (*tests, "tests/backend/gpu"), 150, True, "compare"),
+                engine_part("0.6B", "0.6b", 60),
+                engine_part("0.6B, async", "0.6b", 60, async_scheduling=True),
+                Part("sanitizer", (_KERNELS, "compare", "--tiny"), 60, prefix=sanitizer),
+            ],
+        ),
+        "model": Call(
+            "Measure an 8B model with random weights, and show where the time of its steps goes.",
+            440,
+            [
+                engine_part("8B", "8b", 110, "--profile"),
+                engine_part("8B, async", "8b", 90, "--profile", async_scheduling=True),
+                engine_part(
+                    "8B, async, fp8 cache", "8b", 90, async_scheduling=True, kv_cache_dtype="fp8"
+                ),
+                engine_part("8B without graphs", "8b", 90, cuda_graphs=False),
+            ],
+        ),
+        "compiled": Call(
+            "Measure the compiled forward pass, requests that arrive at random, and transformers.",
+            440,
+            [
+                engine_part(
+                    "0.6B, compiled, async",
+                    "0.6b",
+                    120,
+                    async_scheduling=True,
+                    compile_forward=True,
+                ),
+                engine_part(
+                    "8B, compiled, async",
+                    "8b",
+                    150,
+                    "--profile",
+                    async_scheduling=True,
+                    compile_forward=True,
+                ),
+                engine_part("8B, async, arrivals", "8b", 100, "--arrivals", async_scheduling=True),
+                engine_part("8B, generate_batch", "8b", 100, "--generate-batch"),
+            ],
+        ),
+        "attention": Call(
+            "Measure attention alone by graph replay, and search the best tile sizes.",
+            330,
+            [
+                Part("attention", (_KERNELS, "rates"), 90),
+                Part("stages, heads of 128", (_KERNELS, "tune", "--dims", "128"), 100),
+                Part("stages, heads of 256", (_KERNELS, "tune", "--dims", "256"), 80),
+                Part("counters", (_KERNELS, "compare", "--tiny"), 50, prefix=ncu),
+            ],
+        ),
+    }

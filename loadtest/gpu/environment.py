@@ -1,0 +1,98 @@
+"""The packages that the GPU benchmarks need, and wheels that bring missing packages.
+
+This module needs only the standard library, because it runs before anything else is imported.
+"""
+
+import re
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Nightly builds of torch bring the Triton language in a package with another name.
+_OTHER_NAMES = {"triton": ("triton", "pytorch-triton")}
+# The kernels need these packages, and the engine needs the others, too.
+KERNEL_PACKAGES = {"torch": "2.11", "triton": "3.6", "numpy": "1.26"}
+_ENGINE_PACKAGES = ("transformers", "pydantic", "safetensors", "tokenizers")
+# pydantic does not work with another version of its compiled part.
+_NEEDED_BY_PYDANTIC = {"pydantic-core": "0", "annotated-types": "0", "typing-inspection": "0"}
+
+
+def engine_packages() -> dict[str, str]:
+    """Return the lowest versions of the packages that the engine needs, by name.
+
+    The versions of the engine's own packages are read from backend/pyproject.toml.
+    """
+    project = tomllib.loads((ROOT / "backend" / "pyproject.toml").read_text())["project"]
+    needed = dict(KERNEL_PACKAGES)
+    for line in project["dependencies"]:
+        found = re.match(r"([\w-]+)>=([\d.]+)", line)
+        if found is not None and found[1] in (*KERNEL_PACKAGES, *_ENGINE_PACKAGES):
+            needed[found[1]] = found[2]
+    return needed | _NEEDED_BY_PYDANTIC
+
+
+def problems(needed: dict[str, str]) -> list[str]:
+    """Return one sentence for each package that is missing or too old.
+
+    Args:
+        needed: the lowest version of each package, by name.
+    """
+    found = []
+    for name, least in needed.items():
+        installed = installed_version(name)
+        if installed is None:
+            found.append(f"The package {name} is missing. Version {least} or later is needed.")
+        elif numbers(installed) < numbers(least):
+            found.append(
+                f"The package {name} {installed} is too old. Version {least} or later is needed."
+            )
+    return found
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed."""
+    for candidate in _OTHER_NAMES.get(name, (name,)):
+        try:
+            return version(candidate)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version. Example: "2.11.0+cu130" gives (2, 11, 0)."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def unpack_wheels(wheels: Path, target: Path) -> list[str]:
+    """Unpack wheels into a folder, and let Python find their packages there first.
+
+    A wheel is a zip archive, so no installer is needed. Wheels for other versions of Python are
+    unpacked, too, and then fail when they are imported.
+
+    Args:
+        wheels: the folder of the .whl files.
+        target: the folder into which they are unpacked. It is created if needed.
+
+    Returns:
+        The names of the unpacked files.
+    """
+    files = sorted(wheels.glob("*.whl"))
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(target)
+    sys.path.insert(0, str(target))
+    return [file.name for file in files]
+
+
+def all_versions() -> dict[str, str]:
+    """Return the versions of all installed packages by name, sorted by name."""
+    return {
+        one.metadata["Name"]: one.version
+        for one in sorted(distributions(), key=lambda one: str(one.metadata["Name"]).lower())
+    }

@@ -1,0 +1,67 @@
+"""An engine whose model has random weights that were made on the device.
+
+Writing a checkpoint of 16 GB and reading it again would take longer than the measurement.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from nereid_backend import Engine, EngineConfig
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.model import load_weights
+from transformers import Qwen3ForCausalLM
+
+from loadtest.bench.bench import config_of
+
+
+def random_engine(folder: Path, shape: str, dtype: str, **settings: Any) -> Engine:  # noqa: ANN401
+    """Return an engine for a Qwen3 model with random weights.
+
+    Args:
+        folder: an empty folder, in which the configuration of the model is stored.
+        shape: the shape of the model, a key of `SHAPES` in loadtest/bench/bench.py.
+        dtype: the data type of the weights.
+        settings: further settings of the engine.
+    """
+    config_of(shape).save_pretrained(folder)
+    load = load_weights.load_checkpoint
+    load_weights.load_checkpoint = functools.partial(random_checkpoint, shape)
+    try:
+        return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=print)
+    finally:
+        load_weights.load_checkpoint = load
+
+
+def random_checkpoint(
+    shape: str, _path: str, *, dtype: str, device: torch.device, attention: str, **_: object
+) -> Checkpoint:
+    """Return a model with random weights in place of a checkpoint; see `load_checkpoint`."""
+    model = random_model(shape, getattr(torch, dtype), device, attention)
+    tensors = [*model.parameters(), *model.buffers()]
+    return Checkpoint(
+        model=model,
+        device=device,
+        text_config=model.config,
+        architecture=type(model).__name__,
+        eos_token_ids=(2,),
+        vocab_size=model.config.vocab_size,
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    )
+
+
+def random_model(
+    shape: str, dtype: torch.dtype, device: torch.device, attention: str
+) -> Qwen3ForCausalLM:
+    """Return a model with random weights. They are made on the device, in its data type."""
+    torch.manual_seed(0)
+    config = config_of(shape)
+    config._attn_implementation = attention
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(usual)

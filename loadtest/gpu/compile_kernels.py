@@ -101,9 +101,9 @@ def record(
     try:
         for (module, name), recorder in recorders.items():
             setattr(module, name, recorder)
-        device = Device({}, capability // 10)
+        device = Device({}, (capability // 10, capability % 10))
         if tuning is not None:
-            device = fixed(tuning, capability // 10)
+            device = fixed(tuning)
         if case == _SAMPLING:
             run_sampling(dtype)
         else:
@@ -120,10 +120,10 @@ def kernel_names(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if name.endswith("_kernel")]
 
 
-def fixed(tuning: Tuning, generation: int) -> Device:
+def fixed(tuning: Tuning) -> Device:
     """Return a device whose kernels all have the same tuning."""
     sizes = {dtype.itemsize for dtype in DTYPES.values()}
-    return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS}, generation)
+    return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS})
 
 
 def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float8) -> None:
@@ -203,7 +203,7 @@ def compile_launch(
     return {
         "shared_bytes": done.metadata.shared,
         **resources(done.asm["cubin"]),
-        "products": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", code))),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", code))),
         "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", code)),
         "copies_in_flight": max(map(int, waits), default=0),
     }

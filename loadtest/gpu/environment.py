@@ -91,8 +91,11 @@ def unpack_wheels(wheels: Path, target: Path) -> list[str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return the versions of all installed packages by name, sorted by name."""
-    return {
-        one.metadata["Name"]: one.version
-        for one in sorted(distributions(), key=lambda one: str(one.metadata["Name"]).lower())
-    }
+    """Return the versions of all installed packages by name, sorted by name.
+
+    If a package is installed in two folders, the folder that Python searches first counts.
+    """
+    found: dict[str, str] = {}
+    for one in distributions():
+        found.setdefault(str(one.metadata["Name"]), one.version)
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))

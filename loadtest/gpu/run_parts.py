@@ -136,6 +136,9 @@ class _Running:
         elif code != 0:
             error = f"exit code {code}; the last line of its log is: {self._last()}"
         lines = parsed(_text_of(self.output))
+        if not lines and not error:
+            # A program of others, such as pytest, ends with a summary.
+            lines = [{"rank": Rank.DETAIL, "text": self._last(), "data": {}}]
         self.output.close()
         self.errors.close()
         return {"name": self.part.name, "seconds": seconds, "lines": lines, "error": error}
@@ -149,7 +152,8 @@ class _Running:
         self.process.wait()
 
     def _last(self) -> str:
-        log = _text_of(self.errors).strip() or _text_of(self.output).strip()
+        log = _text_of(self.output).strip() + "\n" + _text_of(self.errors).strip()
+        log = log.strip()
         return (log.splitlines() or ["-"])[-1][:300]
 
 

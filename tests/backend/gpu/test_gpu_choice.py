@@ -13,6 +13,7 @@ from nereid_backend.attention.gpu.tuning import (
     Entry,
     Tuning,
     default_tuning,
+    shared_bytes,
     slug,
     table_of,
     write_table,
@@ -137,8 +138,17 @@ def test_tables_in_the_repository_can_be_read():
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-def test_consumers_gpus_are_cut_as_those_are_whose_products_take_registers(dim, itemsize):
-    cuts = [default_tuning("prefill", dim, itemsize, generation) for generation in (8, 12)]
-    assert cuts[0] == cuts[1]
+def test_gpus_for_consumers_share_their_tile_sizes_and_differ_from_hopper(dim, itemsize):
+    tunings = {default_tuning("prefill", dim, itemsize, (8, 6))}
+    tunings |= {default_tuning("prefill", dim, itemsize, other) for other in ((8, 9), (12, 0))}
+    assert len(tunings) == 1
     if itemsize < 4:
-        assert cuts[0] != default_tuning("prefill", dim, itemsize, 9)
+        assert default_tuning("prefill", dim, itemsize, (9, 0)) not in tunings
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib"),
+    [((8, 0), 163), ((8, 6), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)],
+)
+def test_programs_on_consumers_gpus_have_less_shared_memory(capability, kib):
+    assert shared_bytes(capability) == kib * 1024

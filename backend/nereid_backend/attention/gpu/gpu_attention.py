@@ -311,11 +311,11 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the tile sizes that were measured on a GPU, and its generation."""
+    """Return the tile sizes that were measured on a GPU, and its compute capability."""
     if device.type != "cuda":
         return Device({})
-    generation, _ = torch.cuda.get_device_capability(device)
-    return Device(table_of(torch.cuda.get_device_name(device)), generation)
+    capability = torch.cuda.get_device_capability(device)
+    return Device(table_of(torch.cuda.get_device_name(device)), capability)
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:

@@ -21,8 +21,7 @@ KERNELS = ("decode", "prefill")
 _TILE_SIZES = (16, 32, 64, 128, 256)
 _NUM_WARPS = (1, 2, 4, 8, 16)
 _MAX_STAGES = 8
-# Major numbers of the compute capabilities whose matrix products read tiles from shared memory.
-_SHARED_PRODUCTS = (9, 10, 11)
+KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,8 @@ class Entry:
 
 
 Table = dict[str, list[Entry]]
+# The major and the minor number of a compute capability.
+Capability = tuple[int, int]
 
 
 def slug(device_name: str) -> str:
@@ -132,11 +133,11 @@ class Device:
 
     Attributes:
         table: the table that was measured on the GPU; it may be empty.
-        generation: the major number of the compute capability. 9 is Hopper.
+        capability: the compute capability. (9, 0) is Hopper.
     """
 
     table: Table
-    generation: int = 9
+    capability: Capability = (9, 0)
 
     def tuning(self, kernel: str, dim: int, itemsize: int) -> Tuning:
         """Return the tile sizes of a kernel.
@@ -149,47 +150,104 @@ class Device:
         for entry in self.table.get(kernel, []):
             if entry.itemsize == itemsize and entry.max_dim >= dim:
                 return entry.tuning
-        return default_tuning(kernel, dim, itemsize, self.generation)
+        return default_tuning(kernel, dim, itemsize, self.capability)
 
 
-def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) -> Tuning:
-    """Return tile sizes that are suitable for GPUs in data centres.
+def shared_bytes(capability: Capability) -> int:
+    """Return the shared memory that one program of a kernel can have, in bytes."""
+    if capability[0] in (9, 10, 11):
+        return 227 * KIB
+    return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
 
-    The arguments are those of `Device.tuning`. The values were chosen by compiling the kernels: no
-    registers are spilled, and the tiles leave enough shared memory for a second program. On Hopper
-    and on Blackwell for data centres, matrix products read tiles from shared memory. On other GPUs
-    they read registers, and the tiles fit into the 99 KiB of shared memory that consumer GPUs have.
+
+# The tile sizes for numbers of two bytes: for each class of compute capabilities, pairs of the
+# largest head size and the tile sizes. They were chosen by compiling the kernels: no registers are
+# spilled, the shared memory suffices, and the copies of at least one later tile are in flight while
+# a tile is computed. They were not measured on a GPU.
+_DECODE = {
+    "8.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+    "8.9": (
+        (128, Tuning(16, 64, 4, 3)),
+        (256, Tuning(16, 32, 4, 3)),
+        (512, Tuning(16, 16, 4, 3)),
+    ),
+    "9.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+    "10.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+}
+_PREFILL = {
+    "8.0": (
+        (128, Tuning(128, 32, 8, 3)),
+        (192, Tuning(64, 32, 4, 3)),
+        (256, Tuning(64, 32, 8, 3)),
+        (512, Tuning(32, 16, 8, 3)),
+    ),
+    "8.9": (
+        (128, Tuning(128, 32, 8, 3)),
+        (192, Tuning(64, 32, 4, 3)),
+        (256, Tuning(64, 16, 8, 3)),
+        (512, Tuning(32, 16, 8, 2)),
+    ),
+    "9.0": (
+        (64, Tuning(128, 64, 4, 3)),
+        (128, Tuning(128, 64, 8, 3)),
+        (192, Tuning(64, 64, 4, 3)),
+        (256, Tuning(64, 32, 8, 3)),
+        (512, Tuning(32, 32, 8, 3)),
+    ),
+    "10.0": (
+        (128, Tuning(128, 64, 8, 3)),
+        (192, Tuning(64, 64, 4, 3)),
+        (256, Tuning(64, 32, 8, 3)),
+        (512, Tuning(32, 32, 8, 3)),
+    ),
+}
+
+
+def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability = (9, 0)) -> Tuning:
+    """Return the tile sizes of a GPU for which no table was measured.
+
+    The arguments are those of `Device.tuning`.
     """
     if itemsize == 4:
         # Exact float32 products do not use tensor cores, so small tiles are not slower.
         return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
+    name = _class_of(capability)
     if itemsize == 1:
-        return _byte_tuning(kernel, dim, generation)
-    if kernel == "decode":
-        return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
-    if dim > 256:
-        # With 64 rows, each thread would spill 2 KiB of registers on compute capability 9.0, and
-        # the tiles would not fit into 99 KiB of shared memory on 8.6.
-        return Tuning(32, 32 if generation in _SHARED_PRODUCTS else 16, 8, 2)
-    if generation not in _SHARED_PRODUCTS:
-        if dim <= 128:
-            return Tuning(128, 32, 8, 3)
-        return Tuning(64, 32, 4 if dim <= 192 else 8, 3)
-    if dim <= 128:
-        return Tuning(128, 64, 8 if dim > 64 else 4, 3)
-    return Tuning(64, 64, 4, 2) if dim <= 192 else Tuning(64, 32, 4, 2)
+        return _byte_tuning(kernel, dim, name)
+    entries = (_DECODE if kernel == "decode" else _PREFILL)[name]
+    return next((tuning for limit, tuning in entries if limit >= dim), entries[-1][1])
 
 
-def _byte_tuning(kernel: str, dim: int, generation: int) -> Tuning:
+def _class_of(capability: Capability) -> str:
+    """Return the compute capability whose tile sizes a GPU uses.
+
+    GPUs of 9.0 and 10.0 have matrix products that read tiles from shared memory. On other GPUs,
+    these products read registers. Most of the other GPUs are made for consumers and have as much
+    shared memory as 8.9. Example: (12, 0) gives "8.9".
+    """
+    if capability[0] == 9:
+        return "9.0"
+    if capability[0] in (10, 11):
+        return "10.0"
+    return "8.0" if shared_bytes(capability) == 163 * KIB else "8.9"
+
+
+def _byte_tuning(kernel: str, dim: int, name: str) -> Tuning:
     """Return tile sizes for a cache with 8 bits for each number.
 
     The kernels convert such tiles in registers, so more warps are needed to hold them.
+
+    Args:
+        kernel: "decode" or "prefill".
+        dim: the larger of the key and value size.
+        name: the class of the compute capability; see `_class_of`.
     """
+    is_small = dim <= 128
     if kernel == "decode":
-        return Tuning(16, 64 if dim <= 128 else 32, 8, 3)
-    if generation not in _SHARED_PRODUCTS:
-        return Tuning(64, 32 if dim <= 128 else 16, 8, 3)
-    return Tuning(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 8, 3)
+        return Tuning(16, 64 if is_small else 32, 8, 3)
+    if name in ("8.0", "8.9"):
+        return Tuning(64, 32 if is_small else 16, 8, 3)
+    return Tuning(128, 64, 8, 3) if is_small else Tuning(64, 32, 8, 3)
 
 
 def _entry(line: dict[str, int]) -> Entry:

@@ -147,6 +147,7 @@ _REQUIREMENTS = {
     "string_type": "a string",
     "int_type": "an integer",
     "int_from_float": "an integer",
+    "int_parsing": "an integer",
     "int_parsing_size": "an integer with fewer digits",
     "float_type": "a number",
     "finite_number": "a finite number",

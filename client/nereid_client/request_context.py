@@ -3,6 +3,7 @@
 import json
 import math
 import secrets
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -129,14 +130,22 @@ def _parse_object(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
+        if not raw.strip():
+            raise ApiError(400, "The request body must be a JSON object, but it is empty") from None
         place = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"The request body is not valid JSON at {place}: {error.msg}") from None
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"The request body is not valid UTF-8 at byte {error.start}") from None
+        raise ApiError(
+            400,
+            "The request body must be JSON in UTF-8, but it is not valid UTF-8 at byte "
+            f"{error.start}",
+        ) from None
     except RecursionError:
         raise ApiError(400, _TOO_DEEP) from None
     except ValueError as error:  # NaN, 1e999, an integer with thousands of digits
-        reason = "an integer has too many digits" if "digits" in str(error) else str(error)
+        max_digits = sys.get_int_max_str_digits()
+        too_long = f"an integer has more than {max_digits} digits"
+        reason = too_long if "digits" in str(error) else str(error)
         raise ApiError(400, f"The request body has an invalid number: {reason}") from None
     if not isinstance(body, dict):
         raise ApiError(
@@ -182,10 +191,10 @@ def to_json(value: object) -> str:
 def check_unicode(text: str) -> None:
     r"""Check that a text is valid Unicode.
 
-    JSON can express text that is not, such as "\ud800", half of a surrogate pair. No tokenizer
-    accepts it.
+    In JSON, a text can contain half of a surrogate pair, such as "\ud800". No tokenizer accepts
+    such a text.
 
-    Raises: ApiError 400.
+    Raises: ApiError 400 that names the invalid character.
     """
     try:
         text.encode()
@@ -194,7 +203,7 @@ def check_unicode(text: str) -> None:
         raise ApiError(
             400,
             f"The request body contains {character}, which is half of a surrogate pair and not a "
-            "Unicode character",
+            "Unicode character. Send the text in valid UTF-8.",
         ) from None
 
 
@@ -204,6 +213,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _finite_float(text: str) -> float:
+    """Return a number, and reject a number such as 1e999, which would become infinity."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text} is too large")

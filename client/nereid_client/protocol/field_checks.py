@@ -14,8 +14,8 @@ def check_response_format(value: Mapping[str, Any], field: str, schema_field: st
 
     Args:
         value: the response format, in OpenAI's form for chat completions.
-        field: the name of the request field, for the error message.
-        schema_field: the name of the field with the schema, for the error message.
+        field: the path of the response format in the body, for the error.
+        schema_field: the path of the schema in the body, for the error message.
 
     Raises: FieldError if the type is unknown or the schema is missing.
     """
@@ -34,22 +34,27 @@ def check_response_format(value: Mapping[str, Any], field: str, schema_field: st
 
 
 def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return a response format in OpenAI's form.
+    """Return a response format in OpenAI's form for chat completions.
 
-    Two other servers accept the schema at another place: llama.cpp as `schema`, and TGI as `value`
-    of a json_object.
+    Other servers expect the schema in another field: llama.cpp in `schema`, and TGI in `value` of a
+    json_object.
 
     Example: `{"type": "json_object", "schema": S}` becomes
     `{"type": "json_schema", "json_schema": {"name": "answer", "schema": S}}`.
 
-    Raises: FieldError if the value at such a place is not a schema.
+    Args:
+        value: the response format of the request.
+        field: the path of the response format in the body, for the error.
+
+    Raises: FieldError if the value of such a field is not a schema.
     """
-    places = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
-    names = [name for name in places.get(str(value.get("type")), ()) if value.get(name) is not None]
-    if not names or value.get("json_schema") is not None:
+    schema_fields = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
+    names = schema_fields.get(str(value.get("type")), ())
+    name = next((name for name in names if value.get(name) is not None), None)
+    if name is None or value.get("json_schema") is not None:
         return dict(value)
-    schema = value[names[0]]
-    _check_schema(schema, field, f"{field}.{names[0]}")
+    schema = value[name]
+    _check_schema(schema, field, f"{field}.{name}")
     wrapped: dict[str, Any] = {"name": str(value.get("name") or "answer"), "schema": schema}
     if value.get("strict") is not None:
         wrapped["strict"] = value["strict"]
@@ -57,6 +62,7 @@ def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str,
 
 
 def _check_schema(schema: object, field: str, schema_field: str) -> None:
+    """Raise a FieldError for `field` if the value of `schema_field` is not a JSON schema."""
     if not isinstance(schema, dict | bool):
         raise FieldError(
             field,
@@ -74,7 +80,7 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
         choice: the field `tool_choice`, in OpenAI's form for chat completions.
         tools: the field `tools`, in the same form.
 
-    Raises: FieldError.
+    Raises: FieldError if the form is unknown, or the request does not have the tools.
     """
     if choice in ("none", "auto"):
         return
@@ -94,7 +100,7 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
 
 
 def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
-    """Return the names of the functions that a tool choice contains.
+    """Return the names of the functions that a tool choice contains. "required" contains none.
 
     Raises: FieldError if the choice has no known form.
     """
@@ -117,6 +123,10 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
 
 
 def _function_name(tool: object) -> object:
+    """Return the name of a function: "f" for {"type": "function", "function": {"name": "f"}}.
+
+    Return None if the value has another form.
+    """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 

@@ -17,7 +17,8 @@ class Refusal:
 
     Attributes:
         reason: the end of the sentence "FIELD=VALUE is not supported: REASON".
-        harmless: values that request nothing and are therefore accepted. Null always is.
+        harmless: values that turn the feature off. A request with such a value, or with null, is
+            accepted.
     """
 
     reason: str
@@ -59,8 +60,8 @@ REFUSED_IN_CHAT = {
     # OpenAI
     "audio": Refusal(_TEXT_ONLY),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
-    "functions": Refusal("it was replaced by tools", ([],)),
-    "function_call": Refusal("it was replaced by tool_choice", ("none",)),
+    "functions": Refusal("the field tools has replaced it", ([],)),
+    "function_call": Refusal("the field tool_choice has replaced it", ("none",)),
     "web_search_options": Refusal(
         "Nereid does not search the web; send a tool that searches instead"
     ),
@@ -73,7 +74,7 @@ REFUSED_IN_CHAT = {
     "prompt_cache_retention": Refusal(_CACHE_EVICTION, ("in_memory",)),
     "prompt_cache_options": Refusal(_CACHE_EVICTION),
     # SGLang
-    "input_ids": Refusal("send token ids as the prompt of /v1/completions"),
+    "input_ids": Refusal("only /v1/completions accepts token ids, in its field prompt"),
     # completions
     "best_of": Refusal("only /v1/completions has it", (1,)),
 }
@@ -81,8 +82,8 @@ REFUSED_IN_CHAT = {
 
 REFUSED_IN_COMPLETIONS = {
     "suffix": Refusal(
-        "no tokenizer or chat template declares the markers for filling in the middle; write the "
-        "model's markers into the prompt",
+        "the server does not know the model's markers for filling in the middle; write the markers "
+        "into the prompt",
         ("",),
     ),
     "tools": Refusal("only /v1/chat/completions has tools", ([],)),
@@ -133,5 +134,5 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
 
 
 def _is_same(value: object, harmless: object) -> bool:
-    """Return whether two JSON values are equal. In Python True == 1, but in JSON they differ."""
+    """Return whether two JSON values are equal. In Python, True equals 1; in JSON they differ."""
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)

@@ -12,6 +12,7 @@ from typing import Any
 
 from nereid_client.errors import ApiError, FrontendError, to_api_error
 from nereid_client.middleware.admission_control import Gate
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_store import Limits, Store, StoredResponse, size_of
@@ -35,18 +36,25 @@ class BackgroundResponse:
 
     Attributes:
         events: the events so far, in order. None without a stream.
+        client: the client that created the response.
     """
 
     def __init__(self, builder: ResponseBuilder, context: bytes, *, streams: bool) -> None:
         self.builder = builder
         self.context = context
         self.events: list[bytes] | None = [] if streams else None
+        self.client = current_client.get()
         self._changed = asyncio.Event()
 
     @property
     def id(self) -> str:
         """The id of the response."""
         return self.builder.id
+
+    @property
+    def owner(self) -> str:
+        """The name of the client that created the response."""
+        return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
         """Store events and wake up all followers. Return the number of bytes that were stored."""
@@ -103,7 +111,7 @@ class Responses:
         Raises: ApiError if the store is full.
         """
         self.store.begin(run, len(run.context) + run.record(run.builder.opening()))
-        self._gate.num_requests += 1
+        self._gate.enter(run.client)
         task = asyncio.create_task(self._generate(run, deltas))
         self._tasks[run.id] = task
         task.add_done_callback(lambda task: self._end(run, task))
@@ -159,7 +167,7 @@ class Responses:
         self.store.end(run)
         self.store.add(_stored(run.builder, run.context, run.events, is_background=True))
         del self._tasks[run.id]
-        self._gate.num_requests -= 1
+        self._gate.leave(run.client)
 
     async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Append all deltas to the response.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nereid_client.errors import ApiError
+from nereid_client.middleware.client_keys import current_client
 
 Json = dict[str, Any]
 
@@ -35,6 +36,11 @@ class Limits:
     age_s: float
 
 
+def current_client_name() -> str:
+    """Return the name of the client that sent the current request."""
+    return current_client.get().name
+
+
 @dataclass(frozen=True)
 class StoredResponse:
     """A response that has ended.
@@ -47,6 +53,7 @@ class StoredResponse:
         items: the ids of the output items.
         events: the events of its stream in order. None if the stream cannot be read again.
         is_background: whether the response was generated in the background.
+        owner: the name of the client that created the response.
         num_bytes: the number of bytes that the response needs in the store.
     """
 
@@ -56,6 +63,7 @@ class StoredResponse:
     items: tuple[str, ...]
     events: Sequence[bytes] | None = None
     is_background: bool = False
+    owner: str = field(default_factory=current_client_name)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +80,11 @@ class StoredResponse:
 
 class Running(Protocol):
     """A response that is being generated in the background."""
+
+    @property
+    def owner(self) -> str:
+        """The name of the client that created the response."""
+        ...
 
     @property
     def id(self) -> str:
@@ -191,12 +204,14 @@ class Store:
         return True
 
     def find(self, response_id: str) -> Running | StoredResponse | None:
-        """Return the response with this id, or None if the store does not have it."""
+        """Return the response with this id, or None if the current client has no such response."""
         self._delete_expired()
+        found: Running | StoredResponse | None
         if response_id in self._running:
-            return self._running[response_id][0]
-        _, record = self._finished.get(response_id, (0, None))
-        return record
+            found = self._running[response_id][0]
+        else:
+            _, found = self._finished.get(response_id, (0, None))
+        return found if found is None or found.owner == current_client_name() else None
 
     def find_item(self, item_id: str) -> Json | None:
         """Return the output item with this id, or None if no stored response has it."""

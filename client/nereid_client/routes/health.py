@@ -15,20 +15,20 @@ router = APIRouter(tags=["Operation"])
 async def health(request: Request) -> JSONResponse:
     """Return 200 if the Triton server answers, else 503."""
     is_live = await context_of(request).backend.is_live()
-    return _response(is_live, "the Triton server does not answer")
+    return _response(None if is_live else "the Triton server does not answer")
 
 
 @router.get("/health/ready", summary="Check whether the server accepts requests")
 async def ready(request: Request) -> JSONResponse:
     """Return 200 if the language model is loaded, else 503.
 
-    The response also has the number of requests that run in this frontend.
+    The response also contains the number of requests that are running in this frontend.
     """
     gate: Gate = request.app.state.gate
     if gate.is_draining:
-        return _response(False, "the server is stopping", gate.num_requests)
+        return _response("the server is stopping", gate.num_requests)
     is_ready = await context_of(request).backend.is_ready()
-    return _response(is_ready, "the language model is not ready", gate.num_requests)
+    return _response(None if is_ready else "the language model is not ready", gate.num_requests)
 
 
 @router.get("/version", summary="Get the version of the frontend")
@@ -37,9 +37,10 @@ async def version() -> dict[str, str]:
     return {"version": nereid_client.__version__}
 
 
-def _response(is_ok: bool, problem: str, num_requests: int | None = None) -> JSONResponse:
+def _response(problem: str | None, num_requests: int | None = None) -> JSONResponse:
+    """Return a 200, or a 503 with the problem as the status if there is a problem."""
     counts = {} if num_requests is None else {"num_requests": num_requests}
-    if is_ok:
+    if problem is None:
         return JSONResponse({"status": "ok", **counts})
     headers = {"Retry-After": "1"}
     return JSONResponse({"status": problem, **counts}, status_code=503, headers=headers)

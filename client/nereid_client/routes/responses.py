@@ -4,10 +4,11 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
@@ -44,7 +45,19 @@ router = APIRouter(tags=["Responses"])
 
 Json = dict[str, Any]
 
-_MAX_ITEMS_PER_PAGE = 100
+
+class _EventsQuery(BaseModel):
+    """The query parameter that selects the events of a stored response."""
+
+    starting_after: Annotated[int, Field(ge=0)] | None = None
+
+
+class _ItemsQuery(BaseModel):
+    """The query parameters that select a page of input items."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
 
 
 @router.post("/v1/responses", summary="Create a response")
@@ -58,7 +71,7 @@ async def create_response(request: Request) -> Response:
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await check_language_model(request, responses_request.model)
-    to_json(body)  # checks that the body can be stored and returned as JSON
+    to_json(body)  # raises an ApiError if the body cannot be stored and returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
     chat = chat_request(responses_request, body, items)
@@ -109,10 +122,9 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     parameter `starting_after` is the sequence number of the last event to skip.
     """
     found = _find(request, response_id)
-    query = request.query_params
-    if query.get("stream", "false") not in ("true", "1"):
+    if request.query_params.get("stream", "false") not in ("true", "1"):
         return _response_object(found)
-    after = _query_number(request, "starting_after", default=-1, least=-1)
+    after = validate(_EventsQuery, dict(request.query_params)).starting_after
     if found.events is None:
         raise ApiError(
             400,
@@ -121,8 +133,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
             param="stream",
         )
     if isinstance(found, BackgroundResponse):
-        return _follow(found, after)
-    events = stored_events(found, after)
+        return _follow(found, -1 if after is None else after)
+    events = stored_events(found, -1 if after is None else after)
     return sse.EventStream(events, source=events)
 
 
@@ -164,40 +176,28 @@ async def list_input_items(request: Request, response_id: str) -> Json:
     of the last item of the page before.
     """
     found = _find(request, response_id)
-    query = request.query_params
-    limit = _query_number(request, "limit", default=20, least=1)
-    if limit > _MAX_ITEMS_PER_PAGE:
-        raise ApiError(
-            400,
-            f"limit must be at most {_MAX_ITEMS_PER_PAGE}, but the request has {limit}",
-            param="limit",
-        )
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(
-            400, f"order must be asc or desc, but the request has {shown(order)}", param="order"
-        )
+    query = validate(_ItemsQuery, dict(request.query_params))
     items: list[Json] = json.loads(found.context)
-    if order == "desc":
+    if query.order == "desc":
         items.reverse()
     begin = 0
-    if "after" in query:
+    if query.after is not None:
         ids = [item["id"] for item in items]
-        if query["after"] not in ids:
+        if query.after not in ids:
             raise ApiError(
                 404,
                 f"after must be the id of an input item of {response_id}, but the request has "
-                f"{shown(query['after'])}",
+                f"{shown(query.after)}",
                 param="after",
             )
-        begin = ids.index(query["after"]) + 1
-    page = items[begin : begin + limit]
+        begin = ids.index(query.after) + 1
+    page = items[begin : begin + query.limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": begin + limit < len(items),
+        "has_more": begin + query.limit < len(items),
     }
 
 
@@ -253,9 +253,10 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
 
 
 def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
-    """Return all items that the model reads: those of the earlier responses, then `input`.
+    """Return all items that the model reads: the items of the earlier responses, then `input`.
 
-    Raises: ApiError 400 and 404.
+    Raises: ApiError 400 if an item is wrong or the earlier response has not ended, and 404 if the
+        earlier response or a referenced item is not stored.
     """
     earlier_items: list[Json] = []
     previous_id = responses_request.previous_response_id
@@ -280,6 +281,7 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
 def _generate(
     request: Request, responses_request: ResponsesRequest, chat: Json
 ) -> AsyncGenerator[Delta]:
+    """Return the deltas of the chat completion that generates a response."""
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     if responses_request.truncation == "auto":
@@ -312,7 +314,7 @@ async def _events(
     rest: AsyncGenerator[Delta],
     store: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
-    """Yield a response as server-sent events. An error of the backend becomes the last event.
+    """Yield a response as server-sent events. If the backend fails, its error is the last event.
 
     Args:
         builder: builds the response.
@@ -337,21 +339,3 @@ async def _events(
             events = builder.fail(to_api_error(error))
             events[-1]["response"]["store"] = store()
             yield b"".join(map(named_event, events))
-
-
-def _query_number(request: Request, name: str, *, default: int, least: int) -> int:
-    """Return a query parameter that is an integer of at least `least`.
-
-    Raises: ApiError 400.
-    """
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ApiError(
-            400,
-            f"{name} must be an integer of at least {max(least, 0)}, but the request has "
-            f"{shown(text)}",
-            param=name,
-        )
-    return int(text)

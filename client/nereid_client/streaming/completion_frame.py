@@ -11,15 +11,15 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CompletionFrame:
-    """The fields that each chunk repeats, and the options of the request that shape all chunks.
+    """The fields that each chunk repeats, and the options of the request that affect all chunks.
 
     Attributes:
         id: the id of the completion.
         model: the name of the served model.
         created: the Unix time in seconds.
         num_choices: the number of choices of each prompt.
-        include_usage: whether a stream ends with a chunk that has the token counts.
-        continuous_usage: whether each chunk has the token counts.
+        include_usage: whether a stream ends with a chunk that contains the token counts.
+        continuous_usage: whether each chunk contains the token counts so far.
         tokens_as_ids: whether log-probabilities name a token as "token_id:17".
         service_tier: the service tier in the response, None to leave it out.
     """
@@ -53,11 +53,14 @@ class CompletionFrame:
 def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     """Return OpenAI's usage object for a whole request.
 
-    The tokens of a prompt count once, although all its choices report them. Generated tokens count
-    for each choice. The details are present if the backend reports them.
+    The tokens of a prompt are counted once, although all choices of the prompt report them. The
+    generated tokens of all choices are added. The details are present if the backend reports them.
+
+    Example: two choices of one prompt with 5 prompt tokens and 2 and 3 generated tokens return
+    {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}.
 
     Args:
-        prompts: for each prompt the usage of its choices, or None for a choice without a delta yet.
+        prompts: for each prompt, the usage of its choices. None is a choice without a usage so far.
     """
     known = [[usage for usage in choices if usage] for choices in prompts]
     first_choices = [choices[0] for choices in known if choices]

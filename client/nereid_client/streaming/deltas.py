@@ -1,8 +1,8 @@
 """Deltas: the parts in which the postprocessor sends the choices of a request.
 
-One delta has the text, tool calls, log-probabilities and token counts that are new in one choice.
-This module merges deltas: all of a choice into a whole completion (`fold`), or those that arrive
-while the client is slow (`merged`).
+One delta contains the new text, tool calls, log-probabilities and token counts of one choice. This
+module merges deltas: all deltas of a choice into a whole completion (`fold`), or the deltas that
+arrive while the client is slow (`merged`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# Waiting deltas are merged when there are this many, to limit the memory. A request has at most 64
+# When this number of deltas wait, they are merged to limit the memory. A request has at most 64
 # choices, so at most 64 deltas remain. A smaller number would merge the same deltas too often.
 _MAX_UNMERGED = 256
 
@@ -30,7 +30,7 @@ class CompletionTokensDetails(TypedDict, total=False):
 
 
 class Usage(TypedDict):
-    """The token counts of one choice so far. Its prompt is shared with the other choices."""
+    """The token counts of one choice so far. All choices of a prompt report the same prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,7 +39,11 @@ class Usage(TypedDict):
 
 
 class ToolCallPiece(TypedDict, total=False):
-    """A part of a tool call. `id` and `name` are in its first part; `arguments` are appended."""
+    """A part of a tool call.
+
+    Only the first part has `id` and `name`. The arguments of the call are the joined `arguments` of
+    all parts.
+    """
 
     index: int
     id: str
@@ -72,14 +76,17 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, a map of token ids (as strings). None for the first token."""
+"""For each token of the prompt, a map from token ids (as strings) to log-probabilities.
+
+The map contains the token and the most probable tokens at its position. The first token has None.
+"""
 
 
 class Delta(TypedDict, total=False):
     """The new part of one choice. A key is present only if its value is not empty.
 
-    `text` is the tensor `text_output`, if the call requested it. The other keys are those of the
-    tensor `delta`. `index` is the number of the choice; a missing index means 0.
+    `text` comes from the tensor `text_output`, if the call requested this tensor. The other keys
+    come from the tensor `delta`. `index` is the number of the choice; a missing index means 0.
     """
 
     index: int
@@ -127,7 +134,7 @@ _REPLACED_KEYS = (
     *("index", "cumulative_logprob", "prompt_token_ids", "prompt_logprobs"),
     *("finish_reason", "stop_reason", "usage"),
 )
-"""Keys of which the sum has the latest value, because values are not appended to each other."""
+"""Keys whose values are not appended to each other. The sum has the last value."""
 
 
 def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
@@ -139,7 +146,7 @@ def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 Group = Callable[[Iterable[Delta]], list[Delta]]
-"""A function that merges waiting deltas without changing the order that its reader needs."""
+"""A function that merges deltas. `by_choice` is one; the Responses API has another one."""
 
 
 def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
@@ -188,10 +195,10 @@ def unfinished_error() -> BackendError:
 
 
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
-    """Yield deltas, and merge those that arrive before the reader asks for the next one.
+    """Yield deltas. Merge the deltas that arrive before the reader requests the next one.
 
-    The memory for a slow reader is therefore limited to the text that the reader has not read, and
-    a slow reader never delays the backend. Closing this generator closes `deltas`.
+    A slow reader therefore never delays the backend, and needs memory only for the text that the
+    reader has not read. Closing this generator closes `deltas`.
 
     Args:
         deltas: the deltas of the backend.
@@ -202,7 +209,7 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
     inbox = _Inbox(group)
     reader = asyncio.create_task(inbox.fill(deltas))
     try:
-        while waiting := await inbox.take():
+        while waiting := await inbox.pop_all():
             for delta in group(waiting):
                 yield delta
         await reader  # raises the error of the backend, if there was one
@@ -214,11 +221,13 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generators as they arrive, each with its generator's index.
+    """Yield the deltas of several generators as they arrive, each with the generator's index.
 
-    Closing this generator closes all of them.
+    Example: (1, {"text": "a"}) is a delta of the second generator.
 
-    Raises: BackendError, the first one that a generator raises.
+    Closing this generator closes all sources.
+
+    Raises: BackendError, the first one that a source raises.
     """
     if len(sources) == 1:  # one generator needs no tasks
         async with aclosing(sources[0]) as source:
@@ -249,19 +258,19 @@ _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:
-    """Put the deltas of one source into the queue, then None, or the error that it raised."""
+    """Put the deltas of a source into the queue, and finally None or the error of the source."""
     try:
         async with aclosing(source):
             async for delta in source:
                 await queue.put((index, delta))
-    except Exception as error:
+    except Exception as error:  # the task ends here, and the reader of the queue raises the error
         await queue.put(error)
         raise
     await queue.put(None)
 
 
 class _Inbox:
-    """The deltas that wait for the reader of a stream."""
+    """The deltas of a stream that its reader has not read yet."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -280,8 +289,8 @@ class _Inbox:
             self._has_ended = True
             self._changed.set()
 
-    async def take(self) -> list[Delta]:
-        """Wait for deltas and return them. Return an empty list at the end of the stream."""
+    async def pop_all(self) -> list[Delta]:
+        """Wait for deltas, then return and remove them. Return an empty list after the last one."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()
@@ -290,7 +299,7 @@ class _Inbox:
 
 
 def _append(waiting: list[Delta], delta: Delta, group: Group = by_choice) -> None:
-    """Append a delta, and merge the list when it has become long. Mutates: waiting."""
+    """Append a delta, and merge the deltas if there are many. Mutates: waiting."""
     waiting.append(delta)
     if len(waiting) >= _MAX_UNMERGED:
         waiting[:] = group(waiting)

@@ -9,12 +9,12 @@ _END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 @dataclass
 class ReasoningView:
-    """Changes the deltas of one stream so that reasoning is sent when the client wants it.
+    """Changes the deltas of one stream, so that reasoning is sent when the client wants it.
 
     Attributes:
         streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning
-            of a choice is collected and sent with the first delta after it (`stream_reasoning` in
-            SGLang).
+            of a choice is collected, and is sent with the first delta after the reasoning. The
+            request field is `stream_reasoning`, as in SGLang.
     """
 
     streams_reasoning: bool = True

@@ -35,10 +35,10 @@ class EventStream(Response):
     queue has nothing to write yet, although cancelling it early saves the most work.
 
     Args:
-        events: the bytes to send. Each item costs a write to the socket. After DONE, nothing more
-            is read.
-        source: the generator that `events` reads from. It is closed separately, because a
-            generator that has not started does not close its source.
+        events: the bytes to send. Each item costs a write to the socket. The response ends with
+            the item that ends with DONE, or else with the last item.
+        source: the generator that `events` reads from. It is closed separately, because `events`
+            closes it only if `events` has started.
     """
 
     media_type = "text/event-stream"
@@ -78,8 +78,8 @@ class EventStream(Response):
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine, or cancel it when the client disconnects.
 
-    Call this only after the request's body has been read, because `receive` returns parts of the
-    body before.
+    Call this only after the body of the request has been read. Before, `receive` would return parts
+    of the body.
 
     Raises: Disconnected.
     """
@@ -104,10 +104,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def first_of(request: Request, source: AsyncGenerator[T]) -> T | None:
     """Return the first item of a generator, or None if there is none.
 
-    Close the generator if it raises an error or the client disconnects.
-
-    A route calls this before it starts a response. An error before the first item can then still
-    determine the HTTP status.
+    A route calls this function before it starts a response, so that an error before the first item
+    can still determine the HTTP status. If the generator raises an error or the client disconnects,
+    the generator is closed.
 
     Raises: Disconnected, or the error of the generator.
     """

@@ -208,7 +208,7 @@ async def test_a_completion_that_cannot_be_is_refused_with_the_reason(post, fiel
             '{"messages": [',
             "The request body is not valid JSON at line 1, column 15: Expecting value",
         ),
-        ("", "The request body is not valid JSON at line 1, column 1: Expecting value"),
+        ("", "The request body must be a JSON object, but it is empty"),
         ("[1]", "The request body must be a JSON object, but it is a list"),
         (
             '{"temperature": NaN}',
@@ -221,10 +221,13 @@ async def test_a_completion_that_cannot_be_is_refused_with_the_reason(post, fiel
         ('{"temperature": 1e999}', "The request body has an invalid number: 1e999 is too large"),
         (
             '{"seed": ' + "9" * 5000 + "}",
-            "The request body has an invalid number: an integer has too many digits",
+            "The request body has an invalid number: an integer has more than 4300 digits",
         ),
         ('{"messages": ' + "[" * 100_000, "The JSON of the request body is nested too deeply"),
-        (b'{"messages": "\xff"}', "The request body is not valid UTF-8 at byte 14"),
+        (
+            b'{"messages": "\xff"}',
+            "The request body must be JSON in UTF-8, but it is not valid UTF-8 at byte 14",
+        ),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
             "The request body contains '\\ud800', which is half of a surrogate pair and no",

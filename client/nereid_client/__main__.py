@@ -1,6 +1,7 @@
 """`python -m nereid_client`: run the OpenAI frontend for a Triton server that already runs."""
 
 import gc
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import uvicorn
 
 from nereid_client.app import create_app
 from nereid_client.middleware.admission_control import Gate
+from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import SettingsError, settings_from_flags
 
 # The time for which an idle connection is kept. It must be longer than the time in clients and load
@@ -27,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         settings = settings_from_flags(argv)
+        app = create_app(settings)
     except SettingsError as error:
         sys.stderr.write(f"nereid_client: {error}\n")
         return 2
-    app = create_app(settings)
     gate: Gate = app.state.gate
 
     def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
@@ -41,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # garbage collector ignores them, so that its passes are short and do not delay streams.
     gc.collect()
     gc.freeze()
+    # Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     uvicorn.run(
         app,
+        http=protocol_class(settings.receive_timeout_s),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

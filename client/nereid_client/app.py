@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,11 +22,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
+from nereid_client.client_backend import ClientBackend
 from nereid_client.embeddings.model_choice import pooling_lifespan
 from nereid_client.errors import ApiError, FrontendError, error_response, to_api_error
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
+from nereid_client.middleware.client_keys import KeyFile
 from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
 from nereid_client.middleware.timeouts import Timeouts
@@ -82,7 +85,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         backend = (
             make_backend() if make_backend else TritonBackend(settings.grpc_url, settings.ensemble)
         )
-        app.state.context = Context(settings, backend)
+        app.state.context = Context(settings, ClientBackend(backend))
         app.state.responses = Responses(
             Limits(
                 count=settings.max_stored_responses,
@@ -126,7 +129,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 def _add_middleware(app: FastAPI, settings: Settings) -> None:
     """Add the middleware to the application, innermost first: the last one added runs first."""
     metrics = app.state.metrics
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, metrics=metrics)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        max_total_bytes=settings.max_total_body_bytes,
+        timeout_s=settings.receive_timeout_s,
+        metrics=metrics,
+    )
     app.add_middleware(
         Timeouts,
         limit_s=settings.request_timeout_s,
@@ -134,8 +143,8 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
         metrics=metrics,
     )
     app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
-    if settings.api_key:
-        app.add_middleware(ApiKey, key=settings.api_key, metrics=metrics)
+    key_file = KeyFile(Path(settings.api_key_file)) if settings.api_key_file else None
+    app.add_middleware(ApiKey, key=settings.api_key, key_file=key_file, metrics=metrics)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,

@@ -39,6 +39,8 @@ class Generation:
         sampling_parameters: a JSON object, for `text_input` and `input_ids`.
         with_text: whether deltas contain the unparsed text, as `text`.
         num_choices: the number of choices. The stream ends when all of them have ended.
+        client_id: the client that takes turns with other clients. "" if the client is unknown.
+        client_weight: the share of the client.
     """
 
     request_id: str
@@ -48,6 +50,8 @@ class Generation:
     sampling_parameters: str | None = None
     with_text: bool = False
     num_choices: int = 1
+    client_id: str = ""
+    client_weight: float = 1.0
 
 
 class Backend(Protocol):
@@ -234,10 +238,28 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
     for name in ("text_input", "chat_request", "sampling_parameters"):
         text = getattr(generation, name)
         if text is not None:
+            is_object = name != "text_input"
+            text = _with_client(text, generation) if is_object else text
             inputs.append((name, "BYTES", [text.encode()]))
     if generation.input_ids is not None:
         inputs.append(("input_ids", "INT32", generation.input_ids))
     return inputs
+
+
+def _with_client(text: str, generation: Generation) -> str:
+    """Return a JSON object as text, with the fields that name the client at its end.
+
+    A client cannot replace the fields, because the last one of several equal keys counts.
+
+    Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
+    """
+    if not generation.client_id:
+        return text
+    fields = json.dumps(
+        {"client_id": generation.client_id, "client_weight": generation.client_weight}
+    )
+    rest = text.rstrip()[:-1].rstrip()
+    return f"{rest}{'' if rest == '{' else ', '}{fields[1:]}"
 
 
 def _decode_response(response: Any, with_text: bool) -> list[Delta]:

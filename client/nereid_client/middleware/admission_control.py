@@ -15,7 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError, error_response
+from nereid_client.middleware.client_keys import ANONYMOUS, Client, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
 # The length of a window must be shorter than the time in which the server processes its queue.
@@ -38,17 +40,30 @@ class Gate:
         limit: the setting max_concurrent_requests.
 
     Attributes:
-        num_requests: the number of requests that run now.
         is_draining: whether the server is about to stop and accepts no new requests.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.num_requests = 0
+        self._running = SharedBudget(limit)
         self.is_draining = False
 
-    def rejection(self) -> ApiError | None:
-        """Return the error for a new request, or None if the request may run."""
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that run now."""
+        return self._running.used
+
+    def enter(self, client: Client = ANONYMOUS) -> None:
+        """Count a request that starts to run."""
+        self._running.add(client.name, 1)
+        client.num_requests += 1
+
+    def leave(self, client: Client = ANONYMOUS) -> None:
+        """Count the end of a request."""
+        self._running.remove(client.name, 1)
+        client.num_requests -= 1
+
+    def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
+        """Return the error for a new request of a client, or None if the request may run."""
         if self.is_draining:
             return ApiError(
                 503,
@@ -58,11 +73,12 @@ class Gate:
                 headers=_RETRY_AFTER,
                 limit="draining",
             )
-        if self.num_requests >= self._limit:
+        if not self._running.fits(client.name, 1):
+            own = f", {client.num_requests} of them with this API key" if client.name else ""
             return ApiError(
                 429,
-                f"{self.num_requests} requests are running, but the limit is {self._limit} "
-                "(max_concurrent_requests). Try again in a moment.",
+                f"{self.num_requests} requests are running{own}, but the limit is "
+                f"{self._running.limit} (max_concurrent_requests). Try again in a moment.",
                 code="rate_limit_exceeded",
                 headers=_RETRY_AFTER,
                 limit="max_concurrent_requests",
@@ -146,7 +162,11 @@ class AdmissionControl:
         self._app = app
         self._gate = gate
         self._metrics = metrics
-        self._throttles: collections.defaultdict[str, Throttle] = collections.defaultdict(Throttle)
+        # A client that overloads the server must not cause the rejection of other clients, so each
+        # client has its own throttle for each path.
+        self._throttles: collections.defaultdict[tuple[str, str], Throttle] = (
+            collections.defaultdict(Throttle)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or send a 429 or 503 at once."""
@@ -154,22 +174,27 @@ class AdmissionControl:
             await self._app(scope, receive, send)
             return
         now = time.monotonic()
-        throttle = self._throttles.get(scope["path"])
-        rejection = self._gate.rejection() or (throttle.rejection(now) if throttle else None)
+        client = current_client.get()
+        key = (client.name, scope["path"])
+        throttle = self._throttles.get(key)
+        rejection = self._gate.rejection(client) or client.rejection(now)
+        if rejection is None and throttle:
+            rejection = throttle.rejection(now)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
             await error_response(rejection)(scope, receive, send)
             return
         if throttle:
             throttle.record_admission(now)
-        self._gate.num_requests += 1
+        client.count_request(now)
+        self._gate.enter(client)
         try:
-            await self._app(scope, receive, self._observed(scope["path"], send, now))
+            await self._app(scope, receive, self._observed(key, send, now))
         finally:
-            self._gate.num_requests -= 1
+            self._gate.leave(client)
 
-    def _observed(self, path: str, send: Send, started: float) -> Send:
-        """Return a `send` that also reports the server's rejections to the path's throttle.
+    def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
+        """Return a `send` that also reports the server's rejections to the throttle with a key.
 
         A rejection is a 503 with the header Retry-After, which only routes to a model send.
         """
@@ -183,7 +208,7 @@ class AdmissionControl:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     text = json.loads(message["body"])["error"]["message"]
                     now = time.monotonic()
-                    self._throttles[path].record_rejection(text, retry_after, started, now)
+                    self._throttles[key].record_rejection(text, retry_after, started, now)
                 retry_after = None
             await send(message)
 

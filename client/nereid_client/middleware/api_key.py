@@ -1,4 +1,8 @@
-"""The API key: requests without it are rejected with a 401."""
+"""The API keys: requests without a valid key are rejected with a 401.
+
+A client without a key of its own can give the header X-Client-Id. Its requests then take turns with
+those of other clients in the waiting queue of the language model.
+"""
 
 import hmac
 
@@ -6,41 +10,68 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nereid_client.errors import ApiError, error_response
+from nereid_client.middleware.client_keys import ANONYMOUS, Client, KeyFile, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
+
+CLIENT_HEADER = "x-client-id"
 
 
 class ApiKey:
-    """Middleware that requires the API key for every path under /v1 and for every POST and DELETE.
+    """Middleware that finds the client of each request in `current_client`.
+
+    If there are API keys, the middleware requires one for every path under /v1 and for every POST
+    and DELETE request.
 
     Other GET requests, such as health checks and /metrics, need no key.
 
     Args:
         app: the application that this middleware calls.
-        key: the key that clients must send.
+        key: the setting api_key, a key without limits. "" means that there is none.
+        key_file: the clients with keys and limits of their own. None means that there are none.
         metrics: counts the rejected requests.
     """
 
-    def __init__(self, app: ASGIApp, key: str, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, key: str, key_file: KeyFile | None, metrics: RequestMetrics
+    ) -> None:
         self._app = app
-        self._expected = key.encode()
+        self._key = key.encode()
+        self._key_file = key_file
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or send a 401."""
-        if scope["type"] == "http" and _requires_key(scope):
-            given = _key_in(Headers(scope=scope))
-            if not hmac.compare_digest(given.encode("latin-1"), self._expected):
-                error = ApiError(
-                    401,
-                    "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                    limit="api_key",
-                )
-                self._metrics.count_refusal(error)
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = self._client(Headers(scope=scope))
+        if client is None and _requires_key(scope):
+            error = ApiError(
+                401,
+                "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+                limit="api_key",
+            )
+            self._metrics.count_refusal(error)
+            await error_response(error)(scope, receive, send)
+            return
+        token = current_client.set(client or ANONYMOUS)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            current_client.reset(token)
+
+    def _client(self, headers: Headers) -> Client | None:
+        """Return the client that sent a request, or None if its key is missing or wrong."""
+        key = _key_in(headers)
+        found = self._key_file.find(key) if self._key_file is not None else None
+        is_own_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
+        needs_key = bool(self._key) or self._key_file is not None
+        if found is not None or (needs_key and not is_own_key):
+            return found
+        share = headers.get(CLIENT_HEADER, "")
+        return Client(share=share) if share else ANONYMOUS
 
 
 def _key_in(headers: Headers) -> str:

@@ -1,52 +1,91 @@
-"""The limit on the size of a request body."""
+"""The limits on request bodies: the size of each, the size of all, and the time to receive one."""
+
+import asyncio
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError, error_response
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.shared_budget import SharedBudget
+
+_ERROR_HEADERS = {"Connection": "close"}  # the rest of the body is not read
 
 
 class BodyLimit:
-    """Middleware that rejects a body of more than `max_bytes` before it fills the memory.
+    """Middleware that rejects bodies which are too large or too slow, before they fill the memory.
 
-    A body whose Content-Length is too large is rejected unread. A body without a Content-Length is
-    rejected as soon as the bytes received exceed the limit.
+    A body whose Content-Length is too large is rejected unread. Any other body is rejected as soon
+    as the bytes that were received exceed a limit. The bytes of a body count until its request has
+    ended, because the request waits with its body in memory.
 
     Args:
         app: the application that this middleware calls.
         max_bytes: the setting max_body_bytes.
+        max_total_bytes: the setting max_total_body_bytes.
+        timeout_s: the setting receive_timeout_s. 0 means no limit.
         metrics: counts the rejected requests.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_total_bytes: int,
+        timeout_s: float,
+        metrics: RequestMetrics,
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._total = SharedBudget(max_total_bytes)
+        self._timeout_s = timeout_s or None
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a 413."""
+        """Call the application, or send a 408, 413 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         content_length = Headers(scope=scope).get("content-length", "0")
-        if content_length.isdecimal() and int(content_length) > self._max_bytes:
-            error = self._error(content_length)
+        # A number with more than 20 digits is not converted, because that takes quadratic time.
+        is_number = content_length.isdecimal() and content_length.isascii()
+        digits = content_length.lstrip("0")
+        if is_number and (len(digits) > 20 or int(digits or "0") > self._max_bytes):
+            error = self._error(digits[:20])
             self._metrics.count_refusal(error)
             await error_response(error)(scope, receive, send)
             return
+        client = current_client.get().name
         num_received = 0
+        is_complete = False
+        loop = asyncio.get_running_loop()
+        deadline = self._timeout_s and loop.time() + self._timeout_s
 
+        # The exception handler of the application sends the errors and counts them in the metric.
         async def receive_counted() -> Message:
-            nonlocal num_received
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            if num_received > self._max_bytes:
-                # The exception handler of the application sends it, and counts it in the metric.
+            nonlocal num_received, is_complete
+            try:
+                async with asyncio.timeout_at(None if is_complete else deadline) as timeout:
+                    message = await receive()
+            except TimeoutError:
+                if not timeout.expired():
+                    raise
+                raise self._too_slow(num_received) from None
+            size = len(message.get("body", b""))
+            is_complete = is_complete or not message.get("more_body")
+            if num_received + size > self._max_bytes:
                 raise self._error(f"more than {self._max_bytes}")
+            if not self._total.fits(client, size):
+                raise self._total_error()
+            self._total.add(client, size)
+            num_received += size
             return message
 
-        await self._app(scope, receive_counted, send)
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._total.remove(client, num_received)
 
     def _error(self, size: str) -> ApiError:
         return ApiError(
@@ -55,4 +94,24 @@ class BodyLimit:
             "(max_body_bytes)",
             code="request_too_large",
             limit="max_body_bytes",
+        )
+
+    def _too_slow(self, num_received: int) -> ApiError:
+        return ApiError(
+            408,
+            f"The frontend received only {num_received} bytes of the request body within "
+            f"{self._timeout_s:g} s (receive_timeout_s), and the body was not complete",
+            code="timeout",
+            headers=_ERROR_HEADERS,
+            limit="receive_timeout_s",
+        )
+
+    def _total_error(self) -> ApiError:
+        return ApiError(
+            429,
+            f"The bodies of the requests that run have {self._total.used} bytes, but the limit is "
+            f"{self._total.limit} (max_total_body_bytes). Try again in a moment.",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": "1", **_ERROR_HEADERS},
+            limit="max_total_body_bytes",
         )

@@ -145,7 +145,7 @@ async def test_a_full_or_stopping_frontend_counts_whom_it_turns_away(is_draining
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
     ):
-        app.state.gate.num_requests = 1
+        app.state.gate.enter()
         app.state.gate.is_draining = is_draining
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == status
         samples = await samples_of(client)

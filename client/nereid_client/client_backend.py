@@ -1,0 +1,63 @@
+"""A backend that adds the current client to each call and counts the client's tokens."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+
+from nereid_client.middleware.client_keys import Client, current_client
+from nereid_client.streaming.deltas import Delta, Usage
+from nereid_client.triton_backend import Backend, Generation
+
+
+class ClientBackend:
+    """Calls another backend in the name of the client that sent the current request.
+
+    Args:
+        backend: the backend that generates text.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        """Yield the deltas of all choices. See `Backend.generate`."""
+        client = current_client.get()
+        if client.share:
+            generation = replace(generation, client_id=client.share, client_weight=client.weight)
+        deltas = self._backend.generate(generation)
+        return _counted(deltas, client) if client.counts_tokens else deltas
+
+    async def tokenize(self, generation: Generation) -> list[int]:
+        """Return the token ids of the prompt. See `Backend.tokenize`."""
+        return await self._backend.tokenize(generation)
+
+    async def request_limits(self) -> Mapping[str, int]:
+        """Return the limits on the size of a request. See `Backend.request_limits`."""
+        return await self._backend.request_limits()
+
+    async def is_live(self) -> bool:
+        """Return whether the server answers."""
+        return await self._backend.is_live()
+
+    async def is_ready(self) -> bool:
+        """Return whether the language model accepts requests."""
+        return await self._backend.is_ready()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._backend.close()
+
+
+async def _counted(deltas: AsyncGenerator[Delta], client: Client) -> AsyncGenerator[Delta]:
+    """Yield all deltas, and then count the tokens of the prompt and of all choices."""
+    usages: dict[int, Usage] = {}
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if "usage" in delta:
+                    usages[delta.get("index", 0)] = delta["usage"]
+                yield delta
+    finally:
+        num_prompt_tokens = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
+        num_generated = sum(usage["completion_tokens"] for usage in usages.values())
+        client.count_tokens(num_prompt_tokens + num_generated)

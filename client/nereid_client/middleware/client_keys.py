@@ -1,0 +1,279 @@
+"""API keys with weights and limits, from a file that is read again when it changes.
+
+The file is TOML. Each table is one client:
+
+    [team-a]
+    key = "sk-..."                  # or key_sha256, the SHA-256 digest of the key in hexadecimal
+    weight = 2.0                    # the client's share while several clients have requests
+    requests_per_minute = 600       # 0, the default of each limit, means no limit
+    tokens_per_minute = 100000
+    max_concurrent_requests = 32
+"""
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+import tomllib
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+
+from nereid_client.errors import ApiError
+from nereid_client.settings import SettingsError
+
+_CHECK_EVERY_S = 1.0
+_MAX_SHARE_LENGTH = 64
+
+_log = logging.getLogger(__name__)
+
+
+class KeyEntry(BaseModel):
+    """One table of the key file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str = Field(default="", repr=False)
+    key_sha256: Annotated[str, Field(pattern="^([0-9a-fA-F]{64})?$")] = ""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    requests_per_minute: NonNegativeInt = 0
+    tokens_per_minute: NonNegativeInt = 0
+    max_concurrent_requests: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check_key(self) -> "KeyEntry":
+        if bool(self.key) == bool(self.key_sha256):
+            raise ValueError("give exactly one of key and key_sha256")
+        return self
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 digest of the key."""
+        return bytes.fromhex(self.key_sha256) if self.key_sha256 else _digest(self.key)
+
+
+@dataclass
+class Bucket:
+    """A limit for each minute, as a token bucket that is full at first.
+
+    Attributes:
+        per_minute: the size of the bucket, which is also what flows in within a minute. 0 means no
+            limit.
+    """
+
+    per_minute: int
+    _level: float = field(init=False)
+    _filled_at: float = field(init=False, default=-math.inf)
+
+    def __post_init__(self) -> None:
+        self._level = float(self.per_minute)
+
+    def take(self, amount: int, now: float) -> None:
+        """Take an amount out of the bucket. The level can become negative."""
+        self._fill(now)
+        self._level -= amount
+
+    def wait_s(self, now: float, amount: float = 1.0) -> float:
+        """Return the seconds until the bucket contains `amount`; 0 if it does."""
+        if not self.per_minute:
+            return 0.0
+        self._fill(now)
+        return max(0.0, (amount - self._level) * 60 / self.per_minute)
+
+    def _fill(self, now: float) -> None:
+        passed_s = max(now - self._filled_at, 0.0)
+        self._filled_at = now
+        self._level = min(self.per_minute, self._level + passed_s * self.per_minute / 60)
+
+
+class Client:
+    """A client of the API: its share, its limits, and what it uses.
+
+    Args:
+        name: the name of the client in the key file. "" if there is no key file, or for the key in
+            the setting api_key.
+        entry: the client's table in the key file.
+        share: the name under which the client's requests take turns with those of other clients.
+            By default, the client's name.
+
+    Attributes:
+        weight: the client's share while several clients have requests.
+        num_requests: the number of the client's requests that run now.
+    """
+
+    def __init__(self, name: str = "", entry: KeyEntry | None = None, share: str = "") -> None:
+        self.name = name
+        self.share = (share or name)[:_MAX_SHARE_LENGTH]
+        self.num_requests = 0
+        self.update(entry or KeyEntry(key="unused"))
+
+    def update(self, entry: KeyEntry) -> None:
+        """Use the limits of a table that has changed. The new limits start with full buckets."""
+        self.weight = entry.weight
+        self._max_concurrent = entry.max_concurrent_requests
+        self._requests = Bucket(entry.requests_per_minute)
+        self._tokens = Bucket(entry.tokens_per_minute)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the client's tokens are limited."""
+        return self._tokens.per_minute > 0
+
+    def rejection(self, now: float) -> ApiError | None:
+        """Return the error for a new request, or None if the client's limits allow it."""
+        if self._max_concurrent and self.num_requests >= self._max_concurrent:
+            return _limit_error(
+                f"{self.num_requests} requests with this API key are running, but the limit is "
+                f"{self._max_concurrent} (max_concurrent_requests of the key)",
+                1,
+            )
+        wait_s = self._requests.wait_s(now)
+        if wait_s > 0:
+            return _limit_error(
+                "This API key has sent more requests than its limit of "
+                f"{self._requests.per_minute} per minute (requests_per_minute of the key)",
+                wait_s,
+            )
+        wait_s = self._tokens.wait_s(now)
+        if wait_s > 0:
+            return _limit_error(
+                f"This API key has used more tokens than its limit of {self._tokens.per_minute} "
+                "per minute (tokens_per_minute of the key)",
+                wait_s,
+            )
+        return None
+
+    def count_request(self, now: float) -> None:
+        """Count a request that was admitted."""
+        self._requests.take(1, now)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of a request, which are known after its end."""
+        self._tokens.take(num_tokens, time.monotonic())
+
+
+ANONYMOUS = Client()
+"""The client of all requests if there is no key file."""
+
+current_client: ContextVar[Client] = ContextVar("current_client", default=ANONYMOUS)
+"""The client of the request that the current task handles.
+
+A context variable reaches the backend and the response store without a parameter in every route.
+"""
+
+
+class KeyFile:
+    """The clients in a key file. A changed file is read again within a second.
+
+    If the changed file is damaged, the clients of the previous version stay valid and the log
+    contains the reason.
+
+    Args:
+        path: the file.
+        clock: returns a time in seconds that never goes back.
+
+    Raises: SettingsError if the file cannot be read.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._clients: dict[str, Client] = {}
+        self._digests: list[tuple[bytes, Client]] = []
+        self._version = self._current_version()
+        self._check_due = clock() + _CHECK_EVERY_S
+        self._load()
+
+    def find(self, key: str) -> Client | None:
+        """Return the client with an API key, or None if no client has it.
+
+        The time does not depend on the key: its digest is compared with the digest of every client.
+        """
+        self._reload_if_changed()
+        given, found = _digest(key), None
+        for digest, client in self._digests:
+            if hmac.compare_digest(given, digest):
+                found = client
+        return found
+
+    def _reload_if_changed(self) -> None:
+        now = self._clock()
+        if now < self._check_due:
+            return
+        self._check_due = now + _CHECK_EVERY_S
+        version = self._current_version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._load()
+        except SettingsError as error:
+            _log.error("%s The frontend continues with the previous API keys.", error)
+        else:
+            count = len(self._clients)
+            _log.warning("The frontend has read %d API keys from %s", count, self._path)
+
+    def _load(self) -> None:
+        """Read the file. Clients that were in it before keep what they use.
+
+        Raises: SettingsError.
+        """
+        entries = read_key_file(self._path)
+        self._clients = {name: self._clients.get(name, Client(name)) for name in entries}
+        for name, entry in entries.items():
+            self._clients[name].update(entry)
+        self._digests = [(entry.digest, self._clients[name]) for name, entry in entries.items()]
+
+    def _current_version(self) -> tuple[int, int] | None:
+        """Return a value that differs when the file has changed; None if it cannot be read."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino
+
+
+def read_key_file(path: Path) -> dict[str, KeyEntry]:
+    """Return the tables of a key file by name.
+
+    Raises: SettingsError that names the file, the table and the reason.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"api_key_file: the file {path} cannot be read ({error}).") from None
+    entries = {}
+    for name, table in tables.items():
+        try:
+            entries[name] = KeyEntry.model_validate(table)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, (name, *first["loc"])))
+            raise SettingsError(
+                f"api_key_file: {place} in the file {path} is wrong: {first['msg']}."
+            ) from None
+    digests = {entry.digest for entry in entries.values()}
+    if not entries or len(digests) < len(entries):
+        reason = "contains no API key" if not entries else "contains the same key twice"
+        raise SettingsError(f"api_key_file: the file {path} {reason}.")
+    return entries
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("latin-1", "replace")).digest()
+
+
+def _limit_error(problem: str, wait_s: float) -> ApiError:
+    seconds = max(1, math.ceil(wait_s))
+    return ApiError(
+        429,
+        f"{problem}. Try again in {seconds} s.",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+        limit="api_key_file",
+    )

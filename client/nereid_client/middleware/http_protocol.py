@@ -1,0 +1,86 @@
+"""The HTTP protocol of the frontend: uvicorn's protocol with limits on the headers of a request.
+
+uvicorn limits neither the size of the headers nor the time to receive them. A client that opens
+many connections and sends nothing, or headers without an end, would use up files and memory.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEADER_BYTES = 64 * 1024
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Closes a connection whose headers are too large or take too long.
+
+    Attributes:
+        timeout_s: the time to receive the headers of a request. 0 means no limit.
+    """
+
+    timeout_s: float = 0.0
+
+    _timer: asyncio.TimerHandle | None = None
+    _has_headers = False
+    _num_header_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
+        """Start the timer of the first request."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and close the connection if the headers are too large."""
+        if self._timer is None and not self._has_headers:
+            self._start_timer()
+        super().data_received(data)
+        if self._has_headers:
+            return
+        self._num_header_bytes += len(data)
+        if self._num_header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """Stop the timer: the headers of the request have arrived."""
+        self._has_headers = True
+        self._num_header_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Prepare for the headers of the next request."""
+        self._has_headers = False
+        super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        if self.timeout_s:
+            self._timer = self.loop.call_later(self.timeout_s, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+def protocol_class(timeout_s: float) -> type[asyncio.Protocol]:
+    """Return the protocol class for uvicorn's setting `http`.
+
+    Args:
+        timeout_s: the setting receive_timeout_s.
+    """
+    return type("Protocol", (LimitedProtocol,), {"timeout_s": timeout_s})

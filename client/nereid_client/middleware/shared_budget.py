@@ -1,0 +1,41 @@
+"""A limit that all clients share, so that no single client can use all of it."""
+
+from collections import Counter
+
+# A client may have this number of times what is left after its request. A client that is alone can
+# therefore have three quarters of the limit, and a second client three quarters of the rest.
+_TIMES_THE_REST = 3
+
+
+class SharedBudget:
+    """The use of a limited resource, in total and for each named client.
+
+    Args:
+        limit: the largest total.
+
+    Attributes:
+        used: the current total.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._by_client: Counter[str] = Counter()
+
+    def fits(self, client: str, amount: int) -> bool:
+        """Return whether a client may use `amount` more. Only a client with a name has a share."""
+        left = self.limit - self.used - amount
+        own = self._by_client[client] + amount
+        return left >= 0 and (not client or own <= _TIMES_THE_REST * left)
+
+    def add(self, client: str, amount: int) -> None:
+        """Record that a client uses `amount` more."""
+        self.used += amount
+        self._by_client[client] += amount
+
+    def remove(self, client: str, amount: int) -> None:
+        """Record that a client no longer uses `amount`."""
+        self.used -= amount
+        self._by_client[client] -= amount
+        if not self._by_client[client]:
+            del self._by_client[client]

@@ -1,0 +1,131 @@
+"""API keys of several clients: the key file, its limits, and the shares of the clients."""
+
+import hashlib
+import os
+
+import pytest
+from nereid_client.middleware.client_keys import Bucket, KeyFile
+from nereid_client.middleware.shared_budget import SharedBudget
+from nereid_client.settings import SettingsError
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TWO = '[a]\nkey = "key-a"\n[b]\nkey = "key-b"\nweight = 3\n'
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a key file and returns its path."""
+    path = tmp_path / "keys.toml"
+    versions = iter(range(1, 100))
+
+    def write_text(text):
+        path.write_text(text)
+        os.utime(path, (0, next(versions)))
+        return path
+
+    return write_text
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_each_key_of_the_file_is_accepted_and_no_other_one(connect, write):
+    async with connect(api_key_file=str(write(TWO))) as client:
+        for key, status in (("key-a", 200), ("key-b", 200), ("key-c", 401), ("", 401)):
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(key))
+            assert answer.status_code == status
+
+
+async def test_the_key_of_the_setting_is_valid_beside_the_file(connect, write):
+    async with connect(api_key_file=str(write(TWO)), api_key="operator") as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("operator"))
+        assert answer.status_code == 200
+
+
+def test_a_key_can_be_given_as_its_digest(write):
+    digest = hashlib.sha256(b"secret").hexdigest()
+    assert KeyFile(write(f'[a]\nkey_sha256 = "{digest}"')).find("secret").name == "a"
+
+
+def test_a_changed_file_is_read_again_within_a_second(write):
+    now = [0.0]
+    path = write(TWO)
+    keys = KeyFile(path, lambda: now[0])
+    known = keys.find("key-a")
+    write('[a]\nkey = "new"\nweight = 5\n')
+    assert keys.find("key-a") is known
+    now[0] = 1.1
+    assert keys.find("key-a") is None
+    assert keys.find("new") is known
+    assert known.weight == 5
+
+
+def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
+    now = [0.0]
+    keys = KeyFile(write(TWO), lambda: now[0])
+    write("[a\n")
+    now[0] = 1.1
+    assert keys.find("key-a").name == "a"
+    assert "The frontend continues with the previous API keys" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "contains no API key"),
+        ("[a]\nweight = 1", "give exactly one of key and key_sha256"),
+        ('[a]\nkey = "k"\nweight = 0', "a.weight"),
+        ('[a]\nkey = "k"\nrequests = 5', "a.requests"),
+        ('[a]\nkey = "k"\n[b]\nkey = "k"', "the same key twice"),
+        ("[a", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_reported_with_the_name_of_the_field(write, text, reason):
+    path = write(text)
+    with pytest.raises(SettingsError, match="api_key_file") as caught:
+        KeyFile(path)
+    assert str(path) in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [("requests_per_minute = 2", "requests_per_minute"), ("tokens_per_minute = 1", "tokens_per")],
+)
+async def test_a_key_over_its_limit_gets_a_429_that_names_the_limit(connect, write, limit, name):
+    path = write(f'[a]\nkey = "a"\n{limit}\n[b]\nkey = "b"')
+    async with connect(api_key_file=str(path)) as client:
+        statuses = []
+        for _ in range(3):
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))
+            statuses.append(answer.status_code)
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        assert name in answer.json()["error"]["message"]
+        assert 0 < int(answer.headers["retry-after"]) <= 120
+        other = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("b"))
+        assert other.status_code == 200
+
+
+def test_a_bucket_fills_up_within_a_minute():
+    bucket = Bucket(60)
+    bucket.take(60, 0.0)
+    assert bucket.wait_s(0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1.0) == 0.0
+    bucket.take(120, 1.0)
+    assert bucket.wait_s(1.0) == pytest.approx(120.0)
+
+
+def test_no_client_can_use_all_of_a_shared_limit():
+    budget = SharedBudget(100)
+    while budget.fits("greedy", 1):
+        budget.add("greedy", 1)
+    assert budget.used == 75
+    assert budget.fits("patient", 18)
+    assert not budget.fits("", 26)
+    budget.remove("greedy", 75)
+    assert budget.used == 0
+    assert budget.fits("", 100)

@@ -1,0 +1,72 @@
+"""The limits on the headers of a request, on a real socket."""
+
+import asyncio
+
+import pytest
+import uvicorn
+from nereid_client.middleware.http_protocol import protocol_class
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def port():
+    """The port of a server that answers each request with its number of headers."""
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        body = str(len(scope["headers"])).encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    config = uvicorn.Config(app, http=protocol_class(0.3), lifespan="off", log_level="error")
+    config.load()
+    loop = asyncio.get_running_loop()
+    state = uvicorn.server.ServerState()
+    server = await loop.create_server(
+        lambda: config.http_protocol_class(config, state, {}), "127.0.0.1", 0
+    )
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+async def exchange(port, *parts, pause_s=0.0):
+    """Send parts on one connection, and return what the server sends until it closes or rests."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(pause_s)
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
+
+
+async def test_a_connection_without_a_request_is_closed(port):
+    assert await exchange(port) == b""
+
+
+async def test_headers_that_take_too_long_close_the_connection(port):
+    assert await exchange(port, GET, b"a: b\r\n") == b""
+
+
+async def test_headers_without_an_end_are_a_431(port):
+    answer = await exchange(port, GET + b"a: b\r\n" * 20_000)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_second_request_on_a_connection_has_a_limit_of_its_own(port):
+    answer = await exchange(port, GET + b"\r\n", GET + b"\r\n", b"GET / HT", pause_s=0.2)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_the_time_between_two_requests_is_not_limited(port):
+    close = GET + b"connection: close\r\n\r\n"
+    answer = await exchange(port, GET + b"\r\n", close, pause_s=0.7)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2

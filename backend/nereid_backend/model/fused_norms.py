@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the RMSNorm modules of a model by torch's fused function.
+
+The code of transformers computes an RMSNorm in six to eight operations, each of which is a kernel
+on a GPU. `torch.nn.functional.rms_norm` is one kernel. The classes of different models differ in
+small ways, so a module is replaced only if both computations give the same numbers for its weight.
+
+The replacement has not been measured on a GPU.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# The largest accepted difference, relative to the largest number of the exact result: some
+# roundings to the model's data type.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_NUM_ROWS = 4
+
+
+class FusedRmsNorm(nn.Module):
+    """An RMSNorm that torch computes in one operation."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Use the weight of another module.
+
+        Args:
+            weight: [dim], the factors of the normalised numbers.
+            eps: the number that is added to the mean of the squares.
+        """
+        super().__init__()
+        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the normalised numbers, in the shape and data type of the input."""
+        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
+    """Replace the RMSNorm modules of a model whose results do not change.
+
+    Args:
+        model: the model. Mutated.
+
+    Returns:
+        A function that restores the replaced modules; None if no module was replaced.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            fused = _fused(module)
+            if fused is not None:
+                replaced.append((parent, name, module))
+                setattr(parent, name, fused)
+    if not replaced:
+        return None
+
+    def restore() -> None:
+        for parent, name, module in replaced:
+            setattr(parent, name, module)
+
+    return restore
+
+
+def _fused(module: nn.Module) -> FusedRmsNorm | None:
+    """Return a fused module that computes the same as `module`, or None if there is none."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    is_norm = type(module).__name__.endswith("RMSNorm") and not list(module.children())
+    if not is_norm or not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+        return None
+    if weight.dim() != 1 or weight.dtype not in _TOLERANCE or len(list(module.parameters())) != 1:
+        return None
+    # Some classes, such as those of Gemma, add 1 to the weight.
+    for offset in (0.0, 1.0):
+        fused = FusedRmsNorm(weight if offset == 0 else weight.detach() + offset, eps)
+        if _are_equal(module, fused):
+            return fused
+    return None
+
+
+@torch.inference_mode()
+def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
+    """Return whether two modules give the same numbers, except for rounding.
+
+    The inputs have sizes from 1e-3 to 1e3, so that a different `eps` and a missing conversion to
+    float32 are visible.
+    """
+    weight = fused.weight
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, _NUM_ROWS, weight.shape[0], generator=generator)
+    scales = torch.logspace(-3, 3, _NUM_ROWS)[None, :, None]
+    inputs = (rows * scales).to(weight.device, weight.dtype)
+    try:
+        expected = module(inputs)
+    except (TypeError, RuntimeError):
+        # The module needs further arguments, or another shape.
+        return False
+    actual = fused(inputs)
+    if not isinstance(expected, Tensor) or expected.shape != actual.shape:
+        return False
+    if expected.dtype != actual.dtype:
+        return False
+    difference = (actual.float() - expected.float()).abs().amax(-1)
+    return bool((difference <= _TOLERANCE[weight.dtype] * expected.float().abs().amax(-1)).all())

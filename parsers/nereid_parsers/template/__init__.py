@@ -1,16 +1,22 @@
-"""Chat templates: infer the format of a model's output from them.
+"""Chat templates: infer the format of a model's output from them, and render them within limits.
 
 `analyze_template` infers a Format from a template by comparing renderings.
 `format_for_checkpoint` chooses the Format of a checkpoint from the files in its folder.
+`RequestTemplate` renders the requests of a server.
 """
 
 from nereid_parsers.template.analysis import analyze_template
 from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint, read_checkpoint
+from nereid_parsers.template.environment import RenderRefused, RequestTemplate
+from nereid_parsers.template.limits import LimitError
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.response_template import format_of_response_template
 
 __all__ = [
     "ChosenFormat",
+    "LimitError",
+    "RenderRefused",
+    "RequestTemplate",
     "Supports",
     "TemplateAnalysis",
     "analyze_template",

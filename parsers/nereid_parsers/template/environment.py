@@ -5,13 +5,15 @@ The environment is that of `apply_chat_template` in transformers 5.23
 `{% generation %}`, `tojson` without escaping, `raise_exception` and `strftime_now`.
 
 A template is an untrusted program. So every loop, call, filter, operator and output is counted
-against a `Budget` while the template runs. `strftime_now` uses a fixed date, so that two renderings
-can be compared.
+against a `Budget` while the template runs. In a `CompiledTemplate`, which the analysis uses,
+`strftime_now` uses a fixed date, so that two renderings can be compared. A `RequestTemplate`
+renders the requests of a server with the current date.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from types import CodeType
@@ -19,6 +21,8 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext, nodes
+from jinja2.compiler import CodeGenerator
+from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
@@ -26,16 +30,15 @@ from jinja2.visitor import NodeTransformer
 
 from nereid_parsers.errors import TemplateError
 from nereid_parsers.template.limits import (
+    MAX_CODE,
     MAX_SOURCE,
     Budget,
     LimitError,
-    check_filter,
     check_format,
-    check_method,
-    check_operator,
+    limits_for_request,
 )
 
-_NOW = datetime(2025, 6, 1, 12, 0, 0)
+_PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
 # These filters are slow, random, or of no use in a chat template.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
@@ -88,18 +91,22 @@ def _raise_exception(message: object) -> NoReturn:
     raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
-def _strftime_now(text: str) -> str:
-    check_format("%" + text)
-    return _NOW.strftime(text)
-
-
 # ---- additions to a parsed template -------------------------------------------------------------
 
 
 class _Generation(ext.Extension):
-    """The block `{% generation %}`, which marks the model's text. Its body is rendered."""
+    """The block `{% generation %}`, which marks the model's text. Its body is rendered.
+
+    The extension also limits the time in which jinja2 parses a template.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        """Yield the tokens of a template, and raise LimitError if the time is over."""
+        for token in stream:
+            self.environment.budget.check_time()  # type: ignore[attr-defined]
+            yield token
 
     def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
         """Return the node of one block."""
@@ -125,11 +132,17 @@ class _AddCounting(NodeTransformer):
         compared: The constants with which the template compares each variable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self.literals: list[str] = []
         self.literal_size = 0
         self.names: set[str] = set()
         self.compared: dict[str, list[object]] = {}
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Visit a node, and raise LimitError if the time is over."""
+        self._budget.check_time()
+        return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         """Count the items of a loop."""
@@ -226,6 +239,15 @@ class _CountedItems:
         return self._count(self._items)
 
 
+class _TimedCodeGenerator(CodeGenerator):
+    """The code generator of jinja2, which stops when the time of the budget is over."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Write the code of a node, and raise LimitError if the time is over."""
+        self.environment.budget.check_time()  # type: ignore[attr-defined]
+        return super().visit(node, *args, **kwargs)
+
+
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of transformers, in which every operator and every function call is counted.
 
@@ -235,14 +257,18 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             macro call can write at most this number of literal characters.
     """
 
+    code_generator_class = _TimedCodeGenerator
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
-    def __init__(self, budget: Budget, is_immutable: bool) -> None:
+    def __init__(
+        self, budget: Budget, is_immutable: bool, now: Callable[[], datetime] = lambda: _PROBE_TIME
+    ) -> None:
         """Create the environment of one template.
 
         Args:
             budget: The budget of all renderings.
             is_immutable: Whether the template is forbidden to change lists, as in transformers.
+            now: Returns the time that `strftime_now` writes.
         """
         super().__init__(
             trim_blocks=True,
@@ -265,12 +291,15 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             _count_items=self._count_items,
             _count_step=self._count_step,
             _concatenate=self._concatenate,
-            _check_size=budget.check,
+            _check_size=lambda value: self.budget.check(value),
         )
         self.globals.pop("lipsum", None)
         self.globals.update(
-            namespace=_SafeNamespace, raise_exception=_raise_exception, strftime_now=_strftime_now
+            namespace=_SafeNamespace,
+            raise_exception=_raise_exception,
+            strftime_now=self._strftime_now,
         )
+        self._now = now
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
         """Return whether the template may access an attribute, such as the method `append`."""
@@ -285,7 +314,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """Return the result of a binary operation. Raise LimitError if it would be too large."""
-        check_operator(operator, left, right)
+        self.budget.check_operator(operator, left, right)
         return self.budget.check(super().call_binop(context, operator, left, right))
 
     # These parameter names are copied from the method of the base class. Names with underscores
@@ -303,7 +332,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(__self.literal_size if is_macro else 0)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
-            check_method(owner, __obj.__name__, (*args, *kwargs.values()))
+            budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             budget.check(owner)  # A method such as `append` makes its object larger.
@@ -323,12 +352,17 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
             if len(args) > value_at:
-                check_filter(name, args[value_at], args[value_at + 1 :], kwargs)
+                self.budget.check_filter(name, args[value_at], args[value_at + 1 :], kwargs)
             return self.budget.check(inner(*args, **kwargs))
 
         if pass_arg is not None:
             counted.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
         return counted
+
+    def _strftime_now(self, text: str) -> str:
+        """Return the current time in a format such as "%Y-%m-%d"."""
+        check_format("%" + text)
+        return self._now().strftime(text)
 
     # ---- the filters that `_AddCounting` adds to a template --------------------------------------
 
@@ -380,20 +414,27 @@ class CompiledTemplate:
             transformers forbids these methods, but this class renders such a template.
     """
 
-    def __init__(self, source: str, budget: Budget) -> None:
+    def __init__(
+        self, source: str, budget: Budget, now: Callable[[], datetime] = lambda: _PROBE_TIME
+    ) -> None:
         """Compile `source`.
+
+        Args:
+            source: The template.
+            budget: The budget of the compilation and of all renderings.
+            now: Returns the time that the function `strftime_now` of a template writes.
 
         Raises:
             TemplateError: The source has a syntax error.
-            LimitError: The source is too long or nested too deeply.
+            LimitError: The source is too long or nested too deeply, or takes too long to compile.
         """
         if len(source) > MAX_SOURCE:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
         self.changes_lists = ".append(" in source or ".pop(" in source
-        env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists)
-        recorded = _AddCounting()
+        env = _LimitedEnvironment(budget, not self.changes_lists, now)
+        recorded = _AddCounting(budget)
         code = _compile(env, source, recorded)
         self.literals = tuple(recorded.literals)
         self.names = frozenset(recorded.names)
@@ -404,14 +445,19 @@ class CompiledTemplate:
         self._environment = env
         self._template = jinja2.Template.from_code(env, code, dict(env.globals))
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
         """Render the template with `variables` and return the text.
+
+        Args:
+            variables: The variables that the template reads.
+            budget: The budget of this rendering and of all later ones. None for the present budget.
 
         Raises:
             RenderRefused: The template failed or raised an exception.
             LimitError: The rendering exceeded the budget.
         """
         env = self._environment
+        env.budget = budget or env.budget
         try:
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
@@ -428,17 +474,62 @@ class CompiledTemplate:
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
+class RequestTemplate:
+    """A chat template that renders the requests of a server. Several threads may use it.
+
+    The text is the same as that of `apply_chat_template` in transformers, but a template cannot
+    occupy the server: each rendering has limits that grow with the size of the request.
+
+    >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
+    'Hi!'
+    """
+
+    def __init__(self, source: str) -> None:
+        """Compile `source`.
+
+        Raises:
+            TemplateError: The source has a syntax error, is too long or takes too long to compile.
+        """
+        self._template = CompiledTemplate(source, Budget(), datetime.now)
+        self._lock = threading.Lock()  # All renderings of a template share its budget.
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Render the template with the variables of one request and return the text.
+
+        Args:
+            variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
+                `bos_token`, `eos_token` and those of the request, such as `enable_thinking`.
+
+        Raises:
+            RenderRefused: The template failed, or raised an exception because of the messages. The
+                message of the error is the template's.
+            LimitError: The rendering takes more than 5 seconds of processor time, or makes far more
+                text than the request contains.
+        """
+        limits = limits_for_request(variables)
+        with self._lock:
+            return self._template.render(variables, Budget(limits))
+
+
 def _compile(env: _LimitedEnvironment, source: str, counting: _AddCounting) -> CodeType:
     """Return the Python code of a template to which `counting` has added its filters.
 
     Raises:
         TemplateError: The source has a syntax error.
-        LimitError: The source is nested too deeply.
+        LimitError: The source is nested too deeply, or takes too long to compile.
     """
     try:
         tree = env.parse(source)
         counting.visit(tree)
-        return env.compile(tree)
+        python_code = env._generate(tree, name=None, filename=None)
+        if len(python_code) > MAX_CODE:
+            raise LimitError(
+                f"the template compiles to {len(python_code)} characters of Python code, but the "
+                f"limit is {MAX_CODE}"
+            )
+        return env._compile(python_code, "<template>")
+    except LimitError:
+        raise
     except (RecursionError, MemoryError, OverflowError) as error:
         raise LimitError("the template is nested too deeply to compile") from error
     except jinja2.TemplateSyntaxError as error:

@@ -1,32 +1,33 @@
-"""The limits for an untrusted template, and the checks that enforce the limits during a rendering.
+"""The limits for an untrusted template, and the checks that enforce the limits.
 
 A template is a program that runs in the thread of the caller, so no other thread can stop it.
-Therefore every loop item, function call, filter and output is counted against a `Budget`. An
-operation that could make a large value at once, such as `'x' * 10**9`, is rejected before it runs.
+Therefore every loop item, function call, filter and output is counted against a `Budget`, and the
+compilation of a template reads the clock of the budget. An operation that could make a large value
+at once, such as `'x' * 10**9`, is rejected before it runs.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nereid_parsers.errors import TemplateError
 
-# The first three limits are for all renderings of an analysis together.
-MAX_STEPS = 400_000  # the number of loop items, calls and filters
-MAX_MADE = 16_000_000  # the total size of all values that the template makes, see `size_of`
-# The limit of the processor time of this thread. The time of other programs does not count.
-MAX_SECONDS = 0.8
 MAX_SOURCE = 1_000_000  # the number of characters of a template
-MAX_VALUE = 300_000  # the number of characters of one string, or the size of one list
+# The number of characters of the Python code into which jinja2 translates a template. Python takes
+# up to 0.5 seconds to compile so much code, and this step cannot be interrupted.
+MAX_CODE = 1_000_000
 MAX_NUMBER = 10_000  # the largest number that an operation may use as a length
 MAX_BITS = 4096  # the number of bits of an integer
 _MAX_DEPTH = 100  # the number of levels of nested lists
 
 _ITEM_SIZE = 16  # the size that each member of a list has in addition to its text
 _STEPS_PER_CLOCK = 64  # the number of steps between two readings of the clock, which are slow
+_REQUEST_SECONDS = 5.0
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
 _POWER_WEIGHT = 200  # makes powers of more than about 1500 bits too large
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
@@ -38,18 +39,65 @@ class LimitError(TemplateError):
     """A template exceeded a limit. The message names the limit."""
 
 
-class Budget:
-    """The numbers of steps, characters and seconds that one analysis may still use.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits that apply to all renderings of a `Budget` together.
 
-    A budget may be used by only one thread.
+    Attributes:
+        steps: The number of loop items, calls and filters.
+        made: The total size of all values that the template makes, see `size_of`.
+        value: The number of characters of one string, or the size of one list.
+        seconds: The processor time of this thread, including the time that the compilation takes.
+            The time of other programs does not count.
     """
 
-    __slots__ = ("_deadline", "_made", "_steps")
+    steps: int = 400_000
+    made: int = 16_000_000
+    value: int = 300_000
+    seconds: float = 0.8
 
-    def __init__(self) -> None:
-        self._steps = MAX_STEPS
-        self._made = MAX_MADE
-        self._deadline = time.thread_time() + MAX_SECONDS
+
+ANALYSIS_LIMITS = Limits()
+
+
+def limits_for_request(variables: Mapping[str, Any]) -> Limits:
+    """Return the limits for rendering one request. The limits grow with the size of the request.
+
+    The largest growth of a text is that of `tojson`, which can write six characters for one.
+    """
+    size = size_of(dict(variables), max_size=sys.maxsize)
+    return Limits(
+        steps=ANALYSIS_LIMITS.steps + 8 * size,
+        made=ANALYSIS_LIMITS.made + 64 * size,
+        value=ANALYSIS_LIMITS.value + 8 * size,
+        seconds=_REQUEST_SECONDS,
+    )
+
+
+class Budget:
+    """The numbers of steps, characters and seconds that a template may still use.
+
+    A budget may be used by only one thread. The time starts when the budget is created.
+    """
+
+    __slots__ = ("_calls", "_deadline", "_made", "_steps", "limits")
+
+    def __init__(self, limits: Limits = ANALYSIS_LIMITS) -> None:
+        self.limits = limits
+        self._steps = limits.steps
+        self._made = limits.made
+        self._calls = 0  # the number of calls of `check_time`
+        self._deadline = time.thread_time() + limits.seconds
+
+    def check_time(self) -> None:
+        """Raise LimitError if the time is over. Only every 64th call reads the clock."""
+        self._calls += 1
+        is_clock_read = self._calls % _STEPS_PER_CLOCK == 0
+        if is_clock_read and time.thread_time() > self._deadline:
+            raise LimitError(
+                f"the template takes more than {self.limits.seconds} seconds; it is too long or "
+                "contains an endless loop"
+            )
 
     def step(self, literal_size: int = 0) -> None:
         """Count one loop item, function call or filter, which may write `literal_size` characters.
@@ -60,14 +108,10 @@ class Budget:
         self._steps -= 1
         if self._steps < 0:
             raise LimitError(
-                f"the template takes more than {MAX_STEPS} steps; it may contain an endless loop"
+                f"the template takes more than {self.limits.steps} steps; it may contain an "
+                "endless loop"
             )
-        is_clock_read = self._steps % _STEPS_PER_CLOCK == 0
-        if is_clock_read and time.thread_time() > self._deadline:
-            raise LimitError(
-                f"the template runs for more than {MAX_SECONDS} seconds; "
-                "it may contain an endless loop"
-            )
+        self.check_time()
         self.make(literal_size)
 
     def make(self, size: int) -> None:
@@ -79,7 +123,8 @@ class Budget:
         self._made -= size
         if self._made < 0:
             raise LimitError(
-                f"all renderings of the template together have more than {MAX_MADE} characters"
+                "all renderings of the template together have more than "
+                f"{self.limits.made} characters"
             )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
@@ -93,31 +138,109 @@ class Budget:
         if isinstance(value, str | bytes):
             size = len(value)
         elif isinstance(value, list | tuple | dict | set):
-            size = size_of(value)
+            size = size_of(value, max_size=self.limits.value)
         else:
             return value
-        _check_size(size)
+        self.check_size(size)
         self.make(size)
         return value
 
+    def check_size(self, size: int) -> None:
+        """Raise LimitError if a value of this size would be too large."""
+        _check_size(size, self.limits.value)
 
-def _check_size(size: int) -> None:
+    # ---- operations that are rejected before they run --------------------------------------------
+
+    def check_operator(self, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+        """Raise LimitError if the result of a binary operation would be too large.
+
+        Examples: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
+        """
+        if operator == "*":
+            self._check_repetition(left, right)
+            self._check_repetition(right, left)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self.check_size(left.bit_length() * abs(right) * _POWER_WEIGHT)
+        elif operator == "%":
+            check_format(left)
+            check_numbers(right if isinstance(right, tuple) else ())
+
+    def check_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+        """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
+
+        The owner is a string or a number. Example: `text.replace("", "x" * 1000)`.
+        """
+        check_numbers(args)
+        if name in ("format", "format_map"):
+            check_format(owner)
+        elif name == "replace" and len(args) > 1:
+            self._check_replace(owner, args[0], args[1])
+        elif name == "join" and args:
+            self._check_join(args[0], owner)
+        elif name == "expandtabs" and args:
+            self.check_size(len(owner) * max(int(args[0]), 1))
+
+    def check_filter(
+        self,
+        name: str,
+        value: Any,  # noqa: ANN401
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Raise LimitError if the result of the filter `name` on `value` would be too large.
+
+        Example: `text | indent(9999)` for a text with 1000 lines.
+        """
+        options = [*args, *kwargs.values()]
+        check_numbers(options)
+        if name == "replace" and len(args) > 1:
+            self._check_replace(str(value), args[0], args[1])
+        elif name == "join":
+            self._check_join(value, args[0] if args else "")
+        elif name == "format":
+            check_format(value)
+        elif name == "tojson":
+            self.check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
+        elif name == "indent" and isinstance(value, str):
+            given = (*args, kwargs.get("width"))
+            width = next((option for option in given if option), _DEFAULT_INDENT)
+            indent_size = len(width) if isinstance(width, str) else int(width)
+            self.check_size(value.count("\n") * indent_size)
+
+    def _check_repetition(self, sequence: object, times: object) -> None:
+        """Raise LimitError if `sequence * times` would be too large."""
+        if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+            self.check_size(len(sequence) * max(times, 0))
+
+    def _check_replace(self, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
+        """Raise LimitError if `text.replace(old, new)` could be too large."""
+        max_replacements = len(text) // max(len(str(old)), 1) + 1
+        self.check_size(len(text) + max_replacements * len(str(new)))
+
+    def _check_join(self, items: Any, separator: Any) -> None:  # noqa: ANN401
+        """Raise LimitError if `separator.join(items)` would be too large."""
+        if isinstance(items, list | tuple | str | dict):
+            self.check_size(len(items) * (len(str(separator)) + 1))
+            size_of(items, self.limits.value)  # raises LimitError if the items are too large
+
+
+def _check_size(size: int, max_size: int) -> None:
     """Raise LimitError if a value of this size would be too large."""
-    if size > MAX_VALUE:
-        raise LimitError(f"the template makes a value of size {size}, but the limit is {MAX_VALUE}")
+    if size > max_size:
+        raise LimitError(f"the template makes a value of size {size}, but the limit is {max_size}")
 
 
-def size_of(value: object, depth: int = 0) -> int:
+def size_of(value: object, max_size: int, depth: int = 0) -> int:
     """Return the approximate number of characters that a value would have as text.
 
     A list that a value contains twice counts twice, because it would be written twice.
 
-    >>> size_of("abc"), size_of(["abc", "abc"])
+    >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)
 
     Raises:
-        LimitError: The value is too large. The error is raised as soon as the limit is exceeded,
-            because lists that contain each other several times could have an enormous size.
+        LimitError: The size is larger than `max_size`. The error is raised as soon as the limit is
+            exceeded, because lists that contain each other several times could be enormous.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
@@ -131,8 +254,8 @@ def size_of(value: object, depth: int = 0) -> int:
         raise LimitError(f"the template nests lists more than {_MAX_DEPTH} levels deep")
     total = _ITEM_SIZE
     for member in members:
-        total += size_of(member, depth + 1)
-        _check_size(total)
+        total += size_of(member, max_size, depth + 1)
+        _check_size(total, max_size)
     return total
 
 
@@ -167,86 +290,6 @@ def check_format(text: object) -> None:
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
-
-
-# ---- operations that are rejected before they run -----------------------------------------------
-
-
-def check_operator(operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-    """Raise LimitError if the result of a binary operation would be too large.
-
-    Examples: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
-    """
-    if operator == "*":
-        _check_repetition(left, right)
-        _check_repetition(right, left)
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _check_size(left.bit_length() * abs(right) * _POWER_WEIGHT)
-    elif operator == "%":
-        check_format(left)
-        check_numbers(right if isinstance(right, tuple) else ())
-
-
-def check_method(owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-    """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
-
-    The owner is a string or a number. Example: `text.replace("", "x" * 1000)`.
-    """
-    check_numbers(args)
-    if name in ("format", "format_map"):
-        check_format(owner)
-    elif name == "replace" and len(args) > 1:
-        _check_replace(owner, args[0], args[1])
-    elif name == "join" and args:
-        _check_join(args[0], owner)
-    elif name == "expandtabs" and args:
-        _check_size(len(owner) * max(int(args[0]), 1))
-
-
-def check_filter(
-    name: str,
-    value: Any,  # noqa: ANN401
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise LimitError if the result of the filter `name` on `value` would be too large.
-
-    Example: `text | indent(9999)` for a text with 1000 lines.
-    """
-    options = [*args, *kwargs.values()]
-    check_numbers(options)
-    if name == "replace" and len(args) > 1:
-        _check_replace(str(value), args[0], args[1])
-    elif name == "join":
-        _check_join(value, args[0] if args else "")
-    elif name == "format":
-        check_format(value)
-    elif name == "tojson":
-        _check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
-    elif name == "indent" and isinstance(value, str):
-        given = (*args, kwargs.get("width"))
-        width = next((option for option in given if option), _DEFAULT_INDENT)
-        indent_size = len(width) if isinstance(width, str) else int(width)
-        _check_size(value.count("\n") * indent_size)
-
-
-def _check_repetition(sequence: object, times: object) -> None:
-    """Raise LimitError if `sequence * times` would be too large."""
-    if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
-        _check_size(len(sequence) * max(times, 0))
-
-
-def _check_replace(text: str, old: Any, new: Any) -> None:  # noqa: ANN401
-    """Raise LimitError if `text.replace(old, new)` could be too large."""
-    max_replacements = len(text) // max(len(str(old)), 1) + 1
-    _check_size(len(text) + max_replacements * len(str(new)))
-
-
-def _check_join(items: Any, separator: Any) -> None:  # noqa: ANN401
-    """Raise LimitError if `separator.join(items)` would be too large."""
-    if isinstance(items, list | tuple | str | dict):
-        _check_size(len(items) * (len(str(separator)) + 1))
-        size_of(items)  # raises LimitError if the items are too large
 
 
 def _text_size(value: object) -> int:

@@ -8,9 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from nereid_parsers import TemplateError, analyze_template
-from nereid_parsers.template import limits
-from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.limits import Budget, LimitError, size_of
+from nereid_parsers.template import environment, limits
+from nereid_parsers.template.environment import (
+    CompiledTemplate,
+    RenderRefused,
+    RequestTemplate,
+)
+from nereid_parsers.template.limits import Budget, LimitError, Limits, size_of
 from parsers.template.support import TEMPLATES
 
 HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {
@@ -33,6 +37,28 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     assert len(str(error.value)) > 20
     assert time.thread_time() - started < 20
     assert peak_bytes < 64_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if a == 1 %}x{{ b }}{% endif %}" * 9_000,
+        "{{ a + b * c }}" * 20_000,
+        "{{ [" + ",".join(["1"] * 60_000) + "] }}",
+    ],
+    ids=["conditions", "expressions", "a list"],
+)
+def test_the_compilation_of_a_long_template_is_interrupted(text):
+    started = time.thread_time()
+    with pytest.raises(LimitError, match=r"more than 0\.1 seconds"):
+        CompiledTemplate(text, Budget(Limits(seconds=0.1)))
+    assert time.thread_time() - started < 0.2
+
+
+def test_a_template_with_too_much_code_is_rejected(monkeypatch):
+    monkeypatch.setattr(environment, "MAX_CODE", 10_000)
+    with pytest.raises(LimitError, match="characters of Python code"):
+        CompiledTemplate("{{ a + b * c }}" * 50, Budget())
 
 
 def test_time_of_other_programs_does_not_count_against_a_template(monkeypatch):
@@ -73,4 +99,31 @@ def test_the_message_of_a_refusal_is_kept():
 
 def test_a_list_that_is_contained_twice_counts_twice():
     shared = ["abc"]
-    assert size_of([shared, shared]) > 2 * len("abc")
+    assert size_of([shared, shared], max_size=1000) > 2 * len("abc")
+
+
+# ---- the requests of a server --------------------------------------------------------------------
+
+
+def test_a_request_template_renders_long_conversations():
+    template = RequestTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "x" * 400_000}] + [
+        {"role": "assistant", "content": "y"}
+    ] * 10_000
+    text = template.render({"messages": messages})
+    assert text == "<user>" + "x" * 400_000 + "<assistant>y" * 10_000
+
+
+def test_a_request_template_writes_the_current_date():
+    template = RequestTemplate("{{ strftime_now('%Y') }}")
+    assert int(template.render({})) >= 2026
+
+
+def test_each_request_has_its_own_limits():
+    template = RequestTemplate("{% for i in range(n) %}{{ i }}{% endfor %}")
+    assert template.render({"n": 3}) == "012"
+    loop = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    hostile = RequestTemplate(f"{{% if hostile %}}{loop}{{% endif %}}done")
+    with pytest.raises(LimitError, match="steps"):
+        hostile.render({"hostile": True})
+    assert hostile.render({"hostile": False}) == "done"

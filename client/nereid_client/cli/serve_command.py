@@ -3,16 +3,19 @@
 import argparse
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError, complain
-from nereid_client.settings import SCHEMA, VARIABLES
+from nereid_client.settings import SCHEMA, VARIABLES, Settings
 from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.restart_policy import RestartPolicy
@@ -46,6 +49,7 @@ _FRONTEND_FLAGS = {
     "--unread-timeout": ("unread_timeout_s", "S"),
     "--log-level": ("log_level", "LEVEL"),
 }
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PORT_FLAGS = {
     "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
     "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
@@ -137,8 +141,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=_at_least_0(float),
         default=300.0,
         metavar="S",
-        help="A Triton server that makes no progress for this many seconds is restarted. 0 means "
-        "never. The default is %(default)s.",
+        help="If a model does not answer a small request for this many seconds while requests are "
+        "running, the Triton server is restarted. 0 means never. The default is %(default)s.",
+    )
+    server.add_argument(
+        "--max-process-memory",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="The largest memory of one process, such as 8GiB. A process that exceeds it for five "
+        "seconds is restarted. The largest process is also restarted when the memory of the "
+        "machine or the container is nearly exhausted. The default is 80 %% of the memory.",
     )
     server.add_argument(
         "--drain-timeout",
@@ -183,6 +196,10 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         served_pooling_models
     )
     settings = startup_checks.check_frontend_settings(environment)
+    if settings.api_key_file and not settings.api_key:
+        # The supervisor itself sends requests to the frontend and needs a key.
+        environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
+        settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
     addresses = {flag: (host, getattr(args, _attribute(flag))) for flag in _PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
@@ -213,8 +230,10 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             ("OpenAI metrics", f"{openai_url}/metrics"),
         ],
         metrics_url=metrics_url,
-        generate_url=f"{http_url}/v2/models/llm/generate",
+        http_url=http_url,
         hang_timeout_s=args.hang_timeout,
+        max_process_memory=args.max_process_memory,
+        warnings=_exposure_warnings(host, settings),
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
     )
@@ -243,6 +262,25 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         "NEREID_GRPC_URL": grpc_url,
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
+
+
+def _exposure_warnings(host: str, settings: Settings) -> list[str]:
+    """Return warnings about endpoints that other machines can reach without an API key."""
+    if host in _LOOPBACK:
+        return []
+    endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"
+    if settings.api_key or settings.api_key_file:
+        return [
+            f"--host {host} lets other machines reach {endpoints}, which cannot check API keys. "
+            "Anybody who reaches them can use the models without a key and can read and change the "
+            "server's settings. Leave --host out and set NEREID_OPENAI_HOST instead, or block "
+            "these ports in a firewall."
+        ]
+    return [
+        f"--host {host} lets other machines reach the OpenAI API and {endpoints}. No API key is "
+        "required (NEREID_API_KEY, NEREID_API_KEY_FILE), and the Triton server's endpoints cannot "
+        "check keys at all. Block these ports in a firewall."
+    ]
 
 
 def _engine_variable(flag: str) -> str:
@@ -321,6 +359,19 @@ def _attribute(flag: str) -> str:
 def _default_log_path(port: int) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "nereid" / f"serve-{port}.log"
+
+
+def _size(text: str) -> int:
+    """Return a number of bytes, from text such as "8GiB".
+
+    Raises: argparse.ArgumentTypeError.
+    """
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes or text such as 8GiB, but it is {text!r}"
+        ) from None
 
 
 def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:

@@ -5,5 +5,6 @@
 - child_processes.py: starts a program, reads its output, and ends it with all its descendants
 - warmup.py, pooling_models.py: wait until each model has answered a request
 - stub_processes.py, hang_detection.py: find failures that Triton server does not report
+- memory_watch.py: restarts a process that uses too much memory
 - restart_policy.py, unfinished_requests.py: decide when to restart, and when all requests are done
 """

@@ -245,6 +245,20 @@ def children_of(pid: int) -> list[Process]:
     return [process for process in _processes() if process.parent == pid]
 
 
+def descendants_of(pid: int) -> list[Process]:
+    """Return the descendants of a process that run, parents first."""
+    children: dict[int, list[Process]] = collections.defaultdict(list)
+    for process in _processes():
+        children[process.parent].append(process)
+    found: list[Process] = []
+    waiting = [pid]
+    while waiting:
+        running = [process for process in children[waiting.pop()] if process.state != "Z"]
+        found += running
+        waiting += [process.pid for process in running]
+    return found
+
+
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process, or an empty list if it has ended."""
     try:

@@ -1,44 +1,90 @@
-"""Detect a Triton server that hangs: its processes run, but no request makes progress.
+"""Detect a model that hangs: its processes run, but it does not answer a small request.
 
-A hang is suspected if requests run, but none of Nereid's metrics has changed for a while or the
-metrics cannot be read. A client that reads slowly can cause this too. Therefore a small request is
-sent to the server. If the server answers it in time, even with an error, it does not hang.
+Requests are sent only while clients' requests are running, because a hang without requests harms
+nobody. The metrics of the server are not a proof of life: a server can generate tokens for old
+requests while its tokenizer is blocked and accepts no new ones.
 """
 
+import json
 import threading
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from nereid_client.supervise.frontend_client import FrontendClient, fetch
 from nereid_client.supervise.unfinished_requests import count_running, read_metrics
 
-_CHECKS_PER_LIMIT = 20
+_CHECKS_PER_LIMIT = 4
 _MIN_CHECK_INTERVAL_S = 0.2
-_MAX_CHECK_INTERVAL_S = 5.0
-_PROBE = {"text_input": "a", "max_tokens": 1}
+_MAX_CHECK_INTERVAL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A small request to one model.
+
+    Attributes:
+        model: the name of the model in the model repository.
+        path: the path of the request at the Triton server's HTTP endpoint.
+        body: the JSON body.
+    """
+
+    model: str
+    path: str
+    body: Mapping[str, Any]
+
+
+def _tensor(name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
+
+
+# The client_id lets the request take its turn before the waiting requests of busy clients.
+_SAMPLING = json.dumps({"max_tokens": 1, "client_id": "nereid-serve"})
+PROBES = {
+    "llm": Probe(
+        "llm", "/v2/models/llm/generate", {"text_input": "a", "sampling_parameters": _SAMPLING}
+    ),
+    "embedding": Probe(
+        "embedding", "/v2/models/embedding/infer", {"inputs": [_tensor("texts", "a")]}
+    ),
+    "rerank": Probe(
+        "rerank",
+        "/v2/models/rerank/infer",
+        {"inputs": [_tensor("query", "a"), _tensor("documents", "a")]},
+    ),
+}
+"""The small request to each model, by the name of the model."""
 
 
 class HangWatch(threading.Thread):
-    """A thread that observes one server until `stop` is called.
+    """A thread that observes one model until `stop` is called.
 
     Args:
         frontend: the frontend, which counts its running requests.
-        metrics_url: the URL of the server's metrics. A server without metrics never seems to hang.
-        generate_url: the URL to which the small request is sent.
-        limit_s: the setting hang_timeout. One half is the time without a change of the metrics
-            after which a hang is suspected, the other half is the timeout of the small request.
+        metrics_url: the URL of the server's metrics, which count the language model's requests.
+        http_url: the base URL of the Triton server's HTTP endpoint.
+        probe: the small request. Any answer proves that the model works, even an error.
+        limit_s: the setting hang_timeout. A quarter of it, but at most 30 s, is the time between
+            two small requests, and three quarters are the time limit of a small request.
 
     Attributes:
-        finding: a description of the hang, or None if the server does not hang.
+        finding: a description of the hang, or None if the model does not hang.
     """
 
     def __init__(
-        self, frontend: FrontendClient, metrics_url: str, generate_url: str, limit_s: float
+        self,
+        frontend: FrontendClient,
+        metrics_url: str,
+        http_url: str,
+        probe: Probe,
+        limit_s: float,
     ) -> None:
         super().__init__(daemon=True)
         self.finding: str | None = None
         self._frontend = frontend
         self._metrics_url = metrics_url
-        self._generate_url = generate_url
+        self._probe = probe
+        self._url = http_url + probe.path
         self._limit_s = limit_s
         self._stopped = threading.Event()
 
@@ -47,33 +93,26 @@ class HangWatch(threading.Thread):
         self._stopped.set()
 
     def run(self) -> None:
-        """Check the server regularly until it hangs or `stop` is called."""
+        """Check the model regularly until it hangs or `stop` is called."""
         interval_s = self._limit_s / _CHECKS_PER_LIMIT
         interval_s = min(max(interval_s, _MIN_CHECK_INTERVAL_S), _MAX_CHECK_INTERVAL_S)
-        last: str | None = None
-        unchanged_since = time.monotonic()
-        while not self._stopped.wait(interval_s):
-            page = read_metrics(self._metrics_url)
-            numbers = _nereid_metrics(page)
-            has_changed = numbers is None or numbers != last
-            last = numbers
-            if has_changed or not count_running(self._frontend, page):
-                unchanged_since = time.monotonic()
-            elif time.monotonic() - unchanged_since >= self._limit_s / 2:
-                # Any answer proves that the server works, even an error. If the server has ended,
-                # the supervisor notices.
-                if fetch(self._generate_url, self._limit_s / 2, _PROBE).is_late:
-                    self.finding = (
-                        "tritonserver hangs: requests are running, but its metrics have not "
-                        f"changed for {self._limit_s / 2:g} s, and it did not answer a small "
-                        "request in the same time"
-                    )
-                    return
-                unchanged_since = time.monotonic()
+        while self.finding is None and not self._stopped.wait(interval_s):
+            try:
+                self.finding = self._check()
+            except MemoryError:  # the next check may succeed
+                continue
 
-
-def _nereid_metrics(page: str | None) -> str | None:
-    """Return the lines with Nereid's own metrics, or None if the metrics could not be read."""
-    if page is None:
-        return None
-    return "\n".join(line for line in page.splitlines() if line.startswith("nereid:"))
+    def _check(self) -> str | None:
+        """Return a description of the hang, or None if the model answers or has no requests."""
+        page = read_metrics(self._metrics_url)
+        # A page that arrives too late is "". A server that has ended has none, which the supervisor
+        # notices itself.
+        if page is None or (page and not count_running(self._frontend, page)):
+            return None
+        timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)
+        if not fetch(self._url, timeout_s, dict(self._probe.body)).is_late:
+            return None
+        return (
+            f"tritonserver hangs: the model {self._probe.model} did not answer a small request "
+            f"within {timeout_s:g} s while requests were running (--hang-timeout)"
+        )

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nereid_client.console import CliError
+from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.settings import Settings, SettingsError, settings_from_environment
 from nereid_client.supervise import weight_files
 
@@ -108,7 +109,10 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
     Raises: CliError if a setting is wrong.
     """
     try:
-        return settings_from_environment(environment)
+        settings = settings_from_environment(environment)
+        if settings.api_key_file:
+            read_key_file(Path(settings.api_key_file))
+        return settings
     except SettingsError as error:
         raise CliError(str(error)) from None
 

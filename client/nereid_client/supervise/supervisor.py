@@ -14,7 +14,8 @@ from typing import IO
 from nereid_client.console import CliError, complain, say
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.frontend_client import FrontendClient
-from nereid_client.supervise.hang_detection import HangWatch
+from nereid_client.supervise.hang_detection import PROBES, HangWatch
+from nereid_client.supervise.memory_watch import MemoryWatch
 from nereid_client.supervise.pooling_models import PoolingModel, PoolingWarmUp
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.supervise.stub_processes import StubWatch
@@ -60,8 +61,12 @@ class ServePlan:
         frontend: a client of the frontend.
         endpoints: the name and the address of each endpoint, for the message to the user.
         metrics_url: the URL of the Triton server's metrics.
-        generate_url: the URL at which the Triton server accepts a request over HTTP.
-        hang_timeout_s: a server that makes no progress for this time is restarted. 0 means never.
+        http_url: the base URL of the Triton server's HTTP endpoint.
+        hang_timeout_s: a server with a model that does not answer a small request for this time is
+            restarted. 0 means never.
+        max_process_memory: a process that uses more bytes of memory is restarted. 0 means 80 % of
+            the memory of the machine.
+        warnings: sentences that are printed at the start.
         restarts: the limits on restarts.
         drain_timeout_s: the time that running requests have to finish after a signal to stop.
     """
@@ -75,8 +80,10 @@ class ServePlan:
     frontend: FrontendClient
     endpoints: list[tuple[str, str]]
     metrics_url: str
-    generate_url: str
+    http_url: str
     hang_timeout_s: float
+    max_process_memory: int
+    warnings: list[str]
     restarts: RestartPolicy
     drain_timeout_s: float
 
@@ -142,7 +149,8 @@ class Supervisor:
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
         self._is_announced = False
-        self._hang: HangWatch | None = None
+        self._hang_watches: list[HangWatch] = []
+        self._memory = MemoryWatch(plan.max_process_memory, complain)
         self._programs: list[SupervisedProgram] = []
 
     @property
@@ -167,10 +175,13 @@ class Supervisor:
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
         say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_path}")
+        for warning in plan.warnings:
+            complain(f"nereid: warning: {warning}")
         for program in (plan.server, plan.frontend_program):
             self._programs.append(SupervisedProgram(program, plan.restarts, log))
         self._start_warm_up()
         while not self._stop.wait(_TICK_S):
+            self._memory.check()
             exit_code = self._handle_failures()
             if exit_code is not None:
                 return exit_code
@@ -190,13 +201,17 @@ class Supervisor:
     def _watch_for_hangs(self) -> None:
         """Start to observe the current server for hangs, and stop observing the previous one."""
         plan = self._plan
-        if self._hang is not None:
-            self._hang.stop()
+        for watch in self._hang_watches:
+            watch.stop()
+        self._hang_watches = []
         if plan.hang_timeout_s > 0:
-            self._hang = HangWatch(
-                plan.frontend, plan.metrics_url, plan.generate_url, plan.hang_timeout_s
-            )
-            self._hang.start()
+            models = ("llm", *(model.kind for model in plan.pooling_models))
+            for probe in map(PROBES.__getitem__, models):
+                watch = HangWatch(
+                    plan.frontend, plan.metrics_url, plan.http_url, probe, plan.hang_timeout_s
+                )
+                watch.start()
+                self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
         """Announce the server once all models have answered. Until then, report the stage."""
@@ -253,7 +268,8 @@ class Supervisor:
             return f"{server.name} waits for the end of a stub process that is still running"
         if is_warming_up and self._warm_up_failure is not None:
             return self._warm_up_failure
-        return self._hang.finding if self._hang is not None else None
+        findings = (watch.finding for watch in self._hang_watches)
+        return next(filter(None, findings), None)
 
     @property
     def _warm_up_failure(self) -> str | None:

@@ -1,0 +1,186 @@
+"""Restart a process of the server that uses too much memory, before the kernel kills a process.
+
+The kernel kills a process of its own choice when the memory of the machine is exhausted, possibly
+the Triton server or this supervisor. The watch kills the process that causes the shortage. Whoever
+started that process then restarts it: the model its engine or worker, and `nereid serve` the rest.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nereid_client.supervise.child_processes import command_line, descendants_of
+
+_CHECK_EVERY_S = 1.0
+# A process may exceed its budget for a moment, for example while it reads a large request.
+_TOLERATED_S = 5.0
+# The share of the memory that one process may use by default.
+_DEFAULT_SHARE = 0.8
+# The watch acts when less than this share of the memory is available, but at most 1 GiB.
+_RESERVE_SHARE = 0.04
+_MAX_RESERVE = 2**30
+_SMALLEST_VICTIM = 64 * 2**20
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The memory of one process.
+
+    Attributes:
+        pid: the process id.
+        name: a description for messages, such as "the engine process".
+        num_bytes: the resident memory without the pages of files, which the kernel can drop.
+    """
+
+    pid: int
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of the machine, or of the container if its limit is smaller.
+
+    Attributes:
+        total: the number of bytes.
+        available: the number of bytes that are free or can be freed at once.
+    """
+
+    total: int
+    available: int
+
+
+class MemoryWatch:
+    """Checks the memory of all descendants of this process once a second.
+
+    Args:
+        budget: the largest number of bytes of one process. 0 means 80 % of the memory.
+        complain: prints a message for the user.
+        processes: returns the memory of each process.
+        memory: returns the memory of the machine.
+        kill: kills a process.
+        clock: returns a time in seconds that never goes back.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        complain: Callable[[str], None],
+        *,
+        processes: Callable[[], Sequence[ProcessMemory]] | None = None,
+        memory: Callable[[], Memory] | None = None,
+        kill: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._processes = processes or read_processes
+        self._memory = memory or read_memory
+        self._kill = kill or _kill
+        self._complain = complain
+        self._clock = clock
+        total = self._memory().total
+        self._budget = budget or int(total * _DEFAULT_SHARE)
+        self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
+        self._over_since: dict[int, float] = {}
+        self._due = 0.0
+
+    def check(self) -> None:
+        """Kill a process that uses too much memory. Do nothing if the last check was just made."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + _CHECK_EVERY_S
+        found = self._processes()
+        over = {process.pid: process for process in found if process.num_bytes > self._budget}
+        self._over_since = {pid: self._over_since.get(pid, now) for pid in over}
+        for pid, since in self._over_since.items():
+            process = over[pid]
+            if since == now:
+                self._complain(
+                    f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but "
+                    f"the budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
+                )
+            elif now - since >= _TOLERATED_S:
+                self._restart(process, "it has exceeded its budget for too long")
+                return
+        self._check_available(found)
+
+    def _check_available(self, found: Sequence[ProcessMemory]) -> None:
+        """Kill the largest process if the memory is nearly exhausted."""
+        available = self._memory().available
+        largest = max(found, key=lambda process: process.num_bytes, default=None)
+        if available >= self._reserve or largest is None or largest.num_bytes < _SMALLEST_VICTIM:
+            return
+        self._restart(largest, f"only {available // _MIB} MiB of memory are available")
+
+    def _restart(self, process: ProcessMemory, reason: str) -> None:
+        self._complain(
+            f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
+            f"of memory and is restarted, because {reason}"
+        )
+        self._over_since.pop(process.pid, None)
+        self._kill(process.pid)
+        # The kernel needs time to free the memory, and the process needs time to start again.
+        self._due = self._clock() + _TOLERATED_S
+
+
+def read_processes() -> list[ProcessMemory]:
+    """Return the memory of all descendants of this process."""
+    found = []
+    for process in descendants_of(os.getpid()):
+        with contextlib.suppress(OSError):  # the process has ended
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            sizes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE)
+            num_bytes = 1024 * sum(map(int, sizes))
+            found.append(ProcessMemory(process.pid, _describe(process.pid), num_bytes))
+    return found
+
+
+def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """Return the memory of the machine, or of the container if its limit is smaller."""
+    meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
+    total, available = 1024 * meminfo["MemTotal"], 1024 * meminfo["MemAvailable"]
+    for folder, names in (
+        (cgroup, ("memory.max", "memory.current", "inactive_file")),
+        (
+            cgroup / "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ):
+        # The file of the limit is missing without a container, and contains "max" without a limit.
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / names[0]).read_text())
+            used = int((folder / names[1]).read_text())
+            stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")
+            if limit < total:
+                total = limit
+                available = min(available, limit - used + stat.get(names[2], 0))
+    return Memory(total, available)
+
+
+def _numbers(text: str, pattern: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(pattern, text, re.MULTILINE)}
+
+
+def _describe(pid: int) -> str:
+    """Return a description of a process from its command line.
+
+    Example: ["python", "-m", "nereid_backend.serving.executor.engine_process"] returns "the process
+    engine_process".
+    """
+    words = command_line(pid)
+    if "-m" in words[:-1]:
+        return f"the process {words[words.index('-m') + 1].rpartition('.')[2]}"
+    if words and words[0].endswith("triton_python_backend_stub"):
+        return f"the process of the model {Path(*words[1:2]).parent.parent.name}"
+    return f"the process {Path(words[0]).name}" if words else f"process {pid}"
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,90 @@
+"""A model that does not answer a small request is found, even if the rest of the server answers."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.hang_detection import PROBES, HangWatch
+
+
+class Server:
+    """A frontend, a metrics page and a Triton server in one.
+
+    Attributes:
+        num_requests: the number of running requests that the frontend reports.
+        is_blocked: whether small requests get no answer.
+        status: the HTTP status of the answer to a small request.
+        probes: the bodies of the small requests.
+    """
+
+    def __init__(self):
+        self.num_requests, self.is_blocked, self.status = 1, False, 200
+        self.probes = []
+        self.end = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                page = "nereid:generation_tokens_total 5\n"
+                if self.path == "/health/ready":
+                    page = json.dumps({"num_requests": outer.num_requests})
+                self.answer(200, page)
+
+            def do_POST(self):
+                outer.probes.append(self.rfile.read(int(self.headers["content-length"])))
+                if outer.is_blocked:
+                    outer.end.wait(20)
+                self.answer(outer.status, "{}")
+
+            def answer(self, status, text):
+                self.send_response(status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.handle_error = lambda *args: None
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{self.http.server_port}"
+        client = FrontendClient(url, "m", "")
+        self.watch = HangWatch(client, f"{url}/metrics", url, PROBES["llm"], 0.8)
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.watch.stop()
+    made.end.set()
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def test_a_model_that_does_not_answer_is_found_although_metrics_and_frontend_answer(server):
+    server.is_blocked = True
+    server.watch.start()
+    server.watch.join(20)
+    assert "the model llm did not answer a small request" in server.watch.finding
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_any_answer_proves_that_the_model_works(server, status):
+    server.status = status
+    server.watch.start()
+    while len(server.probes) < 2:
+        time.sleep(0.02)
+    assert server.watch.finding is None
+    assert b"nereid-serve" in server.probes[0]
+
+
+def test_a_server_without_requests_gets_no_small_requests(server):
+    server.num_requests = 0
+    server.watch.start()
+    time.sleep(0.7)
+    assert (server.probes, server.watch.finding) == ([], None)

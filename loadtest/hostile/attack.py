@@ -1,0 +1,208 @@
+"""An attack: one hostile request, or a few that belong together, and the outcome that is allowed."""
+
+import http.client
+import json
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_READ_BYTES = 65536
+_MAX_READ = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Target:
+    """The addresses of a server, and what an attacker knows.
+
+    Attributes:
+        openai, http: the ports of the OpenAI API and of the Triton server's HTTP endpoint.
+        grpc: the address of the Triton server's gRPC endpoint.
+        key: the API key of the attacker.
+        foreign_response: the id of a stored response of another client.
+        canary: the port of a server to which nobody should connect.
+    """
+
+    openai: int
+    http: int
+    grpc: str
+    key: str
+    foreign_response: str
+    canary: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the server did.
+
+    Attributes:
+        status: the HTTP status, or one of the words "closed" (the server closed the connection
+            without a response), "left" (the attacker closed the connection) and "hung".
+        text: the beginning of the body.
+    """
+
+    status: int | str
+    text: str = ""
+
+
+Send = Callable[[Target, float], Outcome]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One row of the table.
+
+    Attributes:
+        kind: the name of the group of attacks.
+        name: a short description of this attack.
+        send: sends the attack with a time limit in seconds, and returns the outcome.
+        allowed: the statuses that are allowed. Empty allows every answer below 500.
+        limit_s: the time after which the attack counts as hung.
+    """
+
+    kind: str
+    name: str
+    send: Send
+    allowed: tuple[int | str, ...] = ()
+    limit_s: float = 15.0
+
+    def fault(self, outcome: Outcome) -> str | None:
+        """Return why an outcome is a defect of the server, or None if it is none."""
+        status = outcome.status
+        if status == "hung":
+            return f"no complete answer within {self.limit_s:g} s"
+        if self.allowed:
+            is_allowed = status in self.allowed
+        else:
+            is_allowed = not isinstance(status, int) or status < 500
+        if not is_allowed:
+            return f"status {status}"
+        for name in ("Traceback (most recent call last)", "RecursionError", '"server_error"'):
+            if name in outcome.text:
+                return f"the answer contains {name}"
+        return None
+
+
+def post(
+    path: str, body: object, headers: Mapping[str, str] | None = None, leave_after_s: float = 0.0
+) -> Send:
+    """Return a function that sends a POST request to the OpenAI API.
+
+    Args:
+        path: the path.
+        body: bytes, or a value that is sent as JSON. A function is called when the request is
+            sent, so that the table of attacks needs no memory for large bodies.
+        headers: headers that replace the usual ones.
+        leave_after_s: the attacker closes the connection after this time. 0 means never.
+    """
+
+    def send(target: Target, limit_s: float) -> Outcome:
+        usual = {"Content-Type": "application/json", "Authorization": f"Bearer {target.key}"}
+        data = encoded(body() if callable(body) else body, target)
+        patience_s = leave_after_s or limit_s
+        return exchange(target.openai, "POST", path, data, usual | dict(headers or {}), patience_s,
+                        leaves=bool(leave_after_s))  # fmt: skip
+
+    return send
+
+
+def call(method: str, path: str, *, is_triton: bool = False, body: object = b"") -> Send:
+    """Return a function that sends a request with any method to an HTTP endpoint.
+
+    `{foreign}` in the path is replaced by the id of another client's stored response.
+    """
+
+    def send(target: Target, limit_s: float) -> Outcome:
+        headers = {"Authorization": f"Bearer {target.key}", "Content-Type": "application/json"}
+        port = target.http if is_triton else target.openai
+        data = encoded(body, target)
+        filled = path.replace("{foreign}", target.foreign_response)
+        return exchange(port, method, filled, data, headers, limit_s)
+
+    return send
+
+
+def encoded(body: object, target: Target) -> bytes:
+    """Return a body as bytes. Placeholders of the target are replaced in short bodies."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if len(data) < 10_000:
+        data = data.replace(b"{canary}", str(target.canary).encode())
+        data = data.replace(b"{foreign}", target.foreign_response.encode())
+    return data
+
+
+def exchange(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    limit_s: float,
+    *,
+    leaves: bool = False,
+) -> Outcome:
+    """Send one request on a new connection and read the response.
+
+    Args:
+        port: the port on 127.0.0.1.
+        method, path, body, headers: the request.
+        limit_s: the time limit of each operation of the socket.
+        leaves: whether the client closes the connection at the limit on purpose.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit_s)
+    try:
+        try:
+            connection.request(method, path, body, dict(headers))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server may have answered before it had read the whole body
+        response = connection.getresponse()
+        return Outcome(response.status, response.read(_MAX_READ).decode(errors="replace"))
+    except TimeoutError:
+        return Outcome("left" if leaves else "hung")
+    except (OSError, http.client.HTTPException) as error:
+        return Outcome("closed", repr(error))
+    finally:
+        connection.close()
+
+
+def raw(*parts: bytes, is_triton: bool = False) -> Send:
+    """Return a function that sends bytes to an HTTP endpoint, and reads until the server closes.
+
+    `{key}` is replaced by the attacker's API key.
+    """
+
+    def send(target: Target, limit_s: float) -> Outcome:
+        port = target.http if is_triton else target.openai
+        with socket.create_connection(("127.0.0.1", port), timeout=limit_s) as connection:
+            try:
+                for part in parts:
+                    connection.sendall(part.replace(b"{key}", target.key.encode()))
+            except OSError:
+                pass  # the server may have answered before it had read everything
+            return read_raw(connection)
+
+    return send
+
+
+def read_raw(connection: socket.socket) -> Outcome:
+    """Return the status of the first response on a connection. "closed" if there is none."""
+    received = b""
+    try:
+        while b"\r\n\r\n" not in received and len(received) < _MAX_READ:
+            block = connection.recv(_READ_BYTES)
+            if not block:
+                break
+            received += block
+    except TimeoutError:
+        return Outcome("hung")
+    except OSError as error:
+        return Outcome("closed", repr(error))
+    words = received.split(b"\r\n", 1)[0].split()
+    if len(words) >= 2 and words[1].isdigit():
+        return Outcome(int(words[1]), received.decode(errors="replace"))
+    return Outcome("closed", received[:200].decode(errors="replace"))
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """Return the body of a small chat completion with further fields."""
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}

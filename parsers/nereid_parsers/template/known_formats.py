@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from nereid_parsers.format import (
     Call,
@@ -133,8 +134,12 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
             spelling = replace(call, body=first.body) if has_usual_body else call
             if all(_markup_of(spelling) != _markup_of(known) for known in calls):
                 calls.append(spelling)
-    also_open = dict.fromkeys(opening for family in families for opening in family.also_open)
-    return replace(section, calls=tuple(calls), also_open=(*section.also_open, *also_open))
+    return replace(
+        section,
+        calls=tuple(calls),
+        also_open=_union(family.also_open for family in families),
+        also_close=_union(family.also_close for family in families),
+    )
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -176,15 +181,26 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    also = list(body.keys.also)
-    extra = list(body.keys.extra)
+    family_keys = [body.keys]
     for family in families:
         family_body = family.calls[0].body
         if isinstance(family_body, JsonObject | JsonArray) and isinstance(family_body.keys, Keys):
-            also += family_body.keys.also
-            extra += family_body.keys.extra
-    keys = replace(body.keys, also=tuple(dict.fromkeys(also)), extra=tuple(dict.fromkeys(extra)))
+            family_keys.append(family_body.keys)
+    keys = replace(
+        body.keys,
+        also=_union(keys.also for keys in family_keys),
+        extra=_union(keys.extra for keys in family_keys),
+    )
     return replace(call, body=replace(body, keys=keys))
+
+
+def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the distinct strings of several groups, in order.
+
+    >>> _union([("a", "b"), ("b", "c")])
+    ('a', 'b', 'c')
+    """
+    return tuple(dict.fromkeys(chain.from_iterable(groups)))
 
 
 # ---- tool calls that a template does not render --------------------------------------------------

@@ -102,7 +102,11 @@ class ActiveRequests:
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the followers of a sequence that has computed the prompt into the waiting queue."""
+        """Put the followers of a sequence that has computed the prompt into the waiting queue.
+
+        Example: a request with n=3 has computed its prompt with sequence 0. The sequences 1 and 2
+        enter the queue, and the request keeps the blocks of the prompt for both.
+        """
         request = self.of(sequence)
         if request.followers and not request.is_split:
             self._tables.hold_prompt(request, sequence)
@@ -117,7 +121,8 @@ class ActiveRequests:
         self.num_sequences -= 1
         request = self.of(sequence)
         is_follower = sequence in request.followers
-        if sequence.row is None and request.is_prepared and (request.is_split or not is_follower):
+        is_held_back = not request.is_prepared or (is_follower and not request.is_split)
+        if sequence.row is None and not is_held_back:
             self.waiting.remove(sequence)
         self.waiting.leave(sequence)
         del request.sequences[sequence.index]

@@ -46,6 +46,10 @@ class PendingPlans:
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
         """Plan the next step while the current step is still running.
 
+        Example: `before` computes the last known token of a sequence with 20 tokens. The step will
+        sample the token at index 20, so the next plan computes a chunk of one token that starts at
+        20. The pair of this chunk and the sampled token is added to `StepPlan.pending`.
+
         Args:
             before: the plan of the running step, without draft tokens. If `before` was made ahead,
                 `before` must be the result of `settle`.
@@ -79,6 +83,10 @@ class PendingPlans:
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Return the valid part of a plan that was made ahead. Call this after the previous commit.
+
+        Example: the plan assumed that a sequence with 20 tokens gets one token, which the plan
+        computes. If the grammar forced a second token, the sequence has 22 tokens. The chunk is
+        still valid, but it no longer ends at the last token, so it does not sample.
 
         Args:
             plan: the plan that `plan_next` returned.

@@ -103,13 +103,18 @@ class BlockTables:
         """
         return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
 
-    def append_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Append `num_blocks` new blocks to a sequence's block table.
+    def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Append new blocks to a block table until it has blocks for `num_tokens` tokens.
 
-        The pool must have enough free or idle blocks.
+        Returns:
+            Whether enough blocks were free. If not, nothing is changed.
         """
-        if num_blocks > 0:
-            sequence.block_table += self._pool.allocate(num_blocks)
+        num_missing = self.num_missing_blocks(sequence, num_tokens)
+        if num_missing > self._pool.num_free:
+            return False
+        if num_missing > 0:
+            sequence.block_table += self._pool.allocate(num_missing)
+        return True
 
     def cache_blocks(self, sequence: Sequence) -> None:
         """Add the computed full blocks of a sequence to the prefix cache."""

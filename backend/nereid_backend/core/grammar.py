@@ -33,11 +33,9 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields.
+        """Create a specification from a list of its fields, as other processes send it.
 
-        Args:
-            fields: a specification, or a list of its fields in order. Other processes send such
-                lists.
+        Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after="").
 
         Raises:
             RequestError: if the fields are not a valid specification.
@@ -58,7 +56,10 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Self:
-        """Return the specification of an answer that must be one of `choices`."""
+        """Return the specification of an answer that must be one of `choices`.
+
+        Example: ["yes", "no"] gives GrammarSpec(kind="choice", source='["yes", "no"]', after="").
+        """
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
 
@@ -83,11 +84,10 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields.
+        """Create a specification from a list of its fields, as other processes send it.
 
-        Args:
-            fields: a specification, or a list of its fields in order. Other processes send such
-                lists.
+        Example: ["<think>", "</think>", [7], True, 100] means that the prompt ends inside
+        reasoning, and that token 7 is forced after 100 reasoning tokens.
 
         Raises:
             RequestError: if the fields are not a valid specification.

@@ -11,7 +11,8 @@ their sequences and returns the updates that the engine reports.
 Sequences are ordered by rank. The rank is the number of the step in which the request arrived, plus
 a fixed number of steps for each level of priority. A sequence that has waited for a long time
 therefore comes before a sequence that arrives much later with a higher priority, so no sequence
-starves.
+starves. Example: a request with priority 1 that arrives in step 100 has the rank 100 + 256. It
+comes before a request with priority 0 that arrives in step 400.
 """
 
 from collections import abc
@@ -161,9 +162,9 @@ class Scheduler:
         sequences = sequence.all_sequences()
         priority = sequence.params.priority
         level = max(-_MAX_LEVEL, min(_MAX_LEVEL, priority))
-        due = self._num_steps + level * AGEING_STEPS
+        arrival = self._num_steps + level * AGEING_STEPS
         for each in sequences:
-            each.rank = (due, priority, self._num_added, each.index)
+            each.rank = (arrival, priority, self._num_added, each.index)
         self._num_added += 1
         self._requests.add(sequences, is_prepared=is_prepared)
 
@@ -293,14 +294,9 @@ class Scheduler:
         return self._planner.plan()
 
     def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
-        """Apply the result of one chunk to its sequence.
+        """Apply the result of one chunk to its sequence, and return the update of the sequence.
 
-        Args:
-            chunk: a chunk of the plan.
-            outcome: the sampled tokens; None if the chunk does not sample.
-
-        Returns:
-            The update of the sequence; None if the chunk does not sample.
+        The argument `outcome` and the result are None if the chunk does not sample.
         """
         sequence = chunk.sequence
         computed_end = chunk.start + chunk.num_tokens
@@ -316,9 +312,12 @@ class Scheduler:
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence and return its update.
 
-        End the sequence if one of the tokens ends it.
+        End the sequence if one of the tokens ends it, or if no token could be sampled. Example: the
+        sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the tokens [5, 2],
+        and its finish_reason is "stop".
         """
-        drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
+        drafts = sequence.draft_token_ids
+        sequence.draft_token_ids = []
         if sampled.error is not None:
             return self._end(sequence, "error", error=sampled.error)
         num_known = len(sequence.token_ids)
@@ -348,7 +347,11 @@ class Scheduler:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove a sequence and return its last update."""
+        """Remove a sequence and return its last update.
+
+        If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
+        until the plan is committed.
+        """
         if self.lookup is not None:
             self.lookup.forget(sequence)
         self._requests.remove(sequence)

@@ -13,7 +13,11 @@ new token. Three features follow from that rule:
 - prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
 
 Running sequences are planned first, and each of them gets at least one token. Waiting sequences
-follow. If there are not enough free blocks, a running sequence that comes later in the order is
+follow. Example with a budget of 16 tokens: sequences A and B run and need one token each, and C
+waits with a prompt of 40 tokens. The step computes one token of A, one token of B, and the first 14
+tokens of C.
+
+If there are not enough free blocks, a running sequence that comes later in the order is
 preempted. The planner selects the sequence with the lowest priority. If several sequences have that
 priority, the planner selects the one with the fewest tokens to compute again. The first sequence in
 the order is never preempted for another sequence, so it always finishes.
@@ -29,6 +33,7 @@ True.
 """
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
@@ -41,69 +46,54 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 
 
+@dataclass(slots=True)
 class StepPlanner:
     """Plans steps and allocates the blocks of their tokens.
 
     Attributes:
+        pool: the blocks of the KV cache.
+        tables: the block tables of all sequences.
+        requests: the requests that have not ended, and the waiting queue. Mutated.
+        running: the running sequences. Mutated.
+        pending_plans: the plans whose steps are not committed.
+        lookup: the object that proposes draft tokens; None if speculative decoding is off.
+        max_num_batched_tokens: the largest number of tokens in one step.
+        whole_prefill: whether every prompt must be computed in one step. A prompt that exceeds
+            `max_num_batched_tokens` is then computed in a step of its own.
         num_preemptions: the number of preemptions since the start.
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
+        has_overdue_prompt: whether the last plan had no budget left for a waiting prompt that
+            cannot be divided into chunks. The next plan then starts with that prompt.
+        shares: the number of prompt tokens that each client may compute in the current step. Empty
+            if only one client has requests, or if prompts cannot be divided into chunks.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of the scheduler, each given by name
-        self,
-        *,
-        pool: BlockPool,
-        tables: BlockTables,
-        requests: ActiveRequests,
-        running: RunningSequences,
-        pending_plans: PendingPlans,
-        lookup: PromptLookup | None,
-        max_num_batched_tokens: int,
-        whole_prefill: bool,
-    ) -> None:
-        """Create a planner for the parts of one scheduler.
-
-        Args:
-            pool: the blocks of the KV cache.
-            tables: the block tables of all sequences.
-            requests: the requests that have not ended, and the waiting queue. Mutated.
-            running: the running sequences. Mutated.
-            pending_plans: the plans whose steps are not committed.
-            lookup: the object that proposes draft tokens; None if speculative decoding is off.
-            max_num_batched_tokens: the largest number of tokens in one step.
-            whole_prefill: whether every prompt must be computed in one step. A prompt that exceeds
-                `max_num_batched_tokens` is then computed in a step of its own.
-        """
-        self.num_preemptions = 0
-        self.is_held_up = False
-        self._pool = pool
-        self._tables = tables
-        self._requests = requests
-        self._running = running
-        self._pending_plans = pending_plans
-        self._lookup = lookup
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._whole_prefill = whole_prefill
-        # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
-        # chunks. The next plan then starts with that prompt.
-        self._has_overdue_prompt = False
-        # The tokens of prompts that each client may compute in the current step. Empty if only one
-        # client has requests, or if prompts cannot be divided into chunks.
-        self._shares: dict[str, int] = {}
+    pool: BlockPool
+    tables: BlockTables
+    requests: ActiveRequests
+    running: RunningSequences
+    pending_plans: PendingPlans
+    lookup: PromptLookup | None
+    max_num_batched_tokens: int
+    whole_prefill: bool
+    num_preemptions: int = 0
+    is_held_up: bool = False
+    has_overdue_prompt: bool = False
+    shares: dict[str, int] = field(default_factory=dict)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        waiting = self._requests.waiting
+        budget = self.max_num_batched_tokens
+        waiting = self.requests.waiting
         has_several_clients = waiting.has_several_clients
         if has_several_clients and waiting:
             self._make_room(waiting.first())
-        self._shares = self._prefill_shares() if has_several_clients else {}
-        if not self._has_overdue_prompt:
+        self.shares = self._prefill_shares() if has_several_clients else {}
+        if not self.has_overdue_prompt:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
-        if not chunks and self._running:
+        if not chunks and self.running:
             # The overdue prompt did not get enough blocks, so the running sequences continue.
             self._plan_running(chunks, budget)
         if has_several_clients:
@@ -111,20 +101,20 @@ class StepPlanner:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         chunks.sort(key=_has_many_tokens)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        return StepPlan(chunks, num_tokens, self._tables.take_copies())
+        return StepPlan(chunks, num_tokens, self.tables.take_copies())
 
     def preempt(self, sequence: Sequence) -> None:
         """Release the row and the blocks of a running sequence, and put it into the queue."""
         self.release(sequence)
         sequence.prompt_logprobs = []
-        self._requests.waiting.add(sequence)
+        self.requests.waiting.add(sequence)
         self.num_preemptions += 1
 
     def release(self, sequence: Sequence) -> None:
         """Release the row and the blocks of a running sequence."""
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         sequence.draft_token_ids = []
-        self._tables.release(sequence)
+        self.tables.release(sequence)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         """Append the chunks of the running sequences to `chunks`.
@@ -133,15 +123,15 @@ class StepPlanner:
             The number of tokens of the budget that are left.
         """
         index = 0
-        is_ahead = self._pending_plans.is_planning
+        is_ahead = self.pending_plans.is_planning
         # The list of running sequences becomes shorter if the loop preempts a sequence.
-        while index < len(self._running) and budget > 0:
-            if is_ahead and self._pending_plans.will_end(self._running[index]):
+        while index < len(self.running) and budget > 0:
+            if is_ahead and self.pending_plans.will_end(self.running[index]):
                 index += 1
                 continue
             # Keep one token of the budget for each running sequence that is planned after this
             # sequence. Otherwise, a long chunk could leave no budget for those sequences.
-            num_later = len(self._running) - index - 1
+            num_later = len(self.running) - index - 1
             chunk = self._plan_next_tokens(index, max(1, budget - num_later))
             if chunk is None:
                 break
@@ -153,6 +143,9 @@ class StepPlanner:
     def _plan_next_tokens(self, index: int, limit: int) -> Chunk | None:
         """Return the chunk with the next tokens of the running sequence at `index`.
 
+        Example: the sequence has 100 known tokens, 64 of them are computed, and `limit` is 16. The
+        chunk consists of the 16 tokens from index 64 on.
+
         Args:
             index: the position of the sequence in the order of the running sequences.
             limit: the largest number of tokens in the chunk.
@@ -160,40 +153,39 @@ class StepPlanner:
         Returns:
             The chunk; None if there are not enough free blocks for the tokens.
         """
-        sequence = self._running[index]
-        num_known = len(sequence.token_ids) - sequence.num_computed_tokens
-        num_tokens = min(num_known, 1 if self._whole_prefill else limit)
+        sequence = self.running[index]
+        num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+        num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
         num_tokens = self._take_share(sequence, num_tokens)
-        num_missing = self._tables.num_missing_blocks(
-            sequence, sequence.num_computed_tokens + num_tokens
-        )
-        if num_missing > 0:
-            if not self._free_blocks(index, num_missing):
+        while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
+            if not self._free_some_blocks(index):
                 return None
-            self._tables.append_blocks(sequence, num_missing)
-        if self._lookup is not None and num_tokens == num_known:
-            self._propose_drafts(self._lookup, sequence, limit - num_tokens)
-        return _chunk(sequence, num_tokens, is_first=False)
+        if self.lookup is not None and num_tokens == num_remaining:
+            self._propose_drafts(self.lookup, sequence, limit - num_tokens)
+        return _make_chunk(sequence, num_tokens, is_first=False)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        """Move waiting sequences to the running sequences, and append their chunks to `chunks`."""
-        # A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
-        # have half of their blocks and wait for the other prompt's blocks forever.
+        """Move waiting sequences to the running sequences, and append their chunks to `chunks`.
+
+        A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
+        have half of their blocks and wait for the other prompt's blocks forever.
+        """
         if self.is_held_up:
             return
-        is_overdue, self._has_overdue_prompt = self._has_overdue_prompt, False
-        waiting = self._requests.waiting
-        while waiting and self._running.free_rows and budget > 0:
+        is_overdue = self.has_overdue_prompt
+        self.has_overdue_prompt = False
+        waiting = self.requests.waiting
+        while waiting and self.running.free_rows and budget > 0:
             sequence = waiting.first()
-            if self._whole_prefill and chunks and len(sequence.token_ids) > budget:
-                self._has_overdue_prompt = True
+            if self.whole_prefill and chunks and len(sequence.token_ids) > budget:
+                self.has_overdue_prompt = True
                 break
             if not self._try_admit(sequence):
                 break
-            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
-            num_tokens = num_known if self._whole_prefill else min(num_known, budget)
+            num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
             num_tokens = self._take_share(sequence, num_tokens)
-            chunks.append(_chunk(sequence, num_tokens, is_first=True))
+            chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if is_overdue:
                 break
@@ -204,18 +196,18 @@ class StepPlanner:
         Returns:
             Whether there were enough free blocks.
         """
-        request = self._requests.of(sequence)
-        if self._pending_plans.is_planning and sequence in request.followers:
+        request = self.requests.of(sequence)
+        if self.pending_plans.is_planning and sequence in request.followers:
             # A follower shares the prompt of its request, which may need a block copy.
             self.is_held_up = True
             return False
-        while not self._tables.try_admit(sequence, request):
+        while not self.tables.try_admit(sequence, request):
             # If no sequence is running, all used blocks belong to prompts that requests keep for
             # followers. Such prompts can be computed again, so they are dropped.
-            if self._running or not self._tables.drop_oldest_prompt():
+            if self.running or not self.tables.drop_oldest_prompt():
                 return False
-        self._requests.admit(sequence)
-        self._running.add(sequence)
+        self.requests.admit(sequence)
+        self.running.add(sequence)
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
@@ -225,13 +217,13 @@ class StepPlanner:
         weight, as the client of `sequence` then has. The first sequence in the order is never
         preempted.
         """
-        num_blocks = self._tables.num_missing_blocks(sequence, len(sequence.token_ids))
-        while not self._running.free_rows or self._pool.num_free < num_blocks:
-            by_rows = not self._running.free_rows
+        num_blocks = self.tables.num_missing_blocks(sequence, len(sequence.token_ids))
+        while not self.running.free_rows or self.pool.num_free < num_blocks:
+            by_rows = not self.running.free_rows
             victim = self._fair_victim(sequence, 1 if by_rows else num_blocks, by_rows=by_rows)
             if victim is None:
                 return
-            if self._pending_plans.is_planning:
+            if self.pending_plans.is_planning:
                 self.is_held_up = True
                 return
             self.preempt(victim)
@@ -251,15 +243,15 @@ class StepPlanner:
             return 1 if by_rows else len(other.block_table)
 
         used: Counter[str] = Counter()
-        for other in self._running:
+        for other in self.running:
             used[other.params.client_id] += size(other)
         own = sequence.params
         wanted = (used[own.client_id] + num_needed) / own.client_weight
         candidates = [
             other
-            for other in self._running.after(0)
+            for other in self.running.after(0)
             if other.params.client_id != own.client_id
-            and other not in self._pending_plans.leaving
+            and other not in self.pending_plans.leaving
             and (used[other.params.client_id] - size(other)) / other.params.client_weight >= wanted
         ]
         return min(candidates, key=_preemption_cost, default=None)
@@ -269,13 +261,13 @@ class StepPlanner:
 
         Return an empty dictionary if at most one client has a prompt to compute.
         """
-        if self._whole_prefill:
+        if self.whole_prefill:
             return {}
         demands: Counter[str] = Counter()
         weights: dict[str, float] = {}
-        sequences = list(self._running)
-        if self._running.free_rows:
-            sequences += self._requests.waiting.firsts()
+        sequences = list(self.running)
+        if self.running.free_rows:
+            sequences += self.requests.waiting.firsts()
         for sequence in sequences:
             num_known = len(sequence.token_ids) - sequence.num_computed_tokens
             if num_known > 1:
@@ -283,43 +275,41 @@ class StepPlanner:
                 weights[sequence.params.client_id] = sequence.params.client_weight
         if len(demands) < 2:
             return {}
-        return fair_shares(demands, weights, self._max_num_batched_tokens - len(self._running))
+        return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens the client's share allows, and reduce the share.
 
         One token is always allowed.
         """
-        if num_tokens <= 1 or not self._shares:
+        if num_tokens <= 1 or not self.shares:
             return num_tokens
         client = sequence.params.client_id
-        share = self._shares.get(client, num_tokens)
+        share = self.shares.get(client, num_tokens)
         num_allowed = max(1, min(num_tokens, share))
-        self._shares[client] = share - num_allowed
+        self.shares[client] = share - num_allowed
         return num_allowed
 
-    def _free_blocks(self, index: int, num_blocks: int) -> bool:
-        """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
+    def _free_some_blocks(self, index: int) -> bool:
+        """Free blocks for the running sequence at `index`.
 
-        Every preempted sequence comes after `index` in the order, so it has no chunk in the current
-        plan yet.
+        The call drops the prompt blocks of one request. If no request keeps prompt blocks, the call
+        preempts one sequence. The preempted sequence comes after `index` in the order, so it has no
+        chunk in the current plan yet.
 
         Returns:
             False if the sequence at `index` itself was preempted, or if the plan is made ahead and
             therefore must not preempt a sequence.
         """
-        sequence = self._running[index]
-        while self._pool.num_free < num_blocks:
-            if self._tables.drop_oldest_prompt():
-                continue
-            if self._pending_plans.is_planning:
-                self.is_held_up = True
-                return False
-            victim = self._cheapest_victim(index)
-            self.preempt(victim)
-            if victim is sequence:
-                return False
-        return True
+        if self.tables.drop_oldest_prompt():
+            return True
+        if self.pending_plans.is_planning:
+            self.is_held_up = True
+            return False
+        sequence = self.running[index]
+        victim = self._cheapest_victim(index)
+        self.preempt(victim)
+        return victim is not sequence
 
     def _cheapest_victim(self, index: int) -> Sequence:
         """Return the sequence to preempt for the running sequence at `index`.
@@ -327,11 +317,12 @@ class StepPlanner:
         If several clients have requests, a sequence of the client with the most blocks for its
         weight is preempted, which may be the sequence at `index` itself.
         """
-        sequence, later = self._running[index], self._running.after(index)
-        if not self._requests.waiting.has_several_clients:
+        sequence = self.running[index]
+        later = self.running.after(index)
+        if not self.requests.waiting.has_several_clients:
             return min(later, key=_preemption_cost, default=sequence)
         used: Counter[str] = Counter()
-        for other in self._running:
+        for other in self.running:
             used[other.params.client_id] += len(other.block_table)
 
         def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
@@ -343,19 +334,18 @@ class StepPlanner:
 
     def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
-        num_remaining = sequence.max_total_tokens - len(sequence.token_ids) - 1
-        drafts = lookup.propose(sequence, min(limit, num_remaining))
-        num_missing = self._tables.num_missing_blocks(
-            sequence, len(sequence.token_ids) + len(drafts)
-        )
-        if num_missing > self._pool.num_free:
-            return
-        self._tables.append_blocks(sequence, num_missing)
-        sequence.draft_token_ids = drafts
+        num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        drafts = lookup.propose(sequence, min(limit, num_allowed))
+        if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
+            sequence.draft_token_ids = drafts
 
 
-def _chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
-    """Return the chunk with the next `num_tokens` known tokens and the draft tokens."""
+def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
+    """Return the chunk with the next `num_tokens` known tokens and the draft tokens.
+
+    Example: a sequence has 20 known tokens, of which 19 are computed, and 3 draft tokens. The chunk
+    starts at 19 and has 4 tokens. All 4 logits are needed to verify the draft tokens.
+    """
     start = sequence.num_computed_tokens
     samples = start + num_tokens == len(sequence.token_ids)
     num_drafts = len(sequence.draft_token_ids)

@@ -11,6 +11,9 @@ from nereid_backend.core.step import Sampled
 def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
     """Append sampled tokens to a sequence. Stop after the first token that ends the sequence.
 
+    Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The function appends 5 and 2,
+    and returns ("stop", 2).
+
     Returns:
         The finish reason and the id of the stop token. If the sequence continues, both are None. If
         the length limit ended the sequence, the id is None.
@@ -42,8 +45,8 @@ def make_update(
     sequence.was_reported = True
     prompt: list[TokenLogprobs | None] | None = None
     if is_first and new_token_ids and sequence.index == 0:
-        wanted = sequence.params.prompt_logprobs is not None
-        prompt = [None, *sequence.prompt_logprobs] if wanted else None
+        if sequence.params.prompt_logprobs is not None:
+            prompt = [None, *sequence.prompt_logprobs]
         sequence.prompt_logprobs = []
     return RequestUpdate(
         sequence.request_id,

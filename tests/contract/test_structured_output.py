@@ -1,0 +1,253 @@
+"""Structured output with the real `openai` client: pydantic models as answers and as tools.
+
+The echo model answers with the text that it gets. A test therefore sends a model's JSON, reads the
+object that the client parses, and takes the schema that the frontend passed on. The grammar that
+the backend compiles from this schema must allow the same JSON.
+"""
+
+import datetime
+import enum
+import json
+import uuid
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import openai
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.live_frontend import live_frontend
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.grammar import Guides
+from nereid_backend.grammar.request_spec import schema_spec
+from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
+
+CHECKPOINT = Path(__file__).parents[2] / "demo" / "chat"
+EOS = 2
+BEGIN, END = "<tool_call>\n", "\n</tool_call>"
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Address(BaseModel):
+    street: str
+    code: str | None
+
+
+class Customer(BaseModel):
+    address: Address
+    others: list[Address]
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str
+
+
+class Owner(BaseModel):
+    pet: Cat | Dog
+
+
+class TaggedOwner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+class Paint(BaseModel):
+    color: Color
+    level: Level
+
+
+class Defaults(BaseModel):
+    count: int | None = None
+    text: str = "x"
+
+
+class Scores(BaseModel):
+    scores: dict[str, int]
+
+
+class Homes(BaseModel):
+    homes: dict[str, Address]
+
+
+class Tree(BaseModel):
+    value: int
+    children: list["Tree"]
+
+
+class Chain(BaseModel):
+    value: int
+    next: "Chain | None"
+
+
+class Bounds(BaseModel):
+    even: Annotated[int, Field(multiple_of=2)]
+    share: Annotated[float, Field(ge=0, le=1)]
+    word: Annotated[str, Field(pattern=r"^[a-z]+$", max_length=30)]
+    numbers: Annotated[list[int], Field(min_length=1, max_length=3)]
+
+
+class Pair(BaseModel):
+    pair: tuple[int, str]
+
+
+class Event(BaseModel):
+    day: datetime.date
+    id: uuid.UUID
+
+
+class AnyScalar(BaseModel):
+    value: int | float | str | bool | None
+
+
+CASES = [
+    (
+        Customer,
+        {"address": {"street": "a", "code": None}, "others": [{"street": "b", "code": "1"}]},
+    ),
+    (Owner, {"pet": {"kind": "dog", "name": "Rex"}}),
+    (TaggedOwner, {"pet": {"kind": "cat", "lives": 9}}),
+    (Paint, {"color": "red", "level": 2}),
+    (Defaults, {"count": None, "text": "y"}),
+    (Scores, {"scores": {"a": 1}}),
+    (Homes, {"homes": {"a": {"street": "s", "code": None}}}),
+    (Tree, {"value": 1, "children": [{"value": 2, "children": []}]}),
+    (Chain, {"value": 1, "next": {"value": 2, "next": None}}),
+    (Bounds, {"even": 4, "share": 0.5, "word": "abc", "numbers": [1, 2]}),
+    (Pair, {"pair": [1, "a"]}),
+    (Event, {"day": "2026-01-02", "id": "12345678-1234-5678-1234-567812345678"}),
+    (AnyScalar, {"value": 1.5}),
+    (AnyScalar, {"value": None}),
+]
+each_case = pytest.mark.parametrize(("kind", "value"), CASES)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return FakeBackend()
+
+
+@pytest.fixture(scope="module")
+def client(backend):
+    with (
+        live_frontend(backend) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as made,
+    ):
+        yield made.with_options(max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def allows():
+    """Return a function: whether a grammar allows a text and then the end of the answer."""
+    guides = Guides(str(CHECKPOINT), vocab_size=2048, eos_token_ids=(EOS,))
+    guides.warm_up().result(300)  # the grammar libraries take long to load on a busy machine
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+    def check(spec, text):
+        guide = guides.prepare(SamplingParams(grammar=spec), frozenset({EOS})).result(300)
+        row = np.zeros(2048 // 32, np.int32)
+        for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
+            if guide.fill(row) and not row[token // 32] >> (token % 32) & 1:
+                return False
+            guide.accept([token])
+        return True
+
+    yield check
+    guides.close()
+
+
+def schema_of(response_format):
+    return response_format["json_schema"]["schema"]
+
+
+def tool_spec(schema):
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    tag = {"type": "tag", "begin": BEGIN, "content": content, "end": END}
+    return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+
+
+@each_case
+def test_a_model_as_response_format_is_parsed_and_its_schema_allows_it(
+    client, backend, allows, kind, value
+):
+    text = json.dumps(value, separators=(",", ":"))
+    completion = client.chat.completions.parse(
+        model="echo", messages=[{"role": "user", "content": text}], response_format=kind
+    )
+    assert completion.choices[0].message.parsed == kind.model_validate(value)
+    passed = json.loads(backend.generations[-1].chat_request)["response_format"]
+    assert passed["json_schema"]["strict"] is True
+    assert allows(schema_spec(schema_of(passed), is_strict=True), text)
+
+
+@each_case
+def test_a_model_as_strict_tool_is_parsed_and_its_schema_allows_it(
+    client, backend, allows, kind, value
+):
+    arguments = json.dumps(value, separators=(",", ":"))
+    call = f'<tool_call>{{"name": "{kind.__name__}", "arguments": {arguments}}}</tool_call>'
+    completion = client.chat.completions.parse(
+        model="echo",
+        messages=[{"role": "user", "content": call}],
+        tools=[openai.pydantic_function_tool(kind)],
+        tool_choice="required",
+    )
+    (parsed,) = completion.choices[0].message.tool_calls
+    assert parsed.function.parsed_arguments == kind.model_validate(value)
+    passed = json.loads(backend.generations[-1].chat_request)["tools"][0]["function"]
+    assert passed["strict"] is True
+    assert allows(tool_spec(passed["parameters"]), f"{BEGIN}{arguments}{END}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"type": "integer", "multipleOf": 5}, "10", "11"),
+        ({"type": "integer", "multipleOf": 5.0}, "10", "11"),
+        ({"type": "integer", "minimum": 1.0, "maximum": 30.0}, "30", "31"),
+        ({"type": "number", "multipleOf": 0.5}, "1.5", "1.2"),
+        ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]}, "3", "9"),
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                    {"properties": {"b": {"type": "string"}}, "required": ["b"]},
+                ],
+                "type": "object",
+            },
+            '{"a":1,"b":"x"}',
+            '{"a":1}',
+        ),
+    ],
+)
+def test_multiple_of_and_several_parts_of_all_of_are_enforced(allows, schema, allowed, forbidden):
+    spec = schema_spec(schema, is_strict=True)
+    assert allows(spec, allowed)
+    assert not allows(spec, forbidden)
+
+
+def test_a_tool_whose_integer_is_written_with_a_fraction_of_zero_is_parsed(client):
+    call = '<tool_call>{"name": "Scores", "arguments": {"scores": {"a": 30.0}}}</tool_call>'
+    completion = client.chat.completions.parse(
+        model="echo",
+        messages=[{"role": "user", "content": call}],
+        tools=[openai.pydantic_function_tool(Scores)],
+        tool_choice="required",
+    )
+    (parsed,) = completion.choices[0].message.tool_calls
+    assert parsed.function.parsed_arguments == Scores(scores={"a": 30})

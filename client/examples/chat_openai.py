@@ -2,7 +2,7 @@
 
 .venv/bin/python client/examples/chat_openai.py "What is 12 + 30?"
 
-Needs the package `openai`; the environment `.venv` of this repository has it.
+The example needs the package `openai`, which the environment `.venv` of this repository has.
 """
 
 import argparse
@@ -16,7 +16,7 @@ except ImportError as error:
 
 
 def main() -> None:
-    """Send one message; print the answer to stdout and the reasoning to stderr."""
+    """Send one message, and print the answer to stdout and the reasoning to stderr."""
     parser = argparse.ArgumentParser(description="Send one message and stream the answer.")
     parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
     parser.add_argument(

@@ -5,8 +5,8 @@ The embedding model finds similar passages, the reranker sorts them, and the cha
     .venv/bin/python client/examples/rag.py "Who keeps a hedgehog?"
 
 The passages below describe the invented world of the demo models. Use your own passages with
---passages FILE, where FILE has one passage per line. Needs the packages `openai`, `httpx` and
-`numpy`; the environment `.venv` of this repository has all three.
+--passages FILE, where FILE has one passage per line. The example needs the packages `openai`,
+`httpx` and `numpy`, which the environment `.venv` of this repository has.
 """
 
 import argparse

@@ -3,7 +3,8 @@
 .venv/bin/python client/examples/stream_grpc.py "Once upon a time"          continue a text
 .venv/bin/python client/examples/stream_grpc.py --chat "What is 12 + 30?"   answer a message
 
-Needs the packages `tritonclient[grpc]` and `numpy`; the environment `.venv` has both.
+The example needs the packages `tritonclient[grpc]` and `numpy`, which the environment `.venv` of
+this repository has.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 .venv/bin/python client/examples/structured_openai.py "Invent a person." --n 3
 
-Needs the packages `openai` and `pydantic`; the environment `.venv` of this repository has both.
+The example needs the packages `openai` and `pydantic`, which the environment `.venv` of this
+repository has.
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Person(BaseModel):
 
 
 def main() -> None:
-    """Ask once for `n` answers; print each with the mean probability of its tokens."""
+    """Request `n` answers, and print each answer with the mean probability of its tokens."""
     parser = argparse.ArgumentParser(description="Ask for answers that match a JSON schema.")
     parser.add_argument("prompt", nargs="?", default="Invent a person.")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 .venv/bin/python client/examples/tools_openai.py "What is the weather in Paris?"
 
-Needs the package `openai`; the environment `.venv` of this repository has it.
+The example needs the package `openai`, which the environment `.venv` of this repository has.
 """
 
 import argparse

@@ -13,9 +13,9 @@ from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import SettingsError, settings_from_flags
 
-# The time for which an idle connection is kept. It must be longer than the time in clients and load
-# balancers (httpx, which OpenAI's library uses: 5 s). If the server closed a connection first, it
-# would sometimes do so at the moment when a request arrives on it.
+# The frontend closes a connection that was idle for this time. Clients and load balancers must
+# close idle connections earlier (httpx, which OpenAI's library uses, does so after 5 s). Otherwise,
+# the frontend could close a connection at the moment when a request arrives on it.
 _KEEP_ALIVE_S = 75
 
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     # Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     uvicorn.run(
         app,
         http=protocol_class(settings.receive_timeout_s),

@@ -76,8 +76,8 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
     Args:
         settings: the settings of the frontend.
-        make_backend: creates the backend once the event loop runs. By default, the backend is the
-            Triton server at `settings.grpc_url`.
+        make_backend: creates the backend when the event loop is running. By default, the backend is
+            the Triton server at `settings.grpc_url`.
     """
 
     @asynccontextmanager
@@ -175,16 +175,18 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Return the response for an error of Starlette: an unknown path or a wrong method."""
+    """Return the response for an error that Starlette raised: an unknown path or a wrong method."""
     if not isinstance(error, HTTPException):
         raise error
-    where = f"{request.method} {request.url.path}"
+    route = f"{request.method} {request.url.path}"
+    headers = dict(error.headers or {})
     messages = {
-        404: f"{where} is not a route of this server. GET /openapi.json lists all routes.",
-        405: f"{where} is not allowed: the path exists, but not for the method {request.method}",
+        404: f"{route} is not a route of this server. GET /openapi.json lists all routes.",
+        405: f"The path {request.url.path} does not allow the method {request.method}. "
+        f"Use {headers.get('Allow', 'another method')}.",
     }
-    message = messages.get(error.status_code, f"{where} failed: {error.detail}")
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    message = messages.get(error.status_code, f"{route} failed: {error.detail}")
+    return error_response(ApiError(error.status_code, message, headers=headers))
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

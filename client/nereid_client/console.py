@@ -4,7 +4,7 @@ import sys
 
 
 class CliError(Exception):
-    """The command cannot continue; it ends with exit code 2.
+    """The command cannot continue, and ends with exit code 2.
 
     The message is one line that names the problem and the remedy.
     """

@@ -5,9 +5,9 @@ FrontendError
 |  '- Disconnected   the client has closed the connection, so nobody reads the response
 '- BackendError      an error of the Triton server: a gRPC status code and a message
 
-FieldError is raised by the validators of the request bodies. It is a ValueError, because pydantic
-turns only ValueErrors of a validator into a ValidationError. `from_validation` turns a
-ValidationError into an ApiError.
+The validators of the request bodies raise FieldError. This class is a ValueError, because pydantic
+converts only ValueErrors of a validator to a ValidationError. `from_validation` converts a
+ValidationError to an ApiError.
 """
 
 import json
@@ -34,7 +34,7 @@ class ApiError(FrontendError):
         code: the machine-readable reason, such as "model_not_found".
         headers: additional response headers.
         limit: the name of the setting whose limit the request exceeded, such as "max_body_bytes".
-            It is the label of a metric and does not appear in the response.
+            The name is the label of a metric and does not appear in the response.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-"""Maps an HTTP status to the `type` of the error. `ApiError.body` has a default for the others."""
+"""Maps an HTTP status to the `type` of the error. `ApiError.body` has a default type."""
 
 _HTTP_STATUS_AND_CODE = {
     "INVALID_ARGUMENT": (400, None),
@@ -119,7 +119,7 @@ _HTTP_STATUS_AND_CODE = {
     "CANCELLED": (499, "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout"),
 }
-"""Maps a gRPC status code to an HTTP status and OpenAI's error code. Other codes become a 500."""
+"""Maps a gRPC status code to an HTTP status and OpenAI's error code. The default status is 500."""
 
 # The executor estimates the waiting time. Example: "Try again in 4 s".
 _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
@@ -302,7 +302,10 @@ def _split_field(message: str) -> tuple[str | None, str]:
 
 
 def _retry_after(message: str) -> dict[str, str]:
-    """Return the header Retry-After: the seconds that the message gives, else one second."""
+    """Return the header Retry-After with the seconds that the message contains, or with 1.
+
+    Example: "Try again in 4 s." returns {"Retry-After": "4"}.
+    """
     match = _RETRY_AFTER.search(message)
     return {"Retry-After": match[1] if match else "1"}
 

@@ -1,11 +1,15 @@
 """gRPC calls of a Triton server that can be cancelled without a memory leak.
 
-grpc.aio frees the memory of an operation, its response included, only if the task that awaits the
-operation runs to its end (issue 43360 of gRPC). Therefore no such task may be cancelled. If the
-task of a request is cancelled, `asyncio.shield` protects the tasks of gRPC. The method `cancel` of
-a call would cancel these tasks too, so this module cancels only the underlying call; the tasks that
-await the call then end by themselves. The memory of a failed operation is not freed either, so a
-stream that is cancelled before its first response still leaks about 100 bytes.
+grpc.aio frees the memory of an operation, including the response, only if the task that awaits the
+operation runs to its end (issue 43360 of gRPC). This module therefore never cancels a task that
+awaits an operation:
+
+- If the task of a request is cancelled, `asyncio.shield` protects the tasks of gRPC.
+- The method `cancel` of a call would cancel the tasks of gRPC. This module cancels only the
+  underlying call, and the tasks that await the call then end by themselves.
+
+The memory of a failed operation is not freed either, so a stream that is cancelled before its first
+response still leaks about 100 bytes.
 """
 
 import asyncio
@@ -31,7 +35,7 @@ _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32}
 class TritonCalls:
     """A gRPC channel to a Triton server that reconnects within a second after a restart.
 
-    By default, the time between gRPC's attempts to connect grows to two minutes. The object must
+    By default, gRPC would wait up to two minutes between two attempts to connect. The object must
     be created in a running event loop. The first call opens the connection.
 
     Args:
@@ -93,30 +97,32 @@ class TritonCalls:
 
     async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
         """Return the response of a unary call. Cancel the call if the calling task is cancelled."""
-        reading = asyncio.ensure_future(_await(call))
+        response = asyncio.ensure_future(_await(call))
         try:
-            return await _shielded(reading)
+            return await asyncio.shield(response)
         except asyncio.CancelledError:
-            Call.cancel(call)
-            self._run_detached(_wait_for_end(reading))
-            raise
+            error = _error_for_cancellation()
+            if isinstance(error, asyncio.CancelledError):
+                Call.cancel(call)
+                self._run_detached(_wait_for_end(response))
+            raise error from None
 
     def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end in a task. Only `close` waits for this task."""
+        """Start a task that runs a coroutine to its end. Only `close` waits for this task."""
         task = asyncio.create_task(work)
         self._detached.add(task)
         task.add_done_callback(self._detached.discard)
 
 
 class Stream:
-    """One request and its responses. The user of a stream must call `leave` or `cancel`.
+    """One request and its responses. The user of a stream must call `let_end` or `cancel`.
 
-    A task of its own reads all responses, because it must never be cancelled. `read` returns what
-    this task has read.
+    A separate task reads all responses, because the task that reads must never be cancelled. `read`
+    returns the responses that this task has read.
 
     Args:
         call: the stream call of grpc.aio.
-        run_detached: runs a coroutine to its end in a task of its own.
+        run_detached: runs a coroutine to its end in a separate task.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class Stream:
         self._run_detached = run_detached
         self._responses: collections.deque[Any] = collections.deque()
         self._changed = asyncio.Event()
-        self._reading = asyncio.create_task(self._read_all())
+        self._reader = asyncio.create_task(self._read_all())
 
     async def read(self) -> Any:  # noqa: ANN401 - a protobuf message
         """Return the next ModelStreamInferResponse, or None at the end of the stream.
@@ -138,38 +144,38 @@ class Stream:
             BackendError: the server cancelled the call.
         """
         while not self._responses:
-            if self._reading.done():
-                return await self._reading
+            if self._reader.done():
+                return await self._reader
             self._changed.clear()
             await self._changed.wait()
         return self._responses.popleft()
 
-    def leave(self) -> None:
-        """Stop reading a stream that the server has ended or is about to end."""
-        self._run_detached(self._finish())
+    def let_end(self) -> None:
+        """Ignore the rest of a stream that the server has ended or is about to end."""
+        self._run_detached(self._wait_for_end())
 
     def cancel(self) -> None:
         """Cancel the call. A call that has ended is not affected."""
         Call.cancel(self._call)
-        self._run_detached(self._finish())
+        self._run_detached(self._wait_for_end())
 
-    async def _finish(self) -> None:
-        """Wait for the end of the stream, and cancel the call if it takes too long."""
-        await asyncio.wait([self._reading], timeout=_END_TIMEOUT_S)
+    async def _wait_for_end(self) -> None:
+        """Wait for the end of the stream, and cancel the call if that takes too long."""
+        await asyncio.wait([self._reader], timeout=_END_TIMEOUT_S)
         Call.cancel(self._call)
-        await _wait_for_end(self._reading)
+        await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
         """Read all responses of the stream, and wake up `read` after each one."""
         try:
-            # The metadata is awaited first: otherwise the first read would start a second
-            # operation that waits for it, and each operation that fails leaks memory.
+            # The metadata is awaited first. Otherwise, the first read would start a second
+            # operation that waits for the metadata, and each operation that fails leaks memory.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
                 self._changed.set()
         except asyncio.CancelledError:
-            raise _cancellation() from None
+            raise _error_for_cancellation() from None
         finally:
             self._changed.set()
 
@@ -203,7 +209,9 @@ def infer_request(
 
 
 def encode_strings(strings: Iterable[bytes]) -> bytes:
-    r"""Return the content of a BYTES tensor: each string after its length, a little-endian uint32.
+    r"""Return the content of a BYTES tensor, in which the length of a string precedes the string.
+
+    A length is a little-endian uint32.
 
     Example: [b"ab"] returns b"\x02\x00\x00\x00ab".
     """
@@ -221,19 +229,11 @@ def decode_strings(raw: bytes) -> list[bytes]:
     return strings
 
 
-async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Return the result of the task `reading`, which continues if the calling task is cancelled."""
-    try:
-        return await asyncio.shield(reading)
-    except asyncio.CancelledError:
-        raise _cancellation() from None
+def _error_for_cancellation() -> BaseException:
+    """Return the exception to raise for a CancelledError that was raised by an awaited gRPC call.
 
-
-def _cancellation() -> BaseException:
-    """Return the exception to raise for a CancelledError.
-
-    grpc raises a CancelledError in two cases: the calling task was cancelled, or only the gRPC call
-    was cancelled. In the second case, the calling task must go on, so it gets a BackendError.
+    If the current task was cancelled, the exception is a CancelledError. Otherwise, the server
+    cancelled only the call, so the exception is a BackendError, which does not end the task.
     """
     task = asyncio.current_task()
     if task is None or not task.cancelling():
@@ -242,10 +242,11 @@ def _cancellation() -> BaseException:
 
 
 async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
+    """Return the result of a call. The coroutine turns the call into an object for a task."""
     return await call
 
 
-async def _wait_for_end(reading: asyncio.Future[Any]) -> None:
-    """Wait for the end of a task and ignore its result."""
+async def _wait_for_end(task: asyncio.Future[Any]) -> None:
+    """Wait for the end of a task, and ignore its result or error."""
     with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
-        await reading
+        await task

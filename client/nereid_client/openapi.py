@@ -1,7 +1,7 @@
 """The OpenAPI schema of the frontend, with a description of each request field.
 
-The routes read and validate the bodies themselves, because error messages then have OpenAI's
-format. FastAPI therefore does not know the types of the bodies, and this module adds them.
+The routes read and validate the bodies themselves, so that error messages have OpenAI's format.
+FastAPI therefore does not know the types of the bodies, and this module adds them to the schema.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/score": ScoreRequest,
     "/classify": ClassifyRequest,
 }
-"""The type of the body of each POST route that has one."""
+"""Maps the path of a POST route to the type of its request body."""
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
 
     Args:
         request: the HTTP request.
-        body: its validated body.
+        body: the validated body of the request.
         prefix: the beginning of the completion's id, such as "chatcmpl".
     """
     return CompletionFrame(
@@ -208,7 +208,7 @@ def check_unicode(text: str) -> None:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    """Reject NaN and Infinity, which Python's parser accepts although JSON does not have them."""
+    """Reject NaN and Infinity, which Python's parser accepts although they are not valid JSON."""
     raise ValueError(f"{name} is not a JSON number")
 
 

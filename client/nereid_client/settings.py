@@ -1,7 +1,7 @@
 """The settings of the OpenAI frontend, from `NEREID_*` environment variables and flags.
 
-pydantic-settings is not used: its settings classes read the environment whenever an object is
-created, and they cannot read another mapping than `os.environ`.
+pydantic-settings is not used, because its settings classes read the environment whenever an object
+is created, and because they can read no other mapping than `os.environ`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     '70000'."
 
     Args:
-        labels: the flag or the variable that gave the value, by the name of the setting.
+        labels: maps the name of a setting to the flag or the variable with its value.
     """
     try:
         yield
@@ -60,22 +60,22 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
 def _settings_class(cls: type[ClassT]) -> type[ClassT]:
     """Make `cls` a frozen dataclass whose constructor raises a SettingsError for a wrong value."""
     config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-    made: Any = dataclass(frozen=True, config=config)(cls)
-    pydantic_init = made.__init__
+    settings_class: Any = dataclass(frozen=True, config=config)(cls)
+    pydantic_init = settings_class.__init__
 
     @functools.wraps(pydantic_init)
     def init(self: object, **values: object) -> None:
         with _settings_errors({}):
             pydantic_init(self, **values)
 
-    made.__init__ = init
-    return made  # type: ignore[no-any-return]
+    settings_class.__init__ = init
+    return settings_class  # type: ignore[no-any-return]
 
 
 def _check_size(value: object) -> object:
-    """Raise a ValueError if `value` is a text that is not completely a size in bytes.
+    """Return `value`, or raise a ValueError if it is a text that is not a size in bytes.
 
-    Without this check, pydantic's ByteSize would accept "4,096" as 4 bytes.
+    Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
     if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)? ?([kmgt]?i?b)?", value.lower()):
         raise ValueError("be a number of bytes or text such as 64MiB")
@@ -184,10 +184,10 @@ VARIABLES = {name: f"NEREID_{name.upper()}" for name in Settings.__annotations__
     "host": "NEREID_OPENAI_HOST",
     "port": "NEREID_OPENAI_PORT",
 }
-"""The environment variable of each setting, by the name of the setting."""
+"""Maps the name of a setting to its environment variable."""
 
 SCHEMA: dict[str, Any] = TypeAdapter(Settings).json_schema()["properties"]
-"""The JSON schema of each setting, with its description and default, by the name of the setting."""
+"""Maps the name of a setting to its JSON schema, which has the description and the default."""
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -233,7 +233,7 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
     Args:
         environment: the environment variables.
-        flags: the values of the given flags, by the name of the setting.
+        flags: maps the name of a setting to the value of its flag, for the flags that are given.
 
     Raises: SettingsError that names the flag or the variable.
     """

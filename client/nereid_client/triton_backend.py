@@ -13,7 +13,7 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The first model of the ensemble, and its output with the token ids of the prompt.
+# The first model of the ensemble, and two of its outputs.
 _TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
@@ -37,8 +37,8 @@ class Generation:
         input_ids: the prompt as token ids.
         chat_request: the prompt as the JSON body of a chat completion.
         sampling_parameters: a JSON object, for `text_input` and `input_ids`.
-        with_text: whether deltas contain the unparsed text, as `text`.
-        num_choices: the number of choices. The stream ends when all of them have ended.
+        with_text: whether deltas contain the unparsed text in the key `text`.
+        num_choices: the number of choices. The stream ends when all choices have ended.
         client_id: the client that takes turns with other clients. "" if the client is unknown.
         client_weight: the share of the client.
     """
@@ -92,9 +92,9 @@ class Backend(Protocol):
 
 
 class TritonBackend:
-    """The ensemble on a Triton server. Each request has a gRPC stream; all share one channel.
+    """The ensemble on a Triton server. Each request has a gRPC stream, and all streams one channel.
 
-    It must be created in a running event loop. The first call opens the connection.
+    The object must be created in a running event loop. The first call opens the connection.
 
     Args:
         url: host:port of the server's gRPC endpoint.
@@ -109,9 +109,9 @@ class TritonBackend:
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices, as described by `Backend.generate`.
 
-        Closing the generator before the last response cancels the gRPC stream. After the last
-        response, or after an error, the stream is not cancelled but left to end by itself: Triton
-        server 2.51 can crash if a stream is cancelled while it ends (its issues 7368 and 8034),
+        If the generator is closed before the last response, the gRPC stream is cancelled. After the
+        last response or an error, the stream is not cancelled, because Triton server 2.51 can crash
+        if a stream is cancelled while the stream ends (issues 7368 and 8034 of the Triton server),
         and many clients disconnect as soon as they receive a finish reason.
         """
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
@@ -137,19 +137,20 @@ class TritonBackend:
             raise self._stream_error(error) from None
         finally:
             if has_ended:
-                stream.leave()
+                stream.let_end()
             else:
                 stream.cancel()
 
     async def tokenize(self, generation: Generation) -> list[int]:
-        """Call only the tokenizer, the first model of the ensemble. See `Backend.tokenize`."""
+        """Return the token ids from the tokenizer model, as described by `Backend.tokenize`."""
         raw = await self._infer(self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS]))
         return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
 
     async def request_limits(self) -> Mapping[str, int]:
-        """Ask the tokenizer for its limits with the parameter `return_limits`.
+        """Return the limits of the tokenizer model, as described by `Backend.request_limits`.
 
-        The output `envelope` of the response is a JSON object. See `Backend.request_limits`.
+        For a request with the parameter `return_limits`, the tokenizer model's output `envelope` is
+        a JSON object with its limits.
         """
         request = infer_request(
             _TOKENIZER_MODEL, "limits", [("stream", "BOOL", [True])], [_ENVELOPE]
@@ -183,7 +184,10 @@ class TritonBackend:
         return infer_request(model, generation.request_id, _inputs(generation), outputs)
 
     def _call_error(self, error: grpc.RpcError) -> BackendError:
-        """Return the error of a unary call, whose message has the code of the model's error."""
+        """Return the error for a unary call that failed.
+
+        For an error of a model, gRPC's code is INTERNAL, and the message contains the model's code.
+        """
         code: str = error.code().name
         model_error = read_error(error.details() or code)
         if code == "UNAVAILABLE":
@@ -191,13 +195,14 @@ class TritonBackend:
         return BackendError(model_error.code if code == "INTERNAL" else code, model_error.message)
 
     def _stream_error(self, error: grpc.RpcError) -> BackendError:
-        """Return the error of a stream that ended because the connection failed."""
+        """Return the error for a stream that ended because the connection failed."""
         code: str = error.code().name
         details: str = error.details() or code
         message = self._outage_message(details) if code == "UNAVAILABLE" else details
         return BackendError(code, message)
 
     def _outage_message(self, details: str) -> str:
+        """Return the message for a server that cannot be reached, or whose connection was lost."""
         if "failed to connect" in details:
             return unreachable_message(self._url)
         return f"The frontend lost the connection to the Triton server ({details}). Try again."
@@ -228,12 +233,12 @@ def read_error(text: str) -> BackendError:
 
 
 def is_outage(text: str) -> bool:
-    """Return whether a message of the Triton server means that it must restart, or is stopping."""
+    """Return whether a message means that the Triton server must be restarted, or is stopping."""
     return _STUB_DIED in text or _STOPPING in text
 
 
 def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
-    """Return name, Triton data type and values of each input tensor."""
+    """Return the name, the Triton data type and the values of each input tensor."""
     inputs: list[tuple[str, str, Sequence[Any]]] = [("stream", "BOOL", [True])]
     for name in ("text_input", "chat_request", "sampling_parameters"):
         text = getattr(generation, name)

@@ -1,7 +1,7 @@
 """Encode vectors and scores as JSON, in the formats of OpenAI, vLLM, Jina, Cohere, SGLang and TEI.
 
-A response with thousands of vectors takes long to encode. It is therefore encoded in parts, and
-other requests run in between.
+The encoding of thousands of vectors takes long. A response is therefore encoded in parts, and other
+requests run between two parts.
 """
 
 import asyncio
@@ -78,8 +78,8 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
     """Return a function that encodes an array as JSON.
 
     Args:
-        encoding_format: "base64" encodes the bytes of little-endian float32 numbers; anything else
-            encodes nested lists.
+        encoding_format: "base64" encodes the numbers as little-endian float32 in base64. "float"
+            and None encode them as nested lists.
     """
     if encoding_format == "base64":
         return lambda row: f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
@@ -87,10 +87,11 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
 
 
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that encodes the signs of an array, eight in one byte, as JSON.
+    """Return a function that encodes the signs of an array as JSON, eight signs in one byte.
 
-    The bit of a positive number is 1. The first of eight numbers is the highest bit.
-    Example: [1, -1, -1, -1, -1, -1, -1, 1] is 129 unsigned, and 1 signed.
+    The bit of a positive number is 1. The first of eight numbers becomes the highest bit.
+    Example: the array [1, -1, -1, -1, -1, -1, -1, 1] is encoded as "[129]" unsigned, and as "[1]"
+    signed.
 
     Args:
         is_signed: whether bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
@@ -101,13 +102,13 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a response with a JSON object, one member of which has been encoded before.
+    """Return a response with a JSON object. One member of the object is JSON already.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.
 
     Args:
-        members: the other members of the object. There must be at least one.
+        members: the other members of the object, at least one.
         name: the name of the encoded member.
         encoded: the JSON of this member.
     """
@@ -116,7 +117,7 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
 
 
 async def encode_list(items: Iterable[str]) -> str:
-    """Return a JSON list of items that are JSON texts. Let other requests run in between.
+    """Return a JSON list of items that are JSON texts. Other requests run while it is encoded.
 
     Example: the items "[0.5]" and "[0.7]" return "[[0.5],[0.7]]".
 

@@ -94,7 +94,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
     Args:
         request: the HTTP request.
-        name: the field `model` of its body, or None if the body has no such field.
+        name: the field `model` of the body, or None if the body has no such field.
         kinds: the kinds of model that can answer the request, in order of preference: "embedding"
             and "rerank".
 
@@ -123,7 +123,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
 
 async def check_language_model(request: Request, name: str | None) -> None:
-    """Check that a request to the language model names this model, or no model.
+    """Check that a request to the language model contains the name of this model, or no name.
 
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
@@ -137,7 +137,7 @@ async def check_language_model(request: Request, name: str | None) -> None:
 
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
-    """Return, for the name of each model that is served, its description and its main route."""
+    """Return a map from the name of each served model to its description and its main route."""
     pooling_models = await pooling_of(request).directory.all()
     models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
     return models | {context_of(request).settings.model_name: _LANGUAGE_MODEL}
@@ -178,7 +178,9 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not cut texts before the model's limit, where the model cuts them.
+    """Check that a request does not cut texts to fewer tokens than the model's limit.
+
+    The model can cut texts only at its limit.
 
     Args:
         served: the model.

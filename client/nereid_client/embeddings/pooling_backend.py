@@ -96,7 +96,7 @@ class TritonPooling:
         self._calls: TritonCalls | None = None
 
     async def infer(self, call: PoolingCall) -> PoolingOutputs:
-        """Call a model. See `PoolingBackend.infer`."""
+        """Call a model, as described by `PoolingBackend.infer`."""
         if self._calls is None:
             self._calls = TritonCalls(self._url)
         request = infer_request(call.model, call.request_id, _inputs(call))
@@ -115,7 +115,10 @@ class TritonPooling:
 
 
 class Directory:
-    """The pooling models that are served. A model that was found once is not looked up again."""
+    """The pooling models that the Triton server serves.
+
+    The properties of a model are requested once and then cached.
+    """
 
     def __init__(self, backend: PoolingBackend) -> None:
         self._backend = backend
@@ -139,7 +142,7 @@ class Directory:
         return self._known[kind]
 
     async def all(self) -> list[ServedModel]:
-        """Return all pooling models that are served and answer."""
+        """Return all pooling models that are served. Models that do not answer are left out."""
         models = []
         for kind in KINDS:
             try:
@@ -154,7 +157,7 @@ _INPUT_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "I
 
 
 def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]]:
-    """Return name, Triton data type and values of each input tensor."""
+    """Return the name, the Triton data type and the values of each input tensor."""
     tensors = dict(call.tensors)
     options = {name: value for name, value in call.options.items() if value is not None}
     if options:

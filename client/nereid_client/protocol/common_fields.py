@@ -38,14 +38,14 @@ FRONTEND_ONLY = "frontend only"
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 SERVICE_TIER = "default"
-"""The service tier of every response: there is only one."""
+"""The service tier of every response."""
 INT64_LIMIT = 2**63
 """Integers must be less than this number, because the backend stores them as int64."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
-# An unknown name that is at least this similar to a known name counts as a typing error. The
-# similarity is difflib's ratio: "max_token" has 0.94 to "max_tokens". llama.cpp's "return_tokens"
-# has 0.92 to "return_token_ids" and is not a typing error.
+# An unknown name counts as a typing error if its similarity to a known name, difflib's ratio, is at
+# least this number. Examples: the ratio of "max_token" and "max_tokens" is 0.94. The ratio of
+# llama.cpp's field "return_tokens" and "return_token_ids" is 0.92, which is no typing error.
 _TYPING_ERROR = 0.93
 # Only this number of unknown fields is compared with the known names. Otherwise, a body with
 # thousands of unknown fields would keep the frontend busy for seconds.

@@ -1,6 +1,6 @@
 """Request bodies of the embedding routes, in the formats of OpenAI, vLLM, Cohere and TEI.
 
-Fields that are not declared here are ignored, as those servers do.
+Like the servers of these formats, Nereid ignores fields that are not declared here.
 """
 
 import json
@@ -76,13 +76,13 @@ class EmbeddingOptions(PoolingRequest):
     """The fields that all embedding requests have in common."""
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """The number of dimensions to keep of each vector."""
+    """The number of dimensions of the returned vectors. The other dimensions are cut off."""
     normalize: bool | None = None
     """Whether vectors are scaled to length 1."""
     prompt_name: str | None = None
-    """The name of a prompt of the checkpoint, which is put before each text."""
+    """The name of a prompt of the checkpoint. The prompt is prepended to each text."""
     prompt: str | None = None
-    """A text that is put before each text."""
+    """A text that is prepended to each text."""
     instruction: str | None = None
     """Another name of prompt."""
 
@@ -171,7 +171,7 @@ class CohereEmbedRequest(RequestBody):
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     """The formats of the vectors in the response."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
-    """The number of dimensions to keep of each vector."""
+    """The number of dimensions of the returned vectors. The other dimensions are cut off."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Must be at least the model's limit, because texts are cut there and not before."""
     truncate: Literal["NONE", "END"] | None = None
@@ -179,7 +179,7 @@ class CohereEmbedRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that the request has exactly one of the fields with inputs, and read this field."""
+        """Check that the request has one of the fields with inputs, and that its value is valid."""
         names = ("texts", "images", "inputs")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:

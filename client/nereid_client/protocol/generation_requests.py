@@ -1,7 +1,7 @@
 """Request bodies of chat completions and completions.
 
-The frontend checks what it can check quickly, so that most errors are reported without a call of
-the backend. The backend checks every field again, because the requests of gRPC clients do not pass
+The checks of the frontend are fast, so that most errors are reported without a call of the
+backend. The backend checks every field again, because the requests of gRPC clients do not pass
 through the frontend. Unknown fields are ignored, except for typing errors (see
 `refuse_typing_errors`).
 
@@ -52,7 +52,7 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     """The conversation so far: at least one message, with text or a list of text parts."""
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
-    """OpenAI's newer name of `max_tokens`. If a request has both fields, this one counts."""
+    """OpenAI's newer name of `max_tokens`. It takes precedence if a request has both fields."""
     tools: list[dict[str, Any]] | None = None
     """The functions that the model may call. `strict` forces arguments to match the schema."""
     tool_choice: str | dict[str, Any] | None = None
@@ -116,8 +116,8 @@ class CompletionRequest(GenerationRequest):
 
     refused = (REFUSED_IN_COMPLETIONS,)
 
-    # The default is OpenAI's. It must be small, because the text after a prompt without a chat
-    # template often has no natural end.
+    # OpenAI's default is small, because the text after a prompt without a chat template often has
+    # no natural end.
     max_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT)] = 16
     """The largest number of tokens to generate. The default is 16. 0 only evaluates the prompt, and
     requires `echo: true`."""
@@ -139,7 +139,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
-        """Check that enough choices are generated to return n of them."""
+        """Check that at least n choices are generated, and that a stream has no other choices."""
         if self.best_of is None:
             return self
         if self.best_of < self.num_choices:
@@ -188,7 +188,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the log-probabilities of a choice start with those of the prompt."""
+        """Whether a choice starts with the log-probabilities of the prompt."""
         return bool(self.echo) and self.logprobs is not None
 
     @property

@@ -113,7 +113,7 @@ REFUSED_BY_BACKEND = frozenset(
         *("xtc_probability", "samplers", "n_probs"),
     }
 )
-"""Fields that the frontend passes on. The backend refuses them, for gRPC clients too."""
+"""Fields that the frontend passes on to the backend, which refuses them for gRPC clients too."""
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:

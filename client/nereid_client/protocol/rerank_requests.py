@@ -1,7 +1,7 @@
 """Request bodies of the rerank, score and classify routes.
 
-They have the formats of vLLM, Jina, Cohere, SGLang and TEI. Fields that are not declared here are
-ignored, as those servers do.
+The bodies have the formats of vLLM, Jina, Cohere, SGLang and TEI. Like the servers of these
+formats, Nereid ignores fields that are not declared here.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -32,7 +32,7 @@ class RerankRequest(PoolingRequest):
     use_activation: bool | None = None
     """False returns scores without the activation function (vLLM)."""
     instruction: str | None = None
-    """What the reranker should judge, for models that read an instruction."""
+    """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
     instruct: str | None = None
     """Another name of instruction."""
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
@@ -112,7 +112,7 @@ class ScoreRequest(PoolingRequest):
     use_activation: bool | None = None
     """False returns scores without the activation function."""
     instruction: str | None = None
-    """What the reranker should judge, for models that read an instruction."""
+    """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:

@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`, with the checks that need no backend.
 
-The fields follow OpenAI's API reference of November 2026. Sampling fields that OpenAI's API does
-not have are those of chat completions.
+The fields follow OpenAI's API reference of November 2026. A response also accepts the sampling
+fields of chat completions that OpenAI's Responses API does not have.
 """
 
 from collections.abc import Mapping
@@ -213,7 +213,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_format_and_tools(self) -> Self:
-        """Check text.format, the names of the tools, and that the tool choice names one of them."""
+        """Check text.format, the names of the tools, and the functions in the tool choice."""
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools
@@ -252,7 +252,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities: for `include`, or for `top_logprobs` > 0."""
+        """Whether the response has log-probabilities, as requested by include or top_logprobs."""
         return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -308,4 +308,4 @@ class ResponsesRequest(GenerationRequest):
 
 _TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
 _TRANSLATED |= ResponsesRequest.fields_of_frontend()
-"""Fields that the frontend reads itself, or that have another name in a chat completion."""
+"""Fields that the frontend reads, or that have another name in a chat completion."""

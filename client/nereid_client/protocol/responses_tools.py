@@ -1,4 +1,4 @@
-"""The fields `tools` and `tool_choice` of the Responses API, translated for a chat completion."""
+"""Translate the fields `tools` and `tool_choice` of the Responses API for a chat completion."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -43,7 +43,10 @@ ToolT = TypeVar("ToolT", FunctionTool, Namespace)
 def to_chat_tool_choice(choice: str | Json) -> str | Json:
     """Return the field `tool_choice` in the format of chat completions.
 
-    Raises: FieldError if it has no known form.
+    Example: {"type": "function", "name": "f"} returns {"type": "function", "function":
+    {"name": "f"}}.
+
+    Raises: FieldError if the choice has no known form.
     """
     if not choice:
         return "auto"

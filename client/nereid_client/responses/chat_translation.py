@@ -29,7 +29,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 
     Args:
         request: the request of the Responses API.
-        body: the same request as the client sent it. Fields that neither API has are passed on.
+        body: the request body as the client sent it. Unknown fields are passed on.
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
     chat = request.passed_on(body)
@@ -50,9 +50,9 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
     """Return the chat messages for a conversation.
 
-    Consecutive items of the assistant (reasoning, text, function calls) become one message. The
-    system and developer messages at the start, `instructions` first, become one system message,
-    because many chat templates accept only one.
+    Consecutive items of the assistant (reasoning, text, function calls) become one message.
+    `instructions` and the system and developer messages at the start become one system message,
+    because many chat templates accept only one system message.
 
     Example: a reasoning item, an assistant message and a function call return one message
     {"role": "assistant", "content": ..., "reasoning": ..., "tool_calls": [...]}.

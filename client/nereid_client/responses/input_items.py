@@ -33,8 +33,8 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
         given: the value of `input`: a text of the user, or a list of items.
         find: returns the item for an `item_reference`.
 
-    Raises: ApiError 400 that names the item, the field and its value; 404 for a reference to an
-        item that is not stored.
+    Raises: ApiError 400 that names the wrong field and its value, or 404 if an `item_reference`
+        names an item that is not stored.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]

@@ -1,4 +1,4 @@
-"""The output items of a response while they are generated, and their events."""
+"""The output items of a response that is being generated, and the events of the items."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ class OutputItem(Protocol):
     """An output item that is being generated.
 
     Attributes:
-        index: its index in the field `output` of the response.
+        index: the index of the item in the field `output` of the response.
     """
 
     index: int
@@ -69,10 +69,10 @@ SUMMARY = TextKind(
 
 @dataclass
 class TextItem:
-    """A message or a reasoning item. Its text is in one part.
+    """A message or a reasoning item, whose text is in one part.
 
     Attributes:
-        index: its index in the field `output` of the response.
+        index: the index of the item in the field `output` of the response.
         kind: MESSAGE, REASONING or SUMMARY.
         id: the id of the item.
     """
@@ -143,8 +143,8 @@ class CallItem:
     """A function call.
 
     Attributes:
-        index: its index in the field `output` of the response.
-        call_index: its number among the function calls of the response.
+        index: the index of the item in the field `output` of the response.
+        call_index: the number of the call among the function calls of the response.
         call_id: the id that the output of the function will refer to.
         name: the name of the function.
         namespace: the namespace of the function, None if it has none.
@@ -230,8 +230,8 @@ class LogprobMatcher:
         tokens = [_bytes(entry) for entry in self._unassigned]
         begin = b"".join(tokens).find(wanted)
         if begin < 0:
-            # The postprocessor changed the text, for example repaired it. Return all tokens,
-            # because it is unknown which of them belong to the text.
+            # The postprocessor changed the text, for example to repair it. It is unknown which
+            # tokens belong to the text, so all tokens are returned.
             popped, self._unassigned = self._unassigned, []
             return popped
         token_ends = list(accumulate(map(len, tokens)))

@@ -10,7 +10,8 @@ def request_fields(
 ) -> Json:
     """Return the fields of a response object that do not change while it is generated.
 
-    A sampling parameter is null if the request does not have it; the model's default then applies.
+    A sampling parameter that the request does not have is null. The default of the model then
+    applies.
 
     Args:
         request: the request.

@@ -26,7 +26,7 @@ class Limits:
     """The limits of a store.
 
     Attributes:
-        count: the number of responses, running ones included. 0 turns the store off.
+        count: the number of responses, including running ones. 0 turns the store off.
         num_bytes: the bytes of all responses, their conversations and their events.
         age_s: the seconds from the end of a response until it is deleted.
     """

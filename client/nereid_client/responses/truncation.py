@@ -22,7 +22,7 @@ Json = dict[str, Any]
 async def generate_truncated(
     backend: Backend, request_id: str, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Yield the deltas for the conversation, or for the longest end of it that fits.
+    """Yield the deltas for a conversation. If it is too long, remove the oldest turns first.
 
     Args:
         backend: generates the deltas.

@@ -107,7 +107,7 @@ def _stream(
 async def _generate_all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
     """Return the merged deltas of each choice of each prompt.
 
-    Raises: BackendError, the first one of any prompt. The other calls are then cancelled.
+    Raises: BackendError if a call fails. The other calls are then cancelled.
     """
     calls = [
         asyncio.ensure_future(fold(backend.generate(generation), generation.num_choices))

@@ -43,8 +43,9 @@ async def rerank_cohere(request: Request) -> Response:
 async def _rerank(request: Request, default_format: str) -> Response:
     """Rerank the documents of a request, and return the response in the requested format.
 
-    The format is the field `format` of the body or, without this field, of the query string. The
-    default is "tei" for a body with `texts`, and else `default_format`.
+    The field `format` of the body selects the format. If the body does not have this field, the
+    query parameter `format` does. The default is "tei" for a body with `texts`, and
+    `default_format` for other bodies.
     """
     fields = await read_body(request)
     if fields.get("format") is None and "format" in request.query_params:
@@ -70,7 +71,8 @@ async def _rerank(request: Request, default_format: str) -> Response:
 def _with_text(body: RerankRequest, response_format: str) -> bool:
     """Return whether the response repeats the documents.
 
-    By default, responses in the formats of Jina and SGLang do, and those of Cohere and TEI do not.
+    By default, responses in the formats of Jina and SGLang repeat the documents, and responses in
+    the formats of Cohere and TEI do not.
     """
     requested = body.return_text if response_format == "tei" else body.return_documents
     return response_format in ("jina", "sglang") if requested is None else requested

@@ -170,7 +170,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 @router.get("/v1/responses/{response_id}/input_items", summary="List the input items of a response")
 async def list_input_items(request: Request, response_id: str) -> Json:
-    """Return the items of a response's request and of the earlier responses, one page at a time.
+    """Return one page of the items that the model read for a response.
 
     Query parameters: `limit` (1 to 100, default 20), `order` ("desc" or "asc") and `after`, the id
     of the last item of the page before.
@@ -238,7 +238,7 @@ def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
 def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
     """Return whether the response will be stored.
 
-    Raises: ApiError 400 if the request requires it, but the store is turned off.
+    Raises: ApiError 400 if the request requires a stored response, but the store is turned off.
     """
     for name in ("store", "background"):
         if getattr(responses_request, name) and not store.is_on:

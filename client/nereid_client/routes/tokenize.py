@@ -25,7 +25,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Return the token ids that the model would receive, and their number, in vLLM's format.
 
     The messages of a chat are rendered with the chat template first. `max_model_len` is null,
-    because the frontend does not know it.
+    because the frontend does not read this setting.
     """
     context = context_of(request)
     body = await read_prompt_body(request)

@@ -18,7 +18,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     Args:
         frame: the fields that all chunks have in common.
         kind: the value of the field `object`, such as "chat.completion.chunk".
-        num_prompts: the number of prompts. Each one has `frame.num_choices` choices.
+        num_prompts: the number of prompts. Each prompt has `frame.num_choices` choices.
 
     Attributes:
         unfinished: the numbers of the choices without a finish reason. The choices are numbered
@@ -51,7 +51,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         return number
 
     def chunk(self, choice: Json) -> Json:
-        """Return a chunk with one choice, and with the token counts so far if they are wanted."""
+        """Return a chunk with one choice, and with the token counts so far if requested."""
         chunk = self.frame.with_choices(self._kind, [choice])
         if self.frame.include_usage:
             is_known = any(usage for usages in self._usages for usage in usages)

@@ -1,4 +1,4 @@
-"""The fields that all chunks of a completion have in common, and its token counts."""
+"""The fields that all chunks of a completion have in common, and the sum of the token counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

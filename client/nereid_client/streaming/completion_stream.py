@@ -21,11 +21,11 @@ PromptDelta = tuple[int, Delta]
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """The options of a request that decide what its choices contain.
+    """The options of a request that decide what the choices of its response contain.
 
     Attributes:
         echoes: for each prompt, the text that its choices start with ("" without `echo`).
-        logprobs: whether choices have log-probabilities, those of an echoed prompt included.
+        logprobs: whether choices have log-probabilities. They include an echoed prompt.
         prompt_logprobs: whether choices have the field `prompt_logprobs`, in vLLM's format.
         token_ids: whether choices have token ids.
         only_prompt: whether generated tokens are dropped, because only the log-probabilities of

@@ -298,7 +298,9 @@ async def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(connect):
     async with connect() as client:
         assert error_of(await client.get("/v1/nothing"), 404)["message"].startswith("GET /v1/")
         response = await client.get("/v1/completions")
-        assert error_of(response, 405)["message"].endswith("not for the method GET")
+        assert error_of(response, 405)["message"].endswith(
+            "does not allow the method GET. Use POST."
+        )
 
 
 async def test_a_bug_is_a_500_with_the_request_id_and_no_details(connect, backend):

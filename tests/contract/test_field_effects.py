@@ -25,7 +25,7 @@ def prompt_of(tokenizer):
     """The rendered prompt of a chat with these fields."""
 
     def render(**fields):
-        return PromptBuilder(tokenizer).from_chat({"messages": MESSAGES, **fields}).text
+        return PromptBuilder(tokenizer, 4096).from_chat({"messages": MESSAGES, **fields}).text
 
     return render
 
@@ -45,7 +45,7 @@ def test_special_tokens_stand_around_a_prompt_unless_told_otherwise(tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
     )
-    build = PromptBuilder(tokenizer)
+    build = PromptBuilder(tokenizer, 4096)
     text = build.from_text("one").token_ids
     assert text == [begin, *build.from_text("one", add_special_tokens=False).token_ids]
     chat = build.from_chat({"messages": MESSAGES}).token_ids

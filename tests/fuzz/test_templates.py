@@ -116,7 +116,7 @@ def tokenizer():
 
 
 def test_any_template_renders_a_chat_or_refuses_it(rounds, case, tokenizer):
-    builder = PromptBuilder(tokenizer)
+    builder = PromptBuilder(tokenizer, 4096)
     for number, rng in rounds("rendering", 150):
         tokenizer.chat_template = source = template(rng)
         if refusal(source) is not None:
@@ -131,7 +131,7 @@ def test_any_template_renders_a_chat_or_refuses_it(rounds, case, tokenizer):
 
 
 def test_a_template_that_fails_in_its_own_way_refuses_the_messages(tokenizer):
-    builder = PromptBuilder(tokenizer)
+    builder = PromptBuilder(tokenizer, 4096)
     for piece in ("{{ 1 // 0 }}", "{{ [][3].x }}", "{% for a in range(10 ** 7) %}{% endfor %}"):
         tokenizer.chat_template = piece
         with pytest.raises(RequestError, match=r"^messages: .*"):

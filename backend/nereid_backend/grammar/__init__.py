@@ -3,15 +3,20 @@
 
 Start reading at guide_factory.py: `Guides.prepare` creates the guide of a request.
 
-    guide_factory.py        chooses a grammar library and compiles the grammar of a request
+    guide_factory.py        compiles the grammar of a request, and creates the request's guides
     token_guide.py          the state of one sequence: reasoning, grammar, end of the answer
     guide_rules.py          the token masks that all sequences of a request share
     thinking_budget.py      finds the start and the end of reasoning and enforces its budget
     backend_interface.py    the interface of a grammar library
     llguidance_backend.py   JSON schemas, regular expressions, choices and Lark grammars
     xgrammar_backend.py     structural tags and EBNF grammars
+    compile_grammar.py      chooses the grammar library that compiles a grammar
     compile_cost.py         rejects grammars that would take too long to compile
-    compile_pool.py         compiles in threads, with a time limit and a cache
+    quick_grammars.py       decides which grammars need no trial
+    compile_pool.py         compiles quick grammars in threads, and others after a trial
+    trial_compiler.py       compiles on trial in a process that can be killed
+    trial_process.py        the program of that process
+    byte_cache.py           the cache of compiled grammars
     vocabulary.py           the tokens of a tokenizer, and token masks
     token_bytes.py          converts the entries of a vocabulary into bytes
     request_spec.py         converts a JSON schema or a grammar text into a GrammarSpec

@@ -1,236 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that compile grammars, with a time limit, and a cache of compiled grammars.
+"""Compiles grammars: quick ones at once in threads, all others after a trial that can be killed.
 
-A running compilation cannot be stopped. If one exceeds the time limit, the pool abandons it: the
-requests that wait for it get an error, its thread continues, and a new thread takes the next job.
-If too many abandoned jobs are still running, the pool rejects new jobs until some of them end.
+A compilation in a thread cannot be stopped. Only grammars that certainly compile within a fraction
+of a second are therefore compiled in the threads at once. Any other grammar is first compiled in a
+process with limits of time and memory (trial_compiler.py). If this trial succeeds, a separate
+thread compiles the grammar, so that the quick grammars do not wait for it.
 """
 
 import logging
-import threading
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
+from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.grammar.quick_grammars import is_quick
+from nereid_backend.grammar.trial_compiler import TrialCompiler
 
 log = logging.getLogger(__name__)
-
-# The watcher waits at most this long for the next change if there are no jobs.
-_IDLE_WAIT_S = 60.0
 
 T = TypeVar("T")
 
 
-@dataclass
-class _Job(Generic[T]):
-    """A job of the pool.
-
-    Attributes:
-        work: the function to call.
-        deadline: the time.monotonic() value at which the pool abandons the job.
-        future: receives the result or the error.
-        is_running: whether a thread has started the job.
-        is_abandoned: whether the future already has an error, so that the result is ignored.
-    """
-
-    work: Callable[[], T]
-    deadline: float
-    future: "Future[T]" = field(default_factory=Future)
-    is_running: bool = False
-    is_abandoned: bool = False
-
-
 class CompilePool(Generic[T]):
-    """Runs jobs in daemon threads, each job within a time limit."""
+    """Runs the compilations of one model."""
 
-    def __init__(self, num_threads: int, timeout_s: float, max_abandoned: int = 4) -> None:
+    def __init__(self, num_threads: int, trials: TrialCompiler) -> None:
         """Create a pool. Its threads start when they are needed.
 
         Args:
-            num_threads: the largest number of jobs that run at the same time, without abandoned
-                ones.
-            timeout_s: the time limit of a job, from `submit` to its end.
-            max_abandoned: `submit` rejects jobs while this many abandoned jobs are still running.
+            num_threads: the largest number of quick grammars that are compiled at the same time.
+            trials: compiles grammars on trial.
         """
-        self._num_threads = num_threads
-        self._timeout_s = timeout_s
-        self._max_abandoned = max_abandoned
-        self._changed = threading.Condition()
-        self._waiting: deque[_Job[T]] = deque()
-        self._running: list[_Job[T]] = []
-        self._num_abandoned = 0
-        self._num_workers = 0
-        self._has_watcher = False
-        self._is_closed = False
+        self._trials = trials
+        self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
+        self._tried = ThreadPoolExecutor(1, "grammar-tried")
 
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Run a job in a thread of the pool.
+    def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
+        """Start to compile a grammar.
 
         Args:
-            work: the function to call.
+            spec: the grammar.
+            work: compiles the grammar in a thread.
 
         Returns:
-            A future with the function's result or error, or with the error of the time limit.
-
-        Raises:
-            RequestError: if too many abandoned jobs are still running.
+            A future with the result of `work`, or with a RequestError. Cancelling the future stops
+            a compilation that waits or that is on trial.
         """
-        job = _Job(work, time.monotonic() + self._timeout_s)
-        with self._changed:
-            if self._num_abandoned >= self._max_abandoned:
-                raise RequestError(
-                    f"grammar: the server cannot compile a grammar now, because "
-                    f"{self._num_abandoned} grammars of other requests exceeded the limit of "
-                    f"{self._timeout_s:g} s (grammar_timeout) and still occupy their threads. "
-                    "Please try again later."
-                )
-            self._waiting.append(job)
-            self._start_threads()
-            self._changed.notify_all()
-        return job.future
+        result: Future[T] = Future()
+        if is_quick(spec):
+            self._run(self._quick, work, result)
+        else:
+            trial = self._trials.submit(spec)
+            _cancel_with(result, trial)
+            trial.add_done_callback(partial(self._after_trial, work, result))
+        return result
 
     def close(self) -> None:
-        """End the threads. Jobs that wait or run get an error."""
-        with self._changed:
-            self._is_closed = True
-            open_jobs = [*self._waiting, *self._running]
-            self._waiting.clear()
-            for job in self._running:
-                job.is_abandoned = True
-            self._running.clear()
-            self._changed.notify_all()
-        for job in open_jobs:
-            job.future.set_exception(
-                RequestError(
-                    "grammar: the grammar was not compiled, because the engine is shutting down."
-                )
-            )
+        """Cancel the waiting compilations and all trials. Threads finish their last grammar."""
+        self._trials.close()
+        for executor in (self._quick, self._tried):
+            executor.shutdown(wait=False, cancel_futures=True)
 
-    def _start_threads(self) -> None:
-        """Start the watcher and a further worker, if they are needed. The caller has the lock."""
-        if not self._has_watcher:
-            self._has_watcher = True
-            threading.Thread(target=self._watch, name="grammar-watch", daemon=True).start()
-        if self._num_workers < min(self._num_threads, len(self._waiting) + len(self._running)):
-            self._num_workers += 1
-            threading.Thread(target=self._work, name="grammar-compile", daemon=True).start()
-
-    def _work(self) -> None:
-        """Run jobs until the pool is closed, or until the job of this thread is abandoned."""
-        while True:
-            with self._changed:
-                while not self._waiting and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                job = self._waiting.popleft()
-                job.is_running = True
-                self._running.append(job)
-            result, error = _attempt(job.work)
-            with self._changed:
-                if job.is_abandoned:
-                    self._num_abandoned -= 1
-                    return
-                self._running.remove(job)
-            if error is not None:
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(result)  # type: ignore[arg-type]
-
-    def _watch(self) -> None:
-        """Abandon jobs that reach their deadlines, until the pool is closed."""
-        while True:
-            with self._changed:
-                if self._is_closed:
-                    return
-                jobs = [*self._waiting, *self._running]
-                now = time.monotonic()
-                late = [job for job in jobs if job.deadline <= now]
-                for job in late:
-                    self._abandon(job)
-                if not late:
-                    next_deadline = min((job.deadline for job in jobs), default=now + _IDLE_WAIT_S)
-                    self._changed.wait(next_deadline - now)
-            for job in late:
-                job.future.set_exception(
-                    RequestError(
-                        f"grammar: compiling takes longer than {self._timeout_s:g} s, which is "
-                        "the limit (grammar_timeout). Lower the bounds and repetitions of the "
-                        "grammar, or raise the limit."
-                    )
-                )
-
-    def _abandon(self, job: _Job[T]) -> None:
-        """Remove a late job from the pool. The caller has the lock."""
-        job.is_abandoned = True
-        if not job.is_running:
-            self._waiting.remove(job)
+    def _after_trial(
+        self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
+    ) -> None:
+        """Compile a grammar in a thread if its trial has succeeded."""
+        if trial.cancelled():
+            result.cancel()
             return
-        self._running.remove(job)
-        self._num_abandoned += 1
-        self._num_workers -= 1
-        log.warning(
-            "Compiling a grammar takes longer than %g s (grammar_timeout). Its request fails, and "
-            "its thread continues until the compilation ends.",
-            self._timeout_s,
+        error = trial.exception()
+        if error is None:
+            self._run(self._tried, work, result)
+        elif result.set_running_or_notify_cancel():
+            result.set_exception(error)
+
+    def _run(
+        self, executor: ThreadPoolExecutor, work: Callable[[], T], result: "Future[T]"
+    ) -> None:
+        """Call `work` in a thread of the executor, and store the outcome in `result`."""
+        try:
+            job = executor.submit(_complete, work, result)
+        except RuntimeError:  # the executor is shut down
+            _fail(result, _closing_error())
+            return
+        _cancel_with(result, job)
+        job.add_done_callback(
+            lambda done: _fail(result, _closing_error()) if done.cancelled() else None
         )
-        if self._waiting:
-            self._start_threads()
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call a job's function and return its result, or None and the error for the requests."""
+def _complete(work: Callable[[], T], result: "Future[T]") -> None:
+    """Call `work` and store its result or its error in `result`."""
+    if not result.set_running_or_notify_cancel():
+        return
     try:
-        return work(), None
+        result.set_result(work())
     except NereidError as error:
-        return None, error
+        result.set_exception(error)
     except BaseException as error:
         # Boundary: a job ends here. The grammar libraries are written in C++ and Rust, and their
         # panics are not subclasses of Exception.
         log.exception("The compiler of grammars failed.")
-        return None, RequestError(f"grammar: the grammar library failed: {error}")
+        result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 
 
-class ByteCache(Generic[T]):
-    """A cache that drops the least recently used values. Several threads may use it."""
+def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
+    """Cancel `step` as soon as `result` is cancelled."""
+    result.add_done_callback(lambda done: step.cancel() if done.cancelled() else None)
 
-    def __init__(self, max_bytes: int) -> None:
-        """Create a cache whose values take at most `max_bytes` together."""
-        self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all cached values in bytes."""
-        return self._num_bytes
+def _fail(result: "Future[T]", error: RequestError) -> None:
+    """Store an error, unless the future has been cancelled."""
+    if not result.cancelled() and result.set_running_or_notify_cancel():
+        result.set_exception(error)
 
-    def get(self, key: Hashable) -> T | None:
-        """Return the cached value of a key, or None."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-            return entry[0]
 
-    def put(self, key: Hashable, value: T, num_bytes: int) -> None:
-        """Store a value of `num_bytes`, and drop the least recently used values above the limit.
-
-        A value that is larger than the whole cache is not stored.
-        """
-        with self._lock:
-            if num_bytes > self._max_bytes:
-                return
-            if key in self._entries:
-                self._num_bytes -= self._entries.pop(key)[1]
-            self._entries[key] = (value, num_bytes)
-            self._num_bytes += num_bytes
-            while self._num_bytes > self._max_bytes:
-                _, (_, dropped_bytes) = self._entries.popitem(last=False)
-                self._num_bytes -= dropped_bytes
+def _closing_error() -> RequestError:
+    return RequestError(
+        "grammar: the grammar was not compiled, because the engine is shutting down."
+    )

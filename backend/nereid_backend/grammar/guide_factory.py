@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creation of guides: compiles the grammar of a request with the library that suits it.
+"""Creation of guides: compiles the grammar of a request, and creates the guide of its sequences."""
 
-llguidance compiles JSON schemas, regular expressions, choices and Lark grammars. xgrammar compiles
-structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has the measurements
-that led to this division.
-"""
-
-import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,27 +11,25 @@ from typing import TypeVar
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError, NereidError, RequestError
-from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
-from nereid_backend.grammar.compile_cost import check_cost, load
-from nereid_backend.grammar.compile_pool import ByteCache, CompilePool
+from nereid_backend.grammar.backend_interface import Compiled
+from nereid_backend.grammar.byte_cache import ByteCache
+from nereid_backend.grammar.compile_grammar import (
+    Libraries,
+    compile_grammar,
+    load_libraries,
+    special_ids_in,
+)
+from nereid_backend.grammar.compile_pool import CompilePool
 from nereid_backend.grammar.guide_rules import GuideRules, rules_for
 from nereid_backend.grammar.thinking_budget import Thinking
 from nereid_backend.grammar.token_guide import TokenGuide
-from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
+from nereid_backend.grammar.trial_compiler import TrialCompiler
+from nereid_backend.grammar.vocabulary import load_vocabulary
 
 # The number of GuideRules that are cached.
 _NUM_CACHED_RULES = 256
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class _Libraries:
-    """The vocabulary and the grammar libraries, loaded when the first request needs them."""
-
-    vocabulary: Vocabulary
-    llguidance: GrammarBackend
-    xgrammar: GrammarBackend
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,15 @@ class _CompiledSpec:
     special_ids: frozenset[int]
 
 
-_Maker = Callable[[_Libraries, _CompiledSpec | None], TokenGuide]
+@dataclass
+class _Compilation:
+    """A running compilation, and the number of requests that wait for it."""
+
+    future: Future[_CompiledSpec]
+    num_waiting: int = 0
+
+
+_Maker = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
 
 
 class Guides:
@@ -71,7 +71,7 @@ class Guides:
             model: the folder of the checkpoint. Its tokenizer is loaded; no code from it is run.
             vocab_size: the number of the model's logits. It may exceed the tokenizer's vocabulary.
             eos_token_ids: the checkpoint's stop tokens.
-            num_threads: the largest number of grammars that are compiled at the same time.
+            num_threads: the largest number of quick grammars that are compiled at the same time.
             timeout_s: the time limit of one compilation, including the time in the queue.
             cache_bytes: the size of the cache of compiled grammars.
             max_source_bytes: the largest accepted size of a grammar's text.
@@ -82,14 +82,14 @@ class Guides:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_source_bytes = max_source_bytes
-        self._pool: CompilePool[_CompiledSpec] = CompilePool(num_threads, timeout_s)
+        self._pool: CompilePool[_CompiledSpec] | None = None
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
         self._lock = threading.Lock()
-        self._libraries: Future[_Libraries] | None = None
-        self._compiling: dict[tuple[str, str], Future[_CompiledSpec]] = {}
+        self._libraries: Future[Libraries] | None = None
+        self._compiling: dict[GrammarSpec, _Compilation] = {}
 
-    def warm_up(self) -> "Future[_Libraries]":
+    def warm_up(self) -> "Future[Libraries]":
         """Start a thread that loads the tokenizer and the grammar libraries, if it has not started.
 
         Returns:
@@ -117,10 +117,10 @@ class Guides:
 
         Returns:
             A future with the guide, or with a RequestError that describes the problem and its
-            position.
+            position. If the futures of all requests with one grammar are cancelled, the compilation
+            of this grammar is stopped.
         """
         answer: Future[TokenGuide] = Future()
-        answer.set_running_or_notify_cancel()
         try:
             spec = params.grammar
             if spec is not None:
@@ -129,22 +129,24 @@ class Guides:
             make = partial(self._guide, params, stops)
             _when_done(self.warm_up(), answer, partial(self._complete, answer, spec, make))
         except NereidError as error:
-            answer.set_exception(error)
+            _fail(answer, error)
         return answer
 
     def close(self) -> None:
-        """End the threads. Requests that wait for a guide get an error."""
-        self._pool.close()
+        """End the threads and the trials. Requests that wait for a guide get an error."""
+        if self._pool is not None:
+            self._pool.close()
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def _load(self, libraries: "Future[_Libraries]") -> None:
+    def _load(self, libraries: "Future[Libraries]") -> None:
         """Load the vocabulary and the grammar libraries, and store the result in `libraries`."""
         try:
             vocabulary = load_vocabulary(self._model, self._vocab_size)
-            libraries.set_result(
-                _load_libraries(vocabulary, self._eos_token_ids, self._num_threads)
-            )
+            loaded = load_libraries(vocabulary, self._eos_token_ids, self._num_threads)
+            trials = TrialCompiler(vocabulary, self._eos_token_ids, self._timeout_s)
+            self._pool = CompilePool(self._num_threads, trials)
+            libraries.set_result(loaded)
         except NereidError as error:
             libraries.set_exception(error)
         except Exception as error:  # noqa: BLE001 - a thread ends here, and requests wait for it
@@ -171,7 +173,7 @@ class Guides:
         answer: "Future[TokenGuide]",
         spec: GrammarSpec | None,
         make: _Maker,
-        libraries: _Libraries,
+        libraries: Libraries,
     ) -> None:
         """Create a guide once the libraries are loaded, and store the guide in `answer`.
 
@@ -185,44 +187,58 @@ class Guides:
             libraries: the vocabulary and the grammar libraries.
         """
         if spec is None:
-            answer.set_result(make(libraries, None))
+            _succeed(answer, make(libraries, None))
             return
-        key = (spec.kind, spec.source)
+        key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:
-            answer.set_result(make(libraries, compiled_spec))
+            _succeed(answer, make(libraries, compiled_spec))
             return
+        assert self._pool is not None
         with self._lock:
-            future = self._compiling.get(key)
-            is_new = future is None
-            if future is None:
-                future = self._pool.submit(partial(self._compile, libraries, key))
-                self._compiling[key] = future
+            compilation = self._compiling.get(key)
+            is_new = compilation is None
+            if compilation is None:
+                work = partial(self._compile, libraries, key)
+                compilation = _Compilation(self._pool.submit(key, work))
+                self._compiling[key] = compilation
+            compilation.num_waiting += 1
         if is_new:
-            future.add_done_callback(partial(self._forget, key))
-        _when_done(future, answer, lambda result: answer.set_result(make(libraries, result)))
+            compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
+        answer.add_done_callback(partial(self._leave, key, compilation))
+        _when_done(
+            compilation.future, answer, lambda result: _succeed(answer, make(libraries, result))
+        )
 
-    def _forget(self, key: tuple[str, str], future: "Future[_CompiledSpec]") -> None:
+    def _leave(
+        self, key: GrammarSpec, compilation: _Compilation, answer: "Future[TokenGuide]"
+    ) -> None:
+        """Stop a compilation after the last request that waits for it has been cancelled."""
+        with self._lock:
+            compilation.num_waiting -= 1
+            is_unwanted = answer.cancelled() and compilation.num_waiting == 0
+        if is_unwanted:
+            self._forget(key, compilation)
+            compilation.future.cancel()
+
+    def _forget(self, key: GrammarSpec, compilation: _Compilation) -> None:
         """Remove a finished compilation, so that a later request looks into the cache instead."""
         with self._lock:
-            if self._compiling.get(key) is future:
+            if self._compiling.get(key) is compilation:
                 del self._compiling[key]
 
-    def _compile(self, libraries: _Libraries, key: tuple[str, str]) -> _CompiledSpec:
+    def _compile(self, libraries: Libraries, spec: GrammarSpec) -> _CompiledSpec:
         """Compile a grammar in a thread of the pool, and store it in the cache."""
-        spec = GrammarSpec(*key)
-        compiled = compile_grammar(
-            libraries.llguidance, libraries.xgrammar, spec, self._vocab_size, self._timeout_s
-        )
+        compiled = compile_grammar(libraries, spec, self._timeout_s)
         compiled_spec = _CompiledSpec(compiled, special_ids_in(libraries.vocabulary, spec))
-        self._cache.put(key, compiled_spec, compiled.num_bytes)
+        self._cache.put(spec, compiled_spec, compiled.num_bytes)
         return compiled_spec
 
     def _guide(
         self,
         params: SamplingParams,
         stops: frozenset[int],
-        libraries: _Libraries,
+        libraries: Libraries,
         compiled_spec: _CompiledSpec | None,
     ) -> TokenGuide:
         """Create a guide from the libraries and the compiled grammar."""
@@ -247,12 +263,14 @@ def _when_done(
     """
 
     def call_follow(done: "Future[S]") -> None:
+        if done.cancelled():  # then every request that waited for it has been cancelled, too
+            return
         try:
             follow(done.result())
         except NereidError as error:
-            answer.set_exception(error)
+            _fail(answer, error)
         except Exception as error:  # noqa: BLE001 - a callback ends here, and a request waits
-            answer.set_exception(EngineError(f"The request's guide could not be created: {error}"))
+            _fail(answer, EngineError(f"The request's guide could not be created: {error}"))
 
     if first.done():
         call_follow(first)
@@ -260,105 +278,13 @@ def _when_done(
         first.add_done_callback(call_follow)
 
 
-def _load_libraries(
-    vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
-) -> _Libraries:
-    """Create the backends of both grammar libraries."""
-    # Imported here, because these libraries load slowly and most servers never need them.
-    from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
-    from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
-
-    return _Libraries(
-        vocabulary,
-        LLGuidanceBackend(vocabulary, eos_token_ids),
-        XGrammarBackend(vocabulary, eos_token_ids, num_threads),
-    )
+def _succeed(answer: "Future[TokenGuide]", guide: TokenGuide) -> None:
+    """Store the guide of a request, unless the request has been cancelled."""
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(guide)
 
 
-def compile_grammar(
-    llguidance: GrammarBackend,
-    xgrammar: GrammarBackend,
-    spec: GrammarSpec,
-    vocab_size: int,
-    limit_s: float,
-) -> Compiled:
-    """Compile a grammar with the library that suits it.
-
-    Args:
-        llguidance: the backend of llguidance.
-        xgrammar: the backend of xgrammar.
-        spec: the grammar.
-        vocab_size: the number of tokens in the vocabulary.
-        limit_s: xgrammar gets no grammar whose estimated time to compile exceeds this limit.
-
-    Raises:
-        RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
-            that cannot be enforced.
-    """
-    kind = spec.kind
-    source = spec.source
-    if kind == "structural_tag":
-        tag = load(kind, source)
-        plain = _simple_grammar(tag)
-        if plain is not None:
-            try:
-                return llguidance.compile(*plain)
-            except RequestError:
-                pass  # xgrammar ignores some keywords that llguidance rejects, so it is tried next
-        check_cost(kind, source, vocab_size, limit_s)
-        return xgrammar.compile(kind, source)
-    if kind == "ebnf" and "::=" in source:
-        try:
-            check_cost(kind, source, vocab_size, limit_s)
-        except RequestError:
-            return llguidance.compile(kind, source)
-        return xgrammar.compile(kind, source)
-    if kind in ("json_schema", "choice"):
-        load(kind, source)
-    return llguidance.compile(kind, source)
-
-
-def _simple_grammar(tag: object) -> tuple[str, str] | None:
-    """Return the (kind, source) of a structural tag that contains only a schema or a regex.
-
-    Return None for other tags. Example: the tag `{"format": {"type": "regex", "pattern": "a+"}}`
-    gives `("regex", "a+")`.
-    """
-    node = tag.get("format") if isinstance(tag, Mapping) else None
-    if not isinstance(node, Mapping):
-        return None
-    if node.get("type") == "json_schema" and not {"style", "excludes", "any_order"} & set(node):
-        return "json_schema", json.dumps(node.get("json_schema"))
-    if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
-        return "regex", node["pattern"]
-    return None
-
-
-def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
-    """Return the special tokens that a grammar contains as text.
-
-    Only structural tags can contain special tokens. Example: a tag that begins with "<tool_call>"
-    contains the special token <tool_call>. All other special tokens are forbidden
-    in the answer.
-    """
-    if spec.kind != "structural_tag":
-        return frozenset()
-    written = "\0".join(_texts(json.loads(spec.source)))
-    return frozenset(
-        number
-        for number in vocabulary.special_ids
-        if vocabulary.tokens[number] and vocabulary.tokens[number].decode() in written
-    )
-
-
-def _texts(node: object) -> Iterator[str]:
-    """Yield the texts of a structural tag, except those of JSON schemas."""
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, list):
-        for part in node:
-            yield from _texts(part)
-    elif isinstance(node, Mapping):
-        for word, part in node.items():
-            if word not in ("json_schema", "excludes", "type"):
-                yield from _texts(part)
+def _fail(answer: "Future[TokenGuide]", error: NereidError) -> None:
+    """Store the error of a request, unless the request has been cancelled."""
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(error)

@@ -55,6 +55,10 @@ class Vocabulary:
     marker_ids: frozenset[int]
     encode: Callable[[str], list[int]] = field(repr=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the vocabulary without `encode`. The copy encodes texts with `spell`."""
+        return _without_tokenizer, (self.tokens, self.special_ids, self.marker_ids)
+
     @property
     def size(self) -> int:
         """The number of the model's logits."""
@@ -141,6 +145,18 @@ class Vocabulary:
             if data and number not in self.special_ids
         }
         return {b"": -1, **table}
+
+
+def _without_tokenizer(
+    tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
+) -> Vocabulary:
+    """Return a vocabulary that encodes texts without the tokenizer, which cannot be pickled."""
+
+    def encode(text: str) -> list[int]:
+        return vocabulary.spell(text.encode())
+
+    vocabulary = Vocabulary(tokens, special_ids, marker_ids, encode)
+    return vocabulary
 
 
 def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:

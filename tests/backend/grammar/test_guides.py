@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -12,8 +11,8 @@ from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.grammar import Guides
+from nereid_backend.grammar.byte_cache import ByteCache
 from nereid_backend.grammar.compile_cost import check_cost
-from nereid_backend.grammar.compile_pool import ByteCache, CompilePool
 from nereid_backend.grammar.request_spec import schema_spec
 
 EOS = {2, 0}
@@ -208,45 +207,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     made.close()
 
 
-# ---- the pool and the cache ----------------------------------------------------------------------
-
-
-def test_late_work_is_abandoned_and_does_not_hold_up_others():
-    pool, release = CompilePool(1, timeout_s=1.5), threading.Event()
-    late = pool.submit(lambda: release.wait(120))
-    error = late.exception(60)
-    assert isinstance(error, RequestError)
-    assert "longer than 1.5 s" in str(error)
-    assert pool.submit(lambda: 7).result(60) == 7
-    release.set()
-    pool.close()
-
-
-def test_too_much_abandoned_work_is_a_refusal_until_it_ends():
-    pool, release = CompilePool(1, timeout_s=1.0, max_abandoned=2), threading.Event()
-    for _ in range(2):
-        assert pool.submit(lambda: release.wait(120)).exception(60)
-    with pytest.raises(RequestError, match="try again later"):
-        pool.submit(lambda: 1)
-    release.set()
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            assert pool.submit(lambda: 1).result(60) == 1
-            break
-        except RequestError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    pool.close()
-
-
-def test_what_waits_when_the_pool_closes_gets_an_error():
-    pool, release = CompilePool(1, timeout_s=120), threading.Event()
-    running, waiting = pool.submit(lambda: release.wait(120)), pool.submit(lambda: 1)
-    pool.close()
-    for future in (running, waiting):
-        assert "shutting down" in str(future.exception(60))
-    release.set()
+# ---- the cache and the imports -------------------------------------------------------------------
 
 
 def test_the_cache_lets_go_of_what_was_used_longest_ago():

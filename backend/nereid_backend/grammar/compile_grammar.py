@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a grammar with the library that suits it.
+
+llguidance compiles JSON schemas, regular expressions, choices and Lark grammars. xgrammar compiles
+structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has the measurements
+that led to this division.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.errors import RequestError
+from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
+from nereid_backend.grammar.compile_cost import check_cost, load
+from nereid_backend.grammar.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """The vocabulary and the grammar libraries."""
+
+    vocabulary: Vocabulary
+    llguidance: GrammarBackend
+    xgrammar: GrammarBackend
+
+
+def load_libraries(
+    vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
+) -> Libraries:
+    """Create the backends of both grammar libraries."""
+    # Imported here, because these libraries load slowly and most servers never need them.
+    from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
+    from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
+
+    return Libraries(
+        vocabulary,
+        LLGuidanceBackend(vocabulary, eos_token_ids),
+        XGrammarBackend(vocabulary, eos_token_ids, num_threads),
+    )
+
+
+def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> Compiled:
+    """Compile a grammar with the library that suits it.
+
+    Args:
+        libraries: the vocabulary and the grammar libraries.
+        spec: the grammar.
+        limit_s: xgrammar gets no grammar whose estimated time to compile exceeds this limit.
+
+    Raises:
+        RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
+            that cannot be enforced.
+    """
+    kind, source = spec.kind, spec.source
+    llguidance, xgrammar = libraries.llguidance, libraries.xgrammar
+    vocab_size = libraries.vocabulary.size
+    if kind == "structural_tag":
+        tag = load(kind, source)
+        plain = _simple_grammar(tag)
+        if plain is not None:
+            try:
+                return llguidance.compile(*plain)
+            except RequestError:
+                pass  # xgrammar ignores some keywords that llguidance rejects, so it is tried next
+        check_cost(kind, source, vocab_size, limit_s)
+        return xgrammar.compile(kind, source)
+    if kind == "ebnf" and "::=" in source:
+        try:
+            check_cost(kind, source, vocab_size, limit_s)
+        except RequestError:
+            return llguidance.compile(kind, source)
+        return xgrammar.compile(kind, source)
+    if kind in ("json_schema", "choice"):
+        load(kind, source)
+    return llguidance.compile(kind, source)
+
+
+def _simple_grammar(tag: object) -> tuple[str, str] | None:
+    """Return the (kind, source) of a structural tag that contains only a schema or a regex.
+
+    Return None for other tags. Example: the tag `{"format": {"type": "regex", "pattern": "a+"}}`
+    gives `("regex", "a+")`.
+    """
+    node = tag.get("format") if isinstance(tag, Mapping) else None
+    if not isinstance(node, Mapping):
+        return None
+    if node.get("type") == "json_schema" and not {"style", "excludes", "any_order"} & set(node):
+        return "json_schema", json.dumps(node.get("json_schema"))
+    if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
+        return "regex", node["pattern"]
+    return None
+
+
+def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
+    """Return the special tokens that a grammar contains as text.
+
+    Only structural tags can contain special tokens. Example: a tag that begins with "<tool_call>"
+    contains the special token <tool_call>. All other special tokens are forbidden
+    in the answer.
+    """
+    if spec.kind != "structural_tag":
+        return frozenset()
+    written = "\0".join(_texts(json.loads(spec.source)))
+    return frozenset(
+        number
+        for number in vocabulary.special_ids
+        if vocabulary.tokens[number] and vocabulary.tokens[number].decode() in written
+    )
+
+
+def _texts(node: object) -> Iterator[str]:
+    """Yield the texts of a structural tag, except those of JSON schemas."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list):
+        for part in node:
+            yield from _texts(part)
+    elif isinstance(node, Mapping):
+        for word, part in node.items():
+            if word not in ("json_schema", "excludes", "type"):
+                yield from _texts(part)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which grammars certainly compile quickly, so that they need no trial."""
+
+import json
+import re
+
+from nereid_backend.core.grammar import GrammarSpec
+
+# A schema of this size compiles in at most a tenth of a second.
+_QUICK_BYTES = 8192
+_QUICK_PATTERN_CHARS = 128
+# Larger repetitions can take long, and so can a repetition of a group, such as `(a{9}){9}`.
+_SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
+# Keywords whose cost is more than proportional to the size of the schema, because the libraries
+# combine their parts with each other.
+_SLOW_WORDS = frozenset(
+    {
+        *("allOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "grammar"),
+        *("dependentSchemas", "multipleOf", "uniqueItems", "contains"),
+    }
+)
+_LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties"})
+_QUICK_LENGTH = 1000
+
+
+def is_quick(spec: GrammarSpec) -> bool:
+    """Return whether a grammar certainly compiles within a fraction of a second.
+
+    Examples: a schema with ten properties is quick. A schema with `allOf`, a schema of 100 kB and
+    every EBNF grammar need a trial.
+    """
+    if len(spec.source) > _QUICK_BYTES or spec.kind == "ebnf":
+        return False
+    if spec.kind == "regex":
+        return _is_quick_pattern(spec.source)
+    try:
+        value = json.loads(spec.source)
+    except (ValueError, RecursionError):
+        # The compiler reports the error without compiling anything.
+        return True
+    return not _has_slow_part(value)
+
+
+def _has_slow_part(value: object) -> bool:
+    """Return whether a JSON schema, structural tag or choice contains a slow keyword."""
+    nodes = [value]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            if not _SLOW_WORDS.isdisjoint(node):
+                return True
+            pattern = node.get("pattern")
+            if isinstance(pattern, str) and not _is_quick_pattern(pattern):
+                return True
+            if any(_is_long(node.get(name)) for name in _LENGTHS):
+                return True
+            nodes += node.values()
+    return False
+
+
+def _is_quick_pattern(pattern: str) -> bool:
+    return len(pattern) <= _QUICK_PATTERN_CHARS and _SLOW_REPETITION.search(pattern) is None
+
+
+def _is_long(length: object) -> bool:
+    return isinstance(length, int | float) and length > _QUICK_LENGTH

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles grammars on trial in another process, which can be killed (trial_process.py).
+
+A trial finds out whether the grammar libraries can compile a grammar within the limits of time and
+memory. The compiled grammar itself cannot be sent to the engine: llguidance cannot serialise one,
+and xgrammar takes 60 times as long to serialise one as to compile it. So the engine compiles the
+grammar once more after a successful trial.
+"""
+
+import contextlib
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.errors import RequestError
+from nereid_backend.grammar.trial_process import Outcome
+from nereid_backend.grammar.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+_MODULE = "nereid_backend.grammar.trial_process"
+_MAX_JOBS = 256
+_STOP_TIMEOUT_S = 5.0
+
+
+class TrialCompiler:
+    """Sends grammars to the trial process. Several threads may use it."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
+    ) -> None:
+        """Create a compiler. The process starts with the first trial.
+
+        Args:
+            vocabulary: the tokens of the model.
+            eos_token_ids: the checkpoint's stop tokens.
+            timeout_s: the time limit of a trial, including the time in the queue.
+        """
+        self._vocabulary = vocabulary
+        self._eos_token_ids = eos_token_ids
+        self._timeout_s = timeout_s
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._futures: dict[int, Future[None]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_closed = False
+        # One thread starts the process and sends all messages, because sending waits until the
+        # process has loaded the grammar libraries.
+        self._sender = ThreadPoolExecutor(1, "grammar-trials")
+
+    def submit(self, spec: GrammarSpec) -> "Future[None]":
+        """Start to compile a grammar.
+
+        Returns:
+            A future without a result, or with a RequestError. Cancelling the future kills the
+            compilation.
+
+        Raises:
+            RequestError: too many grammars are waiting.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if len(self._futures) >= _MAX_JOBS:
+                raise RequestError(
+                    f"grammar: {_MAX_JOBS} grammars of other requests are being compiled, which is "
+                    "the limit. Try again later."
+                )
+            job_id = next(self._ids)
+            self._futures[job_id] = future
+        future.add_done_callback(partial(self._on_done, job_id))
+        self._send(job_id, "compile", job_id, spec.kind, spec.source)
+        return future
+
+    def close(self) -> None:
+        """End the process and all its children. Waiting requests get an error."""
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(_STOP_TIMEOUT_S)
+        self._fail_all(
+            "grammar: the grammar was not compiled, because the engine is shutting down."
+        )
+
+    def _send(self, job_id: int, *message: Any) -> None:  # noqa: ANN401 - any values
+        with contextlib.suppress(RuntimeError):  # the sender is shut down
+            self._sender.submit(self._deliver, job_id, message)
+
+    def _deliver(self, job_id: int, message: tuple[Any, ...]) -> None:
+        """Send a message of a job, and start the process first if it does not run."""
+        try:
+            connection = self._connection or self._start()
+            connection.send(message)
+        except OSError as error:
+            with self._lock:
+                future = self._futures.pop(job_id, None)
+            if future is not None:
+                _resolve(future, RequestError(f"grammar: the compiler cannot be reached: {error}"))
+
+    def _start(self) -> Connection:
+        """Start the process and the thread that reads its messages.
+
+        Raises:
+            OSError: the process cannot be started, or the compiler is closed.
+        """
+        connection, child_end = Pipe()
+        fd = child_end.fileno()
+        command = [sys.executable, "-m", _MODULE, str(fd), str(self._timeout_s)]
+        with self._lock:
+            if self._is_closed:
+                raise BrokenPipeError("the engine is shutting down")
+            self._process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+        child_end.close()
+        self._connection = connection
+        threading.Thread(
+            target=self._read_all,
+            args=(connection, self._process),
+            name="grammar-outcomes",
+            daemon=True,
+        ).start()
+        connection.send((self._vocabulary, self._eos_token_ids))
+        return connection
+
+    def _on_done(self, job_id: int, future: "Future[None]") -> None:
+        """Kill the compilation of a future that has been cancelled."""
+        if future.cancelled():
+            with self._lock:
+                is_known = self._futures.pop(job_id, None) is not None
+            if is_known:
+                self._send(job_id, "cancel", job_id)
+
+    def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
+        """Store the outcomes in their futures, until the process ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                job_id, outcome, text = connection.recv()
+                with self._lock:
+                    future = self._futures.pop(job_id, None)
+                if future is not None:
+                    _resolve(future, self._error(outcome, text))
+        process.wait()
+        self._connection = None
+        connection.close()
+        self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
+
+    def _fail_all(self, message: str) -> None:
+        """Store an error in all futures."""
+        with self._lock:
+            futures = list(self._futures.values())
+            self._futures.clear()
+        for future in futures:
+            _resolve(future, RequestError(message))
+
+    def _error(self, outcome: str, text: str) -> RequestError | None:
+        """Return the error of a trial, or None if the grammar was compiled."""
+        if outcome == Outcome.DONE:
+            return None
+        if outcome == Outcome.REFUSED:
+            return RequestError(text)
+        if outcome == Outcome.LATE:
+            return RequestError(
+                f"grammar: compiling takes longer than {self._timeout_s:g} s, which is the limit "
+                "(grammar_timeout). Lower the bounds and repetitions of the grammar, or raise the "
+                "limit."
+            )
+        log.warning("A grammar library failed to compile a grammar. %s", text)
+        return RequestError(
+            "grammar: the grammar library failed or needed too much memory. Use a smaller grammar."
+            + (f" The library's message is: {text}" if text else "")
+        )
+
+
+def _resolve(future: "Future[None]", error: RequestError | None) -> None:
+    """Store the outcome in a future, unless the future has been cancelled."""
+    if future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

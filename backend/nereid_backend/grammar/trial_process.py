@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that compiles grammars on trial. trial_compiler.py starts this process.
+
+    python -m nereid_backend.grammar.trial_process FD
+
+FD is the inherited end of a connection. The process loads the grammar libraries once. It then forks
+a child for each grammar. A child has limits of time and memory and can be killed, and neither a
+crash nor a hang of a grammar library affects the engine. Messages, as pickled tuples:
+
+    engine -> process   (vocabulary, eos_token_ids)     the first message
+                        ("compile", id, kind, source)
+                        ("cancel", id)                  kill the child, or do not start it
+    process -> engine   (id, outcome, error text)       outcome is one of Outcome
+"""
+
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+# The children share the processors equally, so a quick grammar ends soon even while others run.
+_MAX_CHILDREN = 8
+_MAX_CHILD_BYTES = 512 * 2**20
+# The children must not slow down the steps of the engine.
+_NICENESS = 10
+
+
+class Outcome(StrEnum):
+    """The result of a trial."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    LATE = "late"
+    CRASHED = "crashed"
+
+
+Compile = Callable[[str, str], None]
+"""Compiles a grammar of a kind. Raises a RequestError if the grammar is refused."""
+
+
+@dataclass
+class _Job:
+    """A grammar to compile.
+
+    Attributes:
+        job_id: the engine's number of the job.
+        kind: one of core.grammar.KINDS.
+        source: the text of the grammar.
+        deadline: the time.monotonic() value at which the job is killed.
+        pid: the process id of the child; 0 before the start.
+        result: receives the outcome of the child; None before the start.
+    """
+
+    job_id: int
+    kind: str
+    source: str
+    deadline: float
+    pid: int = 0
+    result: Connection | None = None
+
+
+class TrialServer:
+    """Starts, limits and kills the children."""
+
+    def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
+        """Create a server.
+
+        Args:
+            connection: the connection to the engine.
+            compile_grammar: called in the child.
+            timeout_s: the time limit of a job, including the time in the queue.
+        """
+        self._connection = connection
+        self._compile = compile_grammar
+        self._timeout_s = timeout_s
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+
+    def serve(self) -> None:
+        """Handle messages until the engine closes the connection."""
+        while True:
+            try:
+                self._step()
+            except (EOFError, OSError):
+                for job in self._running:
+                    os.kill(job.pid, signal.SIGKILL)
+                return
+
+    def _step(self) -> None:
+        """Wait for the next event, and handle all events that have occurred."""
+        now = time.monotonic()
+        jobs = [*self._running, *self._waiting]
+        timeout_s = min((job.deadline - now for job in jobs), default=None)
+        results = [job.result for job in self._running if job.result is not None]
+        ready = wait([self._connection, *results], timeout_s)
+        while self._connection.poll():
+            self._handle(*self._connection.recv())
+        for job in [job for job in self._running if job.result in ready]:
+            self._finish(job)
+        for job in [job for job in jobs if job.deadline <= time.monotonic()]:
+            if self._remove(job):
+                self._connection.send((job.job_id, Outcome.LATE.value, ""))
+        while self._waiting and len(self._running) < _MAX_CHILDREN:
+            self._start(self._waiting.popleft())
+
+    def _handle(self, kind: str, job_id: int, *grammar: str) -> None:
+        """Handle a message of the engine."""
+        if kind == "compile":
+            deadline = time.monotonic() + self._timeout_s
+            self._waiting.append(_Job(job_id, *grammar, deadline=deadline))
+            return
+        for job in [*self._running, *self._waiting]:
+            if job.job_id == job_id:
+                self._remove(job)
+
+    def _start(self, job: _Job) -> None:
+        """Fork the child of a job."""
+        job.result, child_end = Pipe(duplex=False)
+        job.pid = os.fork()
+        if job.pid == 0:
+            _run_child(child_end, self._compile, job, self._timeout_s)
+        child_end.close()
+        self._running.append(job)
+
+    def _finish(self, job: _Job) -> None:
+        """Send the outcome of a child to the engine."""
+        assert job.result is not None
+        try:
+            outcome, text = job.result.recv()
+        except EOFError:
+            outcome, text = Outcome.CRASHED.value, ""
+        if self._remove(job):
+            self._connection.send((job.job_id, outcome, text))
+
+    def _remove(self, job: _Job) -> bool:
+        """Remove a job and kill its child. Return False if the job has been removed before."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+            return True
+        if job not in self._running:
+            return False
+        self._running.remove(job)
+        # The child is a zombie until it is waited for, so its process id is not used again.
+        os.kill(job.pid, signal.SIGKILL)
+        os.waitpid(job.pid, 0)
+        assert job.result is not None
+        job.result.close()
+        return True
+
+
+def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
+    """Compile a grammar in a forked child, send the outcome, and end the child."""
+    try:
+        os.nice(_NICENESS)
+        limit = _virtual_bytes() + _MAX_CHILD_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        # The kernel ends the child even if this server is killed.
+        seconds = int(timeout_s) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        compile_grammar(job.kind, job.source)
+        result.send((Outcome.DONE.value, ""))
+    except MemoryError:
+        os._exit(1)
+    except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
+        is_refusal = type(error).__name__ == "RequestError"
+        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        outcome = Outcome.REFUSED if is_refusal else Outcome.CRASHED
+        result.send((outcome.value, text))
+    finally:
+        os._exit(0)
+
+
+def _virtual_bytes() -> int:
+    """Return the size of the address space of this process in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+class _Unused:
+    """Stands for every class and function of a module that is not used."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Accept any arguments."""
+
+    def __class_getitem__(cls, item: object) -> type:
+        """Accept any type arguments in annotations."""
+        return cls
+
+
+class _UnusedModule(types.ModuleType):
+    """A module with any attribute."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unused
+
+
+def _skip_unused_modules() -> None:
+    """Let xgrammar be imported without torch and transformers.
+
+    Compiling uses neither of them. Importing both takes some seconds and 200 MB.
+    """
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import tvm_ffi  # noqa: F401 - a dependency of xgrammar, which works without torch
+
+    for name in ("torch", "transformers"):
+        sys.modules[name] = _UnusedModule(name)
+
+
+def main() -> None:
+    """Load the grammar libraries and serve the engine."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    timeout_s = float(sys.argv[2])
+    _skip_unused_modules()
+    from nereid_backend.core.grammar import GrammarSpec
+    from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries
+
+    vocabulary, eos_token_ids = connection.recv()
+    libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
+    gc.freeze()  # A garbage collection in a child would copy the pages of all objects.
+
+    def compile_spec(kind: str, source: str) -> Any:  # noqa: ANN401 - ignored
+        compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
+
+    TrialServer(connection, compile_spec, timeout_s).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""A server of trials whose grammars say what happens: `python scripted_trials.py FD`."""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from nereid_backend.errors import RequestError
+from nereid_backend.grammar.trial_process import TrialServer
+
+
+def compile_scripted(kind, source):
+    """Do what the source of a grammar says."""
+    if source == "slow":
+        time.sleep(60)
+    elif source == "memory":
+        bytearray(4 * 2**30)
+    elif source == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif source == "wrong":
+        raise RequestError("ebnf: the grammar is not valid")
+
+
+if __name__ == "__main__":
+    TrialServer(Connection(int(sys.argv[1])), compile_scripted, timeout_s=2.0).serve()

@@ -1,0 +1,195 @@
+"""Slow grammars are compiled on trial in a process that limits and kills them."""
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+import pytest
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import RequestError
+from nereid_backend.grammar.compile_pool import CompilePool
+from nereid_backend.grammar.quick_grammars import is_quick
+from nereid_backend.grammar.trial_process import Outcome
+
+SLOW = GrammarSpec("ebnf", "slow")
+QUICK = GrammarSpec("regex", "a+")
+
+
+def schema(**words):
+    return GrammarSpec("json_schema", json.dumps({"type": "object", **words}))
+
+
+def properties(count):
+    return {f"p{i}": {"type": "string"} for i in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (schema(properties=properties(20)), True),
+        (schema(properties={"not_": {"enum": ["a"]}, "b": {"anyOf": [{"type": "null"}]}}), True),
+        (schema(properties=properties(5000)), False),
+        (schema(allOf=[{}]), False),
+        (schema(properties={"a": {"pattern": "(a{9}){9}"}}), False),
+        (schema(properties={"a": {"pattern": "^[a-z]{1,40}$"}}), True),
+        (schema(properties={"a": {"maxLength": 100_000}}), False),
+        (GrammarSpec("regex", "(ab)*"), False),
+        (GrammarSpec("regex", "[0-9]{1,9999}"), False),
+        (GrammarSpec("ebnf", 'root ::= "a"'), False),
+        (GrammarSpec("json_schema", "[" * 5000), True),
+        (GrammarSpec("choice", '["a", "b"]'), True),
+    ],
+)
+def test_only_small_grammars_without_slow_keywords_are_quick(spec, expected):
+    assert is_quick(spec) is expected
+
+
+# ---- the server of the trials --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A connection to a server in a process of its own."""
+    ours, theirs = Pipe()
+    program = Path(__file__).with_name("scripted_trials.py")
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    yield ours
+    ours.close()
+    assert process.wait(20) == 0
+
+
+def outcome(server, job_id):
+    """Return the outcome of a trial. Outcomes of other trials are skipped."""
+    while server.poll(30):
+        found, *result = server.recv()
+        if found == job_id:
+            return tuple(result)
+    raise TimeoutError("the trial has no outcome")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("quick", (Outcome.DONE, "")),
+        ("wrong", (Outcome.REFUSED, "ebnf: the grammar is not valid")),
+        ("slow", (Outcome.LATE, "")),
+        ("memory", (Outcome.CRASHED, "")),
+        ("crash", (Outcome.CRASHED, "")),
+    ],
+)
+def test_a_trial_has_one_outcome(server, source, expected):
+    server.send(("compile", 7, "ebnf", source))
+    assert outcome(server, 7) == expected
+
+
+def test_slow_trials_do_not_delay_others_and_can_be_cancelled(server):
+    for job_id in range(8):
+        server.send(("compile", job_id, "ebnf", "slow"))
+    server.send(("compile", 99, "ebnf", "quick"))
+    for job_id in range(8):
+        server.send(("cancel", job_id))
+    assert outcome(server, 99)[0] == Outcome.DONE
+
+
+# ---- the pool ------------------------------------------------------------------------------------
+
+
+class ScriptedTrials:
+    """Trials whose outcomes the test sets."""
+
+    def __init__(self):
+        self.futures = []
+
+    def submit(self, spec):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self):
+        for future in self.futures:
+            future.cancel()
+
+
+@pytest.fixture
+def trials():
+    return ScriptedTrials()
+
+
+@pytest.fixture
+def pool(trials):
+    made = CompilePool(1, trials)
+    yield made
+    made.close()
+
+
+def test_a_quick_grammar_needs_no_trial_and_waits_for_none(pool, trials):
+    for _ in range(4):
+        pool.submit(SLOW, lambda: 1)
+    assert pool.submit(QUICK, lambda: 2).result(10) == 2
+    assert len(trials.futures) == 4
+
+
+def test_a_slow_grammar_is_compiled_after_its_trial(pool, trials):
+    future = pool.submit(SLOW, lambda: 1)
+    assert not future.done()
+    trials.futures[0].set_result(None)
+    assert future.result(10) == 1
+
+
+def test_a_failed_trial_is_the_error_of_the_grammar(pool, trials):
+    future = pool.submit(SLOW, lambda: 1)
+    trials.futures[0].set_exception(RequestError("too slow"))
+    assert str(future.exception(10)) == "too slow"
+
+
+def test_cancelling_a_grammar_cancels_its_trial(pool, trials):
+    assert pool.submit(SLOW, lambda: 1).cancel()
+    assert trials.futures[0].cancelled()
+
+
+def test_a_library_that_panics_is_an_error_of_the_request(pool):
+    class PanicError(BaseException):
+        pass
+
+    def panic():
+        raise PanicError("index out of bounds")
+
+    assert "index out of bounds" in str(pool.submit(QUICK, panic).exception(10))
+
+
+def test_what_waits_when_the_pool_closes_gets_an_error(pool):
+    release = threading.Event()
+    running = pool.submit(QUICK, lambda: release.wait(20))
+    waiting = pool.submit(QUICK, lambda: 1)
+    pool.close()
+    release.set()
+    assert "shutting down" in str(waiting.exception(10))
+    assert running.result(10) is True
+    assert "shutting down" in str(pool.submit(QUICK, lambda: 1).exception(10))
+
+
+# ---- the guides ----------------------------------------------------------------------------------
+
+
+def test_a_slow_schema_is_compiled_after_a_real_trial(guides):
+    params = SamplingParams(grammar=schema(properties=properties(300), required=["p0"]))
+    assert not is_quick(params.grammar)
+    assert guides.prepare(params, frozenset({2})).result(60)
+
+
+def test_a_grammar_that_nobody_waits_for_is_stopped(guides):
+    params = SamplingParams(grammar=schema(properties=properties(9000)))
+    first, second = (guides.prepare(params, frozenset({2})) for _ in range(2))
+    compilation = guides._compiling[params.grammar]
+    first.cancel()
+    assert not compilation.future.done()
+    second.cancel()
+    assert compilation.future.cancelled()
+    assert guides._compiling == {}

@@ -87,27 +87,18 @@ class Request:
         Raises:
             ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
         """
-        allowed = tuple(ToolSchema.of(tool) for tool in tools or ())
-        mode, names = _parse_tool_choice(tool_choice, bool(allowed))
-        if names is not None:
-            missing = names - {tool.name for tool in allowed}
-            if missing:
-                raise ConstraintError(
-                    f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
-                )
-            allowed = tuple(tool for tool in allowed if tool.name in names)
-        if mode == "required" and not allowed:
+        offered = tuple(ToolSchema.of(tool) for tool in tools or ())
+        choice = _parse_tool_choice(tool_choice, bool(offered))
+        allowed = choice.select(offered)
+        if choice.mode == "required" and not allowed:
             raise ConstraintError(
                 "tool_choice: a tool call is required, but tools is empty. Add a function to "
                 "tools, or set tool_choice to auto."
             )
-        if mode == "none":
-            allowed = ()
-        is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
         return cls(
             tools=allowed,
-            must_call=mode == "required",
-            is_single=is_named or not parallel_tool_calls,
+            must_call=choice.mode == "required",
+            is_single=choice.is_one_function or not parallel_tool_calls,
             answer=answer_node(response_format),
         )
 
@@ -119,29 +110,58 @@ class Request:
         return self.answer is None and not constrains_calls and not limits_calls
 
 
-def _parse_tool_choice(
-    choice: str | Mapping[str, Any] | None, has_tools: bool
-) -> tuple[str, frozenset[str] | None]:
-    """Return the mode (auto, required or none) and the names of the tools that the model may call.
+@dataclass(frozen=True, slots=True)
+class _ToolChoice:
+    """The value of the OpenAI field `tool_choice`.
 
-    The names are None if the model may call all tools. Example:
-    `{"type": "function", "function": {"name": "f"}}` gives `("required", {"f"})`.
+    Attributes:
+        mode: "auto", "required" or "none".
+        names: The names of the functions that the model may call, or None for all functions.
+        is_one_function: Whether the request names one function, which the model must call once.
+    """
+
+    mode: str
+    names: frozenset[str] | None = None
+    is_one_function: bool = False
+
+    def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
+        """Return the tools that the model may call.
+
+        Raises:
+            ConstraintError: `tools` contains no tool with one of the names.
+        """
+        if self.names is not None:
+            missing = self.names - {tool.name for tool in tools}
+            if missing:
+                raise ConstraintError(
+                    f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
+                )
+            tools = tuple(tool for tool in tools if tool.name in self.names)
+        return () if self.mode == "none" else tools
+
+
+def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
+    """Convert the OpenAI field `tool_choice`.
+
+    Example: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
+    names {"f"}.
 
     Raises:
         ConstraintError: The value is not a `tool_choice` of the OpenAI API.
     """
     if choice is None:
-        return ("auto" if has_tools else "none"), None
+        return _ToolChoice("auto" if has_tools else "none")
     if isinstance(choice, str):
         if choice not in ("auto", "required", "none"):
             raise ConstraintError(
                 f"tool_choice: the value must be auto, required, none or an object, but is "
                 f"{shorten(choice)}"
             )
-        return choice, None
+        return _ToolChoice(choice)
     kind = choice.get("type")
     if kind == "function":
-        return "required", frozenset({_function_name(choice)})
+        names = frozenset({_function_name(choice)})
+        return _ToolChoice("required", names, is_one_function=True)
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto")
@@ -149,7 +169,8 @@ def _parse_tool_choice(
             raise ConstraintError(
                 f"tool_choice: allowed_tools.mode must be auto or required, but is {shorten(mode)}"
             )
-        return mode, frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
+        names = frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
+        return _ToolChoice(mode, names)
     raise ConstraintError(
         f"tool_choice: type must be function or allowed_tools, but is {shorten(kind)}"
     )

@@ -103,7 +103,7 @@ def _read_additional_templates(path: Path) -> dict[str, str]:
 
 
 def _select_template(templates: object) -> str | None:
-    """Return the template for tools from one or several templates, or None if there is no template.
+    """Return the template that is used with tools, or None if there is no template.
 
     Several templates are a dict of names and sources. In tokenizer_config.json they may also be a
     list.
@@ -164,7 +164,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file does not exist or contains no object.
+    """Return the JSON object in a file, or {} if the file does not exist or contains no object.
 
     Raises:
         FormatError: The file is not a valid JSON file, or is too long.

@@ -128,8 +128,10 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     first, second = [*leading_markers(text), "", ""][:2]
     if first in ("", EOS_TOKEN):
         return []
-    ends_user_message = bool(second) and second == leading_marker(trailing_text)
-    if ends_user_message and second != first and second not in frame.header:
+    # `<|eom|><|eot|>`: the second marker belongs to the end if it also ends a user's message.
+    ends_user_message = second == leading_marker(trailing_text)
+    is_other_markup = second in ("", first) or second in frame.header
+    if ends_user_message and not is_other_markup:
         return [first, second]
     return _end_markers_with_words(text, trailing_text, frame.header) or [first]
 

@@ -330,6 +330,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         budget.step(__self.literal_size if is_macro else 0)
+        # The object whose method is called, such as `text` in `text.replace(..)`.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
             budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))

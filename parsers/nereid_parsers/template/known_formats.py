@@ -157,7 +157,7 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 def _markup_of(call: Call) -> tuple[object, ...]:
-    """Return what distinguishes the text of a tool call, without the white space around markers.
+    """Return the markers and the keys of a tool call, without the white space around the markers.
 
     >>> _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))[1:]
     ('<call>', '', '</call>', 'name', 'arguments')
@@ -173,7 +173,7 @@ def _markup_of(call: Call) -> tuple[object, ...]:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return `call` with the other keys under which models of the families write the arguments.
+    """Return `call`, which also accepts the keys that the families use for the arguments.
 
     Example: `Keys(arguments="parameters", also=("arguments",))` accepts the arguments under both
     keys.

@@ -36,7 +36,7 @@ _COMPARISONS_EXPLAINED = (
 
 
 def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
-    """Return `text` unchanged. This function is a `Paint`."""
+    """Return `text` without a colour."""
     return text
 
 

@@ -181,12 +181,13 @@ def _add_quoted_spelling(
     pieces = split_at_words(texts.special_value, *_FIRST_CALL, SECOND_VALUE)
     if pieces is None:
         return values
-    _, _, before_special, _, after_special = pieces
-    after_unquoted = _text_after_string(texts)
-    is_same_tag = before_special.startswith(before_value) and after_special.endswith(after_unquoted)
-    quote_open = before_special.removeprefix(before_value)
-    quote_close = after_special.removesuffix(after_unquoted)
-    if not is_same_tag or not quote_open.strip() or not quote_close.strip():
+    _, _, before_special, _, after_special = pieces  # `"><![CDATA[` and `]]></v></call>`
+    after_value = _text_after_string(texts)  # `</v></call>`
+    if not before_special.startswith(before_value) or not after_special.endswith(after_value):
+        return values
+    quote_open = before_special.removeprefix(before_value)  # `<![CDATA[`
+    quote_close = after_special.removesuffix(after_value)  # `]]>`
+    if not quote_open.strip() or not quote_close.strip():
         return values
     unquoted = TaggedArguments(values.open, values.close)
     return TaggedArguments(
@@ -213,8 +214,9 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     )
     if pieces is None:
         return None
+    # `f ~<a>1~</a>~<b>2~</b>` is cut into ``, ` ~`, ``, `~`, `~<b>2~` and ``.
     before_name, before_key, _, after_value, _, after = pieces
-    marker = after_value.strip()  # between a value and the closing tag is only the marker
+    marker = after_value.strip()
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         pieces = split_at_words(texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close)

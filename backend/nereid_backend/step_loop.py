@@ -52,13 +52,9 @@ class StepLoop:
     ) -> None:
         """Create a loop without a running step.
 
-        Args:
-            scheduler: plans the steps.
-            runner: executes the plans.
-            failures: the counter of failed steps.
-            is_async: whether the next step starts before the tokens of the current step are read.
-                If True, the scheduler must not propose draft tokens, and the path of the runner
-                must support steps that were planned ahead.
+        With `is_async`, the next step starts before the tokens of the current step are read. In
+        this case, the scheduler must not propose draft tokens, and the path of the runner must
+        support steps that were planned ahead.
         """
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
@@ -148,9 +144,11 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
+        """Count a failed step, end its sequences, and return their last updates."""
         return self._scheduler.fail(plan, self._failures.record(plan, error))
 
     def _record_start(self, plan: StepPlan) -> None:
+        """Add the requests whose first tokens are in a plan to `started`."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

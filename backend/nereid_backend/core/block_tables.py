@@ -255,11 +255,7 @@ class BlockTables:
         With an attention window, the first step needs blocks only for the tokens of the window and
         the tokens of the step, because leading blocks are freed after the step. Example: a sequence
         of 1000 tokens without cached tokens, with a window of 64 tokens and 100 tokens in a step,
-        gets blocks for 164 tokens.
-
-        Args:
-            sequence: the sequence.
-            num_cached: the number of its leading tokens that are in cached blocks.
+        gets blocks for 164 tokens. `num_cached` is the number of tokens in cached blocks.
         """
         num_known = len(sequence.token_ids)
         window = self._attention_window

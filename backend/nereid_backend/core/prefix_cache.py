@@ -37,13 +37,10 @@ class PrefixCache:
     def __init__(
         self, pool: BlockPool, block_size: int, attention_window: AttentionWindow | None = None
     ) -> None:
-        """Create an empty cache.
+        """Create an empty cache of the blocks in `pool`, which have `block_size` tokens each.
 
-        Args:
-            pool: the pool whose blocks are cached.
-            block_size: tokens in one block.
-            attention_window: the model's attention window; None if tokens attend to all earlier
-                tokens. A prefix can be found even if blocks before the window are no longer cached.
+        If the model has an attention window, a prefix can be found even if blocks before the window
+        are no longer cached.
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -119,10 +116,6 @@ class PrefixCache:
         Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
         the cache contains the last two as the blocks 8 and 5. The token at position 12 attends to
         positions 9 to 12, which start in the third block. The result is [null, null, 5].
-
-        Args:
-            hashes: the hashes of the full blocks of a sequence.
-            window: the attention window of the model.
         """
         null = self._pool.null_block
         blocks = [self._blocks.get(block_hash, null) for block_hash in hashes]

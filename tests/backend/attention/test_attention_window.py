@@ -22,7 +22,7 @@ NUM_TOKENS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def test_a_token_sees_what_its_widest_layer_sees():
+def test_the_window_of_a_model_is_that_of_its_widest_layer():
     attention_window = AttentionWindow(((5, None), (None, 8)))
     assert [attention_window.first_visible(p) for p in (0, 4, 5, 7, 8, 13, 15)] == [
         0,
@@ -36,7 +36,7 @@ def test_a_token_sees_what_its_widest_layer_sees():
     assert attention_window.max_visible_tokens == 8
 
 
-def test_sight_never_goes_back_and_sees_no_more_than_it_says():
+def test_the_start_of_a_window_never_decreases_and_the_window_is_not_too_long():
     for limits in [((1, None),), ((None, 6),), ((9, 4), (3, None)), ((5, 12), (None, 7))]:
         attention_window = AttentionWindow(limits)
         firsts = [attention_window.first_visible(position) for position in range(60)]
@@ -47,7 +47,7 @@ def test_sight_never_goes_back_and_sees_no_more_than_it_says():
         )
 
 
-def test_one_layer_that_sees_everything_keeps_every_block():
+def test_one_layer_without_a_window_keeps_every_block():
     narrow = LayerSpec(1, 1, 8, 8, LayerWindow(size=4))
     assert attention_window_of([narrow, narrow]) == AttentionWindow(((4, None),))
     assert attention_window_of([narrow, LayerSpec(1, 1, 8, 8)]) is None
@@ -92,7 +92,7 @@ def make_scheduler(num_blocks, *, attention_window=WINDOW_OF_5, budget=8, **sett
     )
 
 
-def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
+def test_a_sequence_never_has_more_blocks_than_its_window_and_its_step_need():
     most_blocks = WINDOW_OF_5.max_blocks(8, BLOCK)
     scheduler = make_scheduler(most_blocks)
     model = ScriptedModel(most_blocks, attention_window=WINDOW_OF_5)
@@ -103,7 +103,7 @@ def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
     assert scheduler.num_preemptions == 0
 
 
-def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
+def test_cached_blocks_are_found_although_the_first_blocks_of_the_prompt_are_gone():
     scheduler = make_scheduler(7)
     model = ScriptedModel(7, attention_window=WINDOW_OF_5)
     prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
@@ -116,7 +116,7 @@ def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
     assert model.num_computed - before == 2 + 2
 
 
-def test_several_at_once_share_a_pool_that_none_of_them_would_fit_if_blocks_were_kept():
+def test_several_sequences_share_a_pool_that_is_too_small_without_windows():
     scheduler = make_scheduler(8)
     model = ScriptedModel(8, attention_window=WINDOW_OF_5)
     rng = random.Random(2)
@@ -135,7 +135,7 @@ def mistral(tmp_path_factory):
 
 @pytest.mark.parametrize("block_size", [4, 16], ids=["plain torch", "native kernels"])
 @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 3}], ids=["plain", "guessing"])
-def test_a_windowed_model_answers_exactly_from_a_pool_much_smaller_than_the_sequence(
+def test_a_model_with_a_window_is_exact_with_a_pool_much_smaller_than_the_sequence(
     mistral, block_size, settings
 ):
     settings |= {"block_size": block_size, "max_num_batched_tokens": 16}
@@ -169,7 +169,7 @@ def test_a_windowed_model_answers_exactly_from_a_pool_much_smaller_than_the_sequ
     engine.close()
 
 
-def test_the_memory_plan_says_whether_blocks_come_back(mistral, tmp_path):
+def test_the_memory_plan_depends_on_whether_blocks_are_freed(mistral, tmp_path):
     lines: list[str] = []
 
     def plan_of(folder):
@@ -185,6 +185,6 @@ def test_the_memory_plan_says_whether_blocks_come_back(mistral, tmp_path):
     assert "windows" not in plan_of(full)
 
 
-def test_a_pool_that_does_not_hold_a_window_and_a_step_is_refused_by_name(mistral):
+def test_a_pool_that_is_too_small_for_a_window_and_a_step_is_refused(mistral):
     with pytest.raises(ConfigError, match=r"kv_cache_memory.*Raise kv_cache_memory or lower"):
         open_engine(mistral, kv_cache_memory="8KiB", max_model_len=200)

@@ -110,7 +110,7 @@ def test_bfloat16_attention_equals_the_reference_within_its_rounding(spec):
     torch.testing.assert_close(found, exact, atol=3e-2, rtol=3e-2)
 
 
-def test_a_long_sequence_alone_is_cut_into_segments_that_add_up(monkeypatch):
+def test_the_segments_of_a_long_sequence_are_combined_correctly(monkeypatch):
     monkeypatch.setitem(globals(), "SHAPES", [(1001, 1)])
     spec = LayerSpec(4, 1, 16, 16, has_sinks=True)
     before = torch.get_num_threads()
@@ -124,7 +124,7 @@ def test_a_long_sequence_alone_is_cut_into_segments_that_add_up(monkeypatch):
     )
 
 
-def test_what_is_not_a_number_shows_in_its_own_sequence_only():
+def test_nan_affects_only_its_own_sequence():
     spec = SPECS["three query heads a key head"]
     clean = attention_of(CpuKVCache, spec, torch.float32)
     found = attention_of(CpuKVCache, spec, torch.float32, poison=2)
@@ -132,7 +132,7 @@ def test_what_is_not_a_number_shows_in_its_own_sequence_only():
     torch.testing.assert_close(found[0, 3], clean[0, 3])
 
 
-def test_caches_that_the_kernels_do_not_take_are_plain_ones_and_the_log_says_why(caplog):
+def test_without_kernels_the_plain_cache_is_used_and_the_log_contains_the_reason(caplog):
     assert cpu_attention.cache_type(16, torch.bfloat16, CPU) is CpuKVCache
     assert cpu_attention.cache_type(8, torch.float32, CPU) is KVCache
     assert cpu_attention.cache_type(16, torch.float16, CPU) is KVCache
@@ -140,7 +140,7 @@ def test_caches_that_the_kernels_do_not_take_are_plain_ones_and_the_log_says_why
     assert "float16" in caplog.text
 
 
-def test_what_is_stored_by_rows_is_gathered_as_from_a_plain_cache():
+def test_stored_rows_are_gathered_as_from_a_plain_cache():
     spec = LayerSpec(4, 2, 8, 6)
     torch.manual_seed(0)
     key, value = torch.randn(20, 2, 8), torch.randn(20, 2, 6)
@@ -154,7 +154,7 @@ def test_what_is_stored_by_rows_is_gathered_as_from_a_plain_cache():
     torch.testing.assert_close(found[1][0][0, :, :20], key.transpose(0, 1), atol=0, rtol=0)
 
 
-def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path):
+def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
@@ -164,13 +164,13 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path)
     assert not list((tmp_path / "nereid").iterdir())
 
 
-def test_without_a_compiler_the_error_says_what_was_looked_for(monkeypatch):
+def test_without_a_compiler_the_error_names_the_supported_compilers(monkeypatch):
     monkeypatch.setattr(cpu_build.shutil, "which", lambda name: None)
     with pytest.raises(cpu_build.KernelBuildError, match=r"g\+\+"):
         cpu_build.load_library()
 
 
-def test_the_library_shares_torchs_openmp():
+def test_the_library_uses_the_openmp_library_of_torch():
     # In a process of its own: other packages of this one may bring libraries of their own.
     program = (
         "from nereid_backend.attention.cpu import cpu_library; cpu_library.kernels();"
@@ -181,7 +181,7 @@ def test_the_library_shares_torchs_openmp():
     assert done.stdout.strip() == "1", done.stderr
 
 
-def test_of_several_openmp_libraries_torchs_is_the_one(monkeypatch):
+def test_of_several_openmp_libraries_that_of_torch_is_chosen(monkeypatch):
     site = Path(torch.__file__).parent.parent
     own = f"{site}/torch/lib/libgomp-1.so.1"
     maps = f"0-1 r-xp 0 0 0 {site}/scikit_learn.libs/libgomp-2.so.1\n0-1 r-xp 0 0 0 {own}\n"

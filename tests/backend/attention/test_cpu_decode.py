@@ -132,7 +132,7 @@ def test_blocks_may_have_any_multiple_of_16_tokens(block_size, window, dtype, ki
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("lengths", [[4000], [3000, 1, 5, 1700], [600] * 5])
-def test_threads_share_sequences_and_parts_of_long_ones(lengths, threads, dtype, kind):
+def test_threads_divide_sequences_and_segments_of_long_sequences(lengths, threads, dtype, kind):
     spec = LayerSpec(6, 3, 40, 24, has_sinks=True)
     assert_close(*decode(spec, dtype=dtype, lengths=lengths, threads=threads, kind=kind))
 
@@ -146,14 +146,14 @@ def test_scores_are_capped_near_zero_and_far_from_it(softcap, dtype):
 @pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_what_lies_behind_the_end_of_a_sequence_is_not_read(softcap, dtype, kind):
+def test_memory_after_the_end_of_a_sequence_is_not_read(softcap, dtype, kind):
     spec = LayerSpec(6, 2, 20, 20, softcap=softcap)
     assert_close(*decode(spec, dtype=dtype, kind=kind, stale=float("nan")))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_same_result_alone_and_among_others(dtype, threads):
+def test_a_sequence_has_the_same_result_alone_and_with_other_sequences(dtype, threads):
     spec = LayerSpec(6, 2, 64, 64)
     lengths = [500, *[30] * 20]
     together, _ = decode(spec, dtype=dtype, lengths=lengths, threads=threads)
@@ -163,7 +163,7 @@ def test_a_sequence_has_the_same_result_alone_and_among_others(dtype, threads):
 
 @pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
 @pytest.mark.parametrize("num_blocks", [2, 3000])
-def test_blocks_begin_where_a_cache_line_does(num_blocks, kind):
+def test_blocks_are_aligned_to_cache_lines(num_blocks, kind):
     spec = LayerSpec(4, 2, 64, 64)
     cache = kind([spec], num_blocks=num_blocks, block_size=16, dtype=torch.bfloat16, device=CPU)
     assert all(tensor.data_ptr() % 64 == 0 for tensor in [*cache.keys, *cache.values])

@@ -107,7 +107,7 @@ def attend(
     st.sampled_from([PLAIN, INTEGERS]),
     st.integers(0, 99),
 )
-def test_any_layer_over_any_sequences_equals_the_twin(
+def test_any_layer_over_any_sequences_equals_the_reference(
     spec, lengths, block_size, threads, kinds, seed
 ):
     plain, native = kinds
@@ -124,7 +124,7 @@ def test_any_layer_over_any_sequences_equals_the_twin(
 
 @settings(max_examples=30, deadline=None)
 @given(specs, sequences, st.sampled_from([PLAIN, INTEGERS]))
-def test_bfloat16_equals_the_twin_within_its_rounding(spec, lengths, kinds):
+def test_bfloat16_equals_the_reference_within_its_rounding(spec, lengths, kinds):
     plain, native = kinds
     expected = attend(plain, spec, lengths, dtype=torch.bfloat16)
     found = attend(native, spec, lengths, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def test_bfloat16_equals_the_twin_within_its_rounding(spec, lengths, kinds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_around_a_sequence_in_its_blocks_does_not_show(dtype):
+def test_unused_memory_in_the_blocks_of_a_sequence_has_no_effect(dtype):
     spec = LayerSpec(6, 2, 24, 10)
     lengths = [(21, 40), (0, 7)]
     clean = attend(CpuKVCache, spec, lengths, dtype=dtype)
@@ -142,7 +142,7 @@ def test_what_lies_around_a_sequence_in_its_blocks_does_not_show(dtype):
     torch.testing.assert_close(found, clean, atol=0, rtol=0)
 
 
-def test_a_token_gets_the_same_bits_whatever_tokens_share_its_step():
+def test_the_bits_of_a_token_do_not_depend_on_the_other_tokens_of_the_step():
     spec = LayerSpec(6, 2, 32, 32)
     alone = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16)
     for threads in (2, 5):

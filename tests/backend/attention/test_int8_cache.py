@@ -17,7 +17,7 @@ from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import ConfigError
-from nereid_backend.model import choose_path, load_weights
+from nereid_backend.model import load_weights, path_variants
 
 from backend import shrink
 
@@ -51,7 +51,7 @@ def test_an_8_bit_floating_point_number_is_off_by_at_most_a_16th_however_large_i
 
 
 @pytest.mark.parametrize("kind", [Int8KVCache, Float8KVCache])
-def test_zeros_stay_zero_and_what_is_not_finite_shows(kind):
+def test_zeros_stay_zero_and_infinite_numbers_become_nan(kind):
     kept, scales = kind.rounded(torch.tensor([[0.0, 0.0], [1.0, float("inf")], [1e-40, 0.0]]))
     assert not kept[0].any()
     assert scales[0] == 0
@@ -88,7 +88,7 @@ def test_the_native_kernel_equals_the_reference_over_the_same_integers(spec, thr
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
-def test_what_is_not_a_number_shows_in_its_own_sequence_only():
+def test_nan_affects_only_its_own_sequence():
     spec = SPECS["three query heads a key head"]
     clean = attention_of(CpuInt8KVCache, spec, torch.float32)
     found = attention_of(CpuInt8KVCache, spec, torch.float32, poison=2)
@@ -113,7 +113,7 @@ def test_blocks_are_copied_and_cleared_with_their_scales(kind):
     assert all(tensor[3].any() for tensor in cache.tensors())
 
 
-def test_one_setting_chooses_what_is_stored_in_either_layout():
+def test_one_setting_chooses_the_stored_type_in_both_layouts():
     assert stored_type(KVCache, "auto") is KVCache
     assert stored_type(KVCache, "int8") is Int8KVCache
     assert stored_type(CpuKVCache, "int8") is CpuInt8KVCache
@@ -134,7 +134,9 @@ REPRESENTATIVE = {("int8", 4, DEEPSEEK), ("int8", 16, "llama"), ("fp8", 16, "gem
         for stored, name in ENGINES
     ],
 )
-def test_an_engine_answers_mostly_the_same_from_less_memory(name, stored, block_size, tmp_path):
+def test_an_engine_with_a_smaller_cache_returns_mostly_the_same_tokens(
+    name, stored, block_size, tmp_path
+):
     folder = BY_NAME[name].save(tmp_path / "model")
     answers, memory = [], []
     for setting in ("auto", stored):
@@ -154,7 +156,7 @@ def test_an_engine_answers_mostly_the_same_from_less_memory(name, stored, block_
 
 
 @pytest.mark.parametrize(("stored", "difference"), [("int8", 0.05), ("fp8", 0.15)])
-def test_the_self_check_still_notices_a_window_that_is_off_by_one(
+def test_the_self_check_detects_a_window_that_is_off_by_one(
     stored, difference, tmp_path, monkeypatch
 ):
     folder = BY_NAME["mistral, sliding window"].save(tmp_path / "model")
@@ -162,7 +164,7 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
     assert engine.info.path == "packed"
     assert engine.info.self_check_difference < difference
     engine.close()
-    probe = choose_path.probe_layers
+    probe = path_variants.probe_layers
 
     def wrong(*arguments):
         layers = probe(*arguments)
@@ -172,7 +174,7 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
             for layer in layers
         ]
 
-    monkeypatch.setattr(choose_path, "probe_layers", wrong)
+    monkeypatch.setattr(path_variants, "probe_layers", wrong)
     engine = open_engine(folder, kv_cache_dtype=stored)
     assert engine.info.path != "packed"
     engine.close()
@@ -182,7 +184,7 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
     ("model_type", "path"),
     [("bloom", "padded"), pytest.param("qwen3_next", "rows", marks=pytest.mark.long)],
 )
-def test_every_path_with_blocks_keeps_8_bit_floats_in_them(model_type, path, tmp_path):
+def test_every_path_with_blocks_can_store_8_bit_floats(model_type, path, tmp_path):
     engine = open_engine(shrink.save(model_type, tmp_path), kv_cache_dtype="fp8")
     assert engine.info.path == path
     assert 0.001 < engine.info.self_check_difference < 0.3
@@ -190,7 +192,7 @@ def test_every_path_with_blocks_keeps_8_bit_floats_in_them(model_type, path, tmp
     engine.close()
 
 
-def test_what_cannot_be_stored_is_refused_by_name():
+def test_unsupported_cache_types_are_refused():
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype: the value must be 'auto', .*, but it is 'int4'"
     ):

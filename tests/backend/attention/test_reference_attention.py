@@ -110,7 +110,7 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
             token += 1
 
 
-def test_slices_of_queries_give_what_all_queries_at_once_give(monkeypatch):
+def test_slices_of_queries_equal_all_queries_at_once(monkeypatch):
     from nereid_backend.attention import reference
 
     spec = LayerSpec(4, 2, 8, 8, softcap=2.0)
@@ -121,7 +121,7 @@ def test_slices_of_queries_give_what_all_queries_at_once_give(monkeypatch):
     torch.testing.assert_close(reference._prefill(inputs, None, spec, 0.5, None), whole)
 
 
-def test_a_reused_row_forgets_the_longer_table_of_the_request_before():
+def test_a_reused_row_ignores_the_longer_block_table_of_the_previous_request():
     builder = BatchBuilder(max_num_seqs=1, max_model_len=40, block_size=BLOCK, null_block=50)
     first = Sequence("a", [1] * 20, SamplingParams(), max_total_tokens=99)
     first.row, first.block_table = 0, [7, 8, 9, 10, 11]

@@ -42,7 +42,7 @@ def test_without_a_compiler_the_result_is_the_same(monkeypatch):
         torch.testing.assert_close(layer(rows), native, atol=1e-5, rtol=1e-5)
 
 
-def test_a_shared_weight_stays_for_those_who_share_it():
+def test_a_shared_weight_stays_unchanged_for_the_other_layers():
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(40, 32)
     head = torch.nn.Linear(32, 40, bias=False)
@@ -55,9 +55,7 @@ def test_a_shared_weight_stays_for_those_who_share_it():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mistral, sliding window"])
-def test_an_engine_with_quantised_weights_is_one_and_the_same_however_requests_are_batched(
-    name, tmp_path
-):
+def test_the_tokens_of_an_engine_with_quantised_weights_do_not_depend_on_the_batch(name, tmp_path):
     folder = BY_NAME[name].save(tmp_path / "model")
     plain = open_engine(folder)
     answers = run_staggered(plain)
@@ -71,7 +69,7 @@ def test_an_engine_with_quantised_weights_is_one_and_the_same_however_requests_a
     engine.close()
 
 
-def test_what_is_not_made_is_refused_by_name():
+def test_unsupported_weight_types_are_refused():
     with pytest.raises(ConfigError, match="weight_dtype: the value must be 'auto' or 'int8'"):
         EngineConfig("/model", weight_dtype="int4")
     config = EngineConfig("/model", weight_dtype="int8")

@@ -49,7 +49,7 @@ def merged_and_expected(layers, x, is_packed):
 @pytest.mark.parametrize("bias", [(False, False, False), (True, True, True), (True, False, True)])
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (16, 48, 5)])
 @torch.inference_mode()
-def test_layers_with_one_input_give_what_they_gave_apart(sizes, bias, is_packed):
+def test_merged_layers_compute_the_same_as_separate_layers(sizes, bias, is_packed):
     layers, x = Layers(sizes, bias), torch.randn(3, 7, 24)
     count, expected = merged_and_expected(layers, x, is_packed)
     assert count == 1
@@ -61,7 +61,7 @@ def test_layers_with_one_input_give_what_they_gave_apart(sizes, bias, is_packed)
 
 
 @torch.inference_mode()
-def test_what_follows_a_part_of_a_panel_stays_apart(is_packed):
+def test_a_layer_after_an_incomplete_panel_is_not_merged(is_packed):
     layers, x = Layers((16, 5, 32)), torch.randn(3, 24)
     count, expected = merged_and_expected(layers, x, is_packed)
     assert count == 1
@@ -71,7 +71,7 @@ def test_what_follows_a_part_of_a_panel_stays_apart(is_packed):
 
 
 @torch.inference_mode()
-def test_a_layer_that_gets_another_input_than_its_group_computes_for_itself(is_packed):
+def test_a_layer_with_another_input_than_its_group_computes_its_own_output(is_packed):
     layers, x, other = Layers((32, 16, 16)), torch.randn(3, 24), torch.randn(5, 24)
     expected = [part.clone() for part in layers(other)]
     merged_and_expected(layers, x, is_packed)
@@ -96,7 +96,7 @@ def test_a_layer_that_is_called_twice_or_with_other_inputs_is_not_merged(is_pack
 
 
 @torch.inference_mode()
-def test_nothing_of_a_pass_is_kept_after_it(is_packed):
+def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(is_packed):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
     merged_and_expected(layers, x, is_packed)
     layers(x)
@@ -105,7 +105,7 @@ def test_nothing_of_a_pass_is_kept_after_it(is_packed):
 
 
 @torch.inference_mode()
-def test_separated_layers_are_as_before(is_packed):
+def test_separated_layers_equal_the_original_layers(is_packed):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
     _, expected = merged_and_expected(layers, x, is_packed)
     separate_linears(layers)
@@ -116,7 +116,7 @@ def test_separated_layers_are_as_before(is_packed):
 
 
 @torch.inference_mode()
-def test_weights_of_a_group_are_kept_once(is_packed):
+def test_the_weights_of_a_group_are_stored_once(is_packed):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
     merged_and_expected(layers, x, is_packed)
     names = "packed" if is_packed else "weight"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no 512-bit v
     seed=st.integers(0, 2**16),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_layer_of_any_size_gives_what_the_products_in_double_precision_give(
+def test_a_layer_of_any_size_equals_the_product_in_double_precision(
     dtype, rows, dim, outputs, has_bias, threads, seed
 ):
     torch.manual_seed(seed)
@@ -44,7 +44,7 @@ def test_a_layer_of_any_size_gives_what_the_products_in_double_precision_give(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_surrounds_the_output_is_not_written(dtype):
+def test_memory_around_the_output_is_not_written(dtype):
     weight, x = torch.randn(21, 8).to(dtype), torch.randn(13, 8).to(dtype)
     packed = pack(weight)
     memory = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
@@ -60,7 +60,7 @@ def test_what_surrounds_the_output_is_not_written(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gives_the_same_alone_and_among_others(dtype):
+def test_a_row_has_the_same_result_alone_and_with_other_rows(dtype):
     layer = torch.nn.Linear(64, 48).to(dtype)
     model = torch.nn.Sequential(layer)
     assert prepack_linears(model) == 1
@@ -73,7 +73,7 @@ def test_a_row_gives_the_same_alone_and_among_others(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_that_are_not_finite_show(dtype):
+def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(dtype):
     packed = pack(torch.ones(20, 6, dtype=dtype))
     x = torch.ones(3, 6, dtype=dtype)
     x[1, 2] = float("nan")
@@ -90,12 +90,12 @@ def test_an_input_of_another_size_or_type_is_refused():
         linear(torch.ones(3, 6, dtype=torch.float64), packed, None, 20)
 
 
-def test_odd_inputs_of_bfloat16_are_left_to_others():
+def test_an_odd_number_of_bfloat16_inputs_is_not_packed():
     assert not native_linear.can_pack(torch.ones(4, 3, dtype=torch.bfloat16))
     assert not native_linear.can_pack(torch.ones(4, 4, dtype=torch.float16))
 
 
-def test_bfloat16_is_left_to_a_library_that_uses_the_processors_tiles(monkeypatch):
+def test_bfloat16_is_not_packed_if_onednn_uses_the_tiles_of_the_processor(monkeypatch):
     monkeypatch.setattr(native_linear, "_has_tiles", lambda: True)
     assert not native_linear.can_pack(torch.ones(4, 4, dtype=torch.bfloat16))
     assert native_linear.can_pack(torch.ones(4, 4)) == (torch.float32 in DTYPES)

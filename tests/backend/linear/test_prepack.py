@@ -36,7 +36,7 @@ def products(request, monkeypatch):
         monkeypatch.setattr(native_linear, "can_pack", lambda weight: False)
 
 
-def test_an_engine_with_packed_weights_gives_the_tokens_of_one_without(checkpoint):
+def test_engines_with_and_without_packed_weights_return_the_same_tokens(checkpoint):
     path = checkpoint("llama")
     with_packed, packed = answers(path)
     without, none = answers(path, prepack=False)
@@ -45,7 +45,7 @@ def test_an_engine_with_packed_weights_gives_the_tokens_of_one_without(checkpoin
     assert none == []
 
 
-def test_a_model_whose_code_reads_weights_itself_is_left_as_it_is(checkpoint, monkeypatch):
+def test_a_model_whose_code_reads_weights_directly_is_not_packed(checkpoint, monkeypatch):
     expected, _ = answers(checkpoint("llama"), prepack=False)
 
     def forward(self, hidden):
@@ -60,7 +60,7 @@ def test_a_model_whose_code_reads_weights_itself_is_left_as_it_is(checkpoint, mo
     assert any("code reads them directly" in line for line in lines)
 
 
-def test_a_shared_weight_is_copied_only_where_asked():
+def test_a_shared_weight_is_copied_only_on_request():
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(40, 32)
     head = torch.nn.Linear(32, 40, bias=False)

@@ -19,7 +19,7 @@ def test_the_reader_sees_what_the_writer_reports():
     reader.close()
 
 
-def test_a_late_word_of_an_earlier_stream_is_not_taken_for_the_present_one():
+def test_a_late_report_for_an_earlier_stream_is_ignored():
     reader, writer = connected()
     writer.report(0, serial=1, consumed=90)
     writer.raise_signal(0, serial=1, signal=Signal.CANCELLED)
@@ -28,7 +28,7 @@ def test_a_late_word_of_an_earlier_stream_is_not_taken_for_the_present_one():
     reader.close()
 
 
-def test_slots_run_out_and_come_back_oldest_first():
+def test_released_slots_are_reused_in_the_order_of_their_release():
     reader, _ = connected(num_slots=2)
     first, second = reader.acquire(), reader.acquire()
     assert reader.acquire() is None
@@ -37,7 +37,7 @@ def test_slots_run_out_and_come_back_oldest_first():
     assert reader.acquire() == second
 
 
-def test_several_slots_come_together_or_not_at_all():
+def test_several_slots_are_acquired_together_or_not_at_all():
     reader, _ = connected(num_slots=3)
     one = reader.acquire()
     assert reader.acquire(3) is None

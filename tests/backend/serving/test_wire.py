@@ -22,7 +22,7 @@ from nereid_backend.serving.wire import (
 )
 
 
-def test_a_context_comes_out_as_it_went_in():
+def test_a_context_is_unchanged_after_packing_and_unpacking():
     context = StreamContext(
         stream=True,
         num_prompt_tokens=3,
@@ -36,14 +36,14 @@ def test_a_context_comes_out_as_it_went_in():
     assert StreamContext.unpack(context.pack()) == context
 
 
-def test_an_envelope_comes_out_as_it_went_in():
+def test_an_envelope_is_unchanged_after_packing_and_unpacking():
     envelope = RequestEnvelope(b"\x00params", 2, b"\x00context", timeout_s=1.5)
     packed = envelope.pack()
     assert packed.dtype == np.uint8
     assert RequestEnvelope.unpack(packed) == envelope
 
 
-def test_sampling_parameters_come_out_as_they_went_in():
+def test_sampling_parameters_are_unchanged_after_packing_and_unpacking():
     params = SamplingParams(
         n=2,
         seed=2**63,
@@ -88,11 +88,11 @@ OPENINGS = st.builds(
         st.none() | OPENINGS,
     )
 )
-def test_a_step_comes_out_as_it_went_in(state):
+def test_a_step_is_unchanged_after_packing_and_unpacking(state):
     assert StepState.unpack(state.pack()) == state
 
 
-def test_an_update_comes_out_as_it_went_in():
+def test_an_update_is_unchanged_after_packing_and_unpacking():
     update = RequestUpdate(
         "1",
         [5],

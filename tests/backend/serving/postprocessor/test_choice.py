@@ -48,7 +48,7 @@ def open_answer(index=0, message=None, check=None, **context):
     return Choice(context, index, decode, message or PlainMessage(), Texts(), check)
 
 
-def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
+def test_each_step_of_a_stream_has_an_output_with_usage():
     answer = open_answer()
     take(answer, ids("He"))
     first = answer.take_output()
@@ -63,7 +63,7 @@ def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
     }
 
 
-def test_without_streaming_there_is_exactly_one_piece():
+def test_without_streaming_there_is_exactly_one_output():
     answer = open_answer(stream=False)
     take(answer, ids("He"))
     assert answer.take_output() is None
@@ -71,13 +71,13 @@ def test_without_streaming_there_is_exactly_one_piece():
     assert answer.take_output().text == "Hey"
 
 
-def test_a_heartbeat_says_nothing():
+def test_a_heartbeat_has_no_output():
     answer = open_answer()
     take(answer, [])
     assert answer.take_output() is None
 
 
-def test_the_stop_token_is_counted_but_not_shown():
+def test_the_stop_token_is_counted_but_has_no_text():
     answer = open_answer()
     take(answer, [*ids("Hi"), 7], Ending("stop", 7))
     piece = answer.take_output()
@@ -86,7 +86,7 @@ def test_the_stop_token_is_counted_but_not_shown():
     assert piece.delta["stop_reason"] == 7
 
 
-def test_behind_a_stop_string_nothing_more_is_shown_or_counted():
+def test_tokens_of_later_steps_have_no_effect_after_a_stop_string():
     answer = open_answer(stop=("ND",))
     take(answer, ids("xEN"))
     assert answer.take_output().text == "xE"
@@ -104,7 +104,7 @@ def test_behind_a_stop_string_nothing_more_is_shown_or_counted():
     }
 
 
-def test_what_was_held_as_a_possible_stop_comes_at_the_end():
+def test_the_possible_beginning_of_a_stop_string_is_sent_at_the_end():
     answer = open_answer(stop=("END",))
     take(answer, ids("xEN"), Ending("length"))
     assert answer.take_output().text == "xEN"
@@ -181,7 +181,7 @@ def test_reasoning_that_is_not_separated_is_content_as_the_model_wrote_it(prompt
     assert (total["content"], total["reasoning"]) == (text, "")
 
 
-def test_reasoning_that_is_not_to_be_included_is_left_out_but_counted():
+def test_excluded_reasoning_is_left_out_but_counted():
     total, last = read(parsed_answer(include_reasoning=False), THOUGHT + "Yes.")
     assert (total["content"].strip(), total["reasoning"]) == ("Yes.", "")
     assert last.delta["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
@@ -194,7 +194,7 @@ def test_with_tool_choice_none_a_call_stays_in_the_content(size):
     assert (total["names"], last.finish_reason) == ([], "stop")
 
 
-def test_log_probabilities_come_with_their_tokens_even_where_the_text_is_held_back():
+def test_log_probabilities_are_sent_even_if_the_text_is_held_back():
     answer = open_answer(stop=("END",))
     take(answer, ids("E"), logprobs=(row(69),))
     piece = answer.take_output()
@@ -211,7 +211,7 @@ def test_log_probabilities_come_with_their_tokens_even_where_the_text_is_held_ba
     ]
 
 
-def test_tokens_behind_a_stop_string_are_dropped_also_within_one_step():
+def test_tokens_after_a_stop_string_in_the_same_step_are_dropped():
     answer = open_answer(stop=("ND",), prompt_token_ids=(1, 2))
     take(answer, ids("xENDmore"), logprobs=tuple(row(token) for token in ids("xENDmore")))
     delta = answer.take_output().delta
@@ -233,7 +233,7 @@ def test_a_stop_string_before_min_tokens_is_text(size):
     assert answer.stop_string == "END"
 
 
-def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
+def test_only_the_first_delta_of_the_first_choice_has_the_fields_of_the_prompt():
     prompt = {"prompt_logprobs": (None, row(66)), "num_cached_tokens": 3}
     answer, other = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))
     take(answer, ids("a"), **prompt)
@@ -258,7 +258,7 @@ def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
     }
 
 
-def test_an_answer_that_the_model_ended_is_checked_whole():
+def test_a_message_that_the_model_ended_is_validated_as_a_whole():
     checked = []
     text = THOUGHT + CALL
     read(parsed_answer(check=checked.append), text)
@@ -267,7 +267,7 @@ def test_an_answer_that_the_model_ended_is_checked_whole():
 
 
 @pytest.mark.parametrize("ending", [Ending("length"), Ending("abort")])
-def test_an_answer_that_was_cut_is_not_checked(ending):
+def test_a_truncated_message_is_not_validated(ending):
     checked = []
     read(open_answer(check=checked.append), '{"a"', ending=ending)
     assert checked == []

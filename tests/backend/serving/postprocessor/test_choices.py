@@ -91,7 +91,7 @@ def alone(script):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.sampled_from(SCRIPTS), min_size=1, max_size=4), st.booleans())
-def test_answers_mixed_at_random_are_those_of_each_alone(data, scripts, stream):
+def test_interleaved_choices_have_the_same_output_as_each_choice_alone(data, scripts, stream):
     turn = st.tuples(st.integers(0, 3), st.integers(1, 30))
     turns = data.draw(st.lists(st.lists(turn, min_size=1, max_size=4), max_size=30))
     rest = [(index, 5) for index in range(4)]
@@ -103,7 +103,7 @@ def test_answers_mixed_at_random_are_those_of_each_alone(data, scripts, stream):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_tokens_log_probability_comes_once_and_none_behind_a_stop_string(script):
+def test_each_log_probability_is_sent_once_and_none_after_a_stop_string(script):
     shown = script[: script.index("STOP") + 4] if "STOP" in script else script
     tokens = ids(shown) + ([] if "STOP" in script else [EOS])
     total = alone(script)
@@ -113,7 +113,7 @@ def test_every_tokens_log_probability_comes_once_and_none_behind_a_stop_string(s
     assert usage["completion_tokens"] == len(tokens)
 
 
-def test_without_streaming_all_answers_come_at_the_end_in_order():
+def test_without_streaming_all_choices_are_sent_at_the_end_in_order():
     answers = open_answers(context(n=2, stream=False))
     senders = [Sender(0, "second to end"), Sender(1, "first to end")]
     tokens, part = senders[1].part(100)
@@ -127,7 +127,7 @@ def test_without_streaming_all_answers_come_at_the_end_in_order():
     ]
 
 
-def test_a_stop_string_is_signalled_for_its_own_answer_until_that_has_ended():
+def test_a_stop_string_is_signalled_until_its_choice_has_ended():
     answers = open_answers(context(n=2))
     senders = [Sender(0, "going on and on"), Sender(1, "xSTOPy")]
     tokens, part = senders[1].part(6)

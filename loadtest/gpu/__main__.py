@@ -18,6 +18,7 @@ nothing could run. The figures of a rehearsal mean nothing.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,4 +114,6 @@ def has_gpu(environment: dict[str, str]) -> bool:
 
 
 if __name__ == "__main__":
+    # SystemExit runs the code that kills the running parts. The default action would not.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

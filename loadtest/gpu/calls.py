@@ -96,6 +96,9 @@ def calls() -> dict[str, Call]:
                 engine_part("8B", "8b", 110, "--profile"),
                 engine_part("8B, async", "8b", 90, "--profile", async_scheduling=True),
                 engine_part(
+                    "8B, async, fused norms", "8b", 90, "--fused-norms", async_scheduling=True
+                ),
+                engine_part(
                     "8B, async, fp8 cache", "8b", 90, async_scheduling=True, kv_cache_dtype="fp8"
                 ),
                 engine_part("8B without graphs", "8b", 90, cuda_graphs=False),

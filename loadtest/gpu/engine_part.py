@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from nereid_backend import Engine, SamplingParams
+from nereid_backend.attention.cpu import cpu_build
 from torch.profiler import ProfilerActivity, profile
 
 from loadtest import command_line
@@ -78,11 +79,13 @@ def main() -> None:
         return
     settings = {"device": str(device), "num_threads": min(8, os.cpu_count() or 1)}
     if IS_REHEARSAL:
+        # A rehearsal tests this program. Building the CPU kernels would only make it longer.
+        cpu_build._COMPILERS = ()
         settings |= {"kv_cache_memory": "64MiB", "num_threads": 1}
     settings |= json.loads(args.settings)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        engine = random_engine(Path(folder), shape, dtype, **settings)
+        engine = random_engine(Path(folder), shape, dtype, fused_norms=args.fused_norms, **settings)
     measured = Measured(engine, sizes)
     emit(
         Rank.DETAIL,
@@ -105,6 +108,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model")
     parser.add_argument("--settings", default="{}", help="settings of the engine as JSON")
+    parser.add_argument("--fused-norms", action="store_true", help="use torch's fused RMSNorm")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--generate-batch", action="store_true")

@@ -11,23 +11,32 @@ import torch
 from nereid_backend import Engine, EngineConfig
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.model import load_weights
+from nereid_backend.model.fused_norms import fuse_norms
 from transformers import Qwen3ForCausalLM
 
 from loadtest.bench.bench import config_of
 
 
-def random_engine(folder: Path, shape: str, dtype: str, **settings: Any) -> Engine:  # noqa: ANN401
+def random_engine(
+    folder: Path,
+    shape: str,
+    dtype: str,
+    *,
+    fused_norms: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> Engine:
     """Return an engine for a Qwen3 model with random weights.
 
     Args:
         folder: an empty folder, in which the configuration of the model is stored.
         shape: the shape of the model, a key of `SHAPES` in loadtest/bench/bench.py.
         dtype: the data type of the weights.
+        fused_norms: whether torch's fused function computes the RMSNorm modules.
         settings: further settings of the engine.
     """
     config_of(shape).save_pretrained(folder)
     load = load_weights.load_checkpoint
-    load_weights.load_checkpoint = functools.partial(random_checkpoint, shape)
+    load_weights.load_checkpoint = functools.partial(random_checkpoint, shape, fused_norms)
     try:
         return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=print)
     finally:
@@ -35,10 +44,19 @@ def random_engine(folder: Path, shape: str, dtype: str, **settings: Any) -> Engi
 
 
 def random_checkpoint(
-    shape: str, _path: str, *, dtype: str, device: torch.device, attention: str, **_: object
+    shape: str,
+    fused_norms: bool,
+    _path: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    attention: str,
+    **_: object,
 ) -> Checkpoint:
     """Return a model with random weights in place of a checkpoint; see `load_checkpoint`."""
     model = random_model(shape, getattr(torch, dtype), device, attention)
+    if fused_norms:
+        fuse_norms(model)
     tensors = [*model.parameters(), *model.buffers()]
     return Checkpoint(
         model=model,

@@ -208,6 +208,40 @@ def test_a_killed_part_takes_its_own_children_with_it(run, tmp_path):
     raise AssertionError("the child still runs")
 
 
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from loadtest.gpu.calls import Call, Part
+from loadtest.gpu.run_parts import Results, run_call
+import os
+source = Path("loadtest/gpu/__main__.py").read_text()
+exec([line.strip() for line in source.splitlines() if "signal.signal(" in line][0])
+results = Results("scripted", Path(sys.argv[1]), is_rehearsal=False)
+run_call(Call("", 60, [Part("long", ("scripted_long",), 60)]), results, dict(os.environ),
+         can_run_engine=True)
+"""
+
+
+def test_a_call_that_is_terminated_ends_its_parts(tmp_path):
+    file = tmp_path / "pid"
+    (tmp_path / "scripted_long.py").write_text(
+        f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
+        cwd=ROOT,
+        env=child_environment(tmp_path, rehearse=False),
+        stdout=subprocess.DEVNULL,
+    )
+    for _ in range(300):
+        if file.exists() and file.read_text():
+            break
+        time.sleep(0.1)
+    process.terminate()
+    process.wait(60)
+    assert not _is_running(int(file.read_text()))
+
+
 def _is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:

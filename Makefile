@@ -19,7 +19,7 @@ WHEELS ?=
 GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
+.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,9 @@ cancel-storm: setup ## Send twenty thousand requests over HTTP and gRPC, and can
 
 flat-memory: setup ## Check that the memory of no process grows under full load: make flat-memory MINUTES=10
 	@$(BIN)/python -m loadtest.faults.soak --faults none --minutes $(MINUTES) --users 16 $(ARGS)
+
+test-hostile: setup ## Send hostile requests to a real server while a well-behaved client uses it (some minutes)
+	@$(BIN)/python -m loadtest.hostile.hostile $(ARGS)
 
 clean: ## Remove the virtual environment, the site and the caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache site

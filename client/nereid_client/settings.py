@@ -123,8 +123,7 @@ class Settings:
 
     api_key_file: str = ""
     """The path of a TOML file with one table for each client: the client's API key, its weight and
-    its limits. The file is read again when it changes. The page Clients and limits describes the
-    file."""
+    its limits. The file is read again when it changes."""
 
     cors_origins: str = ""
     """The origins whose web pages may call the API, separated by commas. `*` allows all origins. If

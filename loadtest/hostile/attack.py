@@ -1,11 +1,11 @@
-"""An attack: one hostile request, or a few that belong together, and the outcome that is allowed."""
+"""An attack: one hostile request, or a few that belong together, and the allowed outcomes."""
 
 import http.client
 import json
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 _READ_BYTES = 65536
 _MAX_READ = 8 * 2**20
@@ -131,7 +131,7 @@ def encoded(body: object, target: Target) -> bytes:
     return data
 
 
-def exchange(
+def exchange(  # noqa: PLR0913 - the parts of a request
     port: int,
     method: str,
     path: str,
@@ -145,16 +145,18 @@ def exchange(
 
     Args:
         port: the port on 127.0.0.1.
-        method, path, body, headers: the request.
+        method: the method.
+        path: the path with its query.
+        body: the body.
+        headers: the headers.
         limit_s: the time limit of each operation of the socket.
         leaves: whether the client closes the connection at the limit on purpose.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit_s)
     try:
-        try:
+        # The server may answer before it has read the whole body.
+        with suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, body, dict(headers))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the server may have answered before it had read the whole body
         response = connection.getresponse()
         return Outcome(response.status, response.read(_MAX_READ).decode(errors="replace"))
     except TimeoutError:
@@ -174,11 +176,10 @@ def raw(*parts: bytes, is_triton: bool = False) -> Send:
     def send(target: Target, limit_s: float) -> Outcome:
         port = target.http if is_triton else target.openai
         with socket.create_connection(("127.0.0.1", port), timeout=limit_s) as connection:
-            try:
+            # The server may answer before it has read everything.
+            with suppress(OSError):
                 for part in parts:
                     connection.sendall(part.replace(b"{key}", target.key.encode()))
-            except OSError:
-                pass  # the server may have answered before it had read everything
             return read_raw(connection)
 
     return send
@@ -192,7 +193,7 @@ def read_raw(connection: socket.socket) -> Outcome:
             block = connection.recv(_READ_BYTES)
             if not block:
                 break
-            received += block
+            received = (received + block).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     except TimeoutError:
         return Outcome("hung")
     except OSError as error:
@@ -203,6 +204,6 @@ def read_raw(connection: socket.socket) -> Outcome:
     return Outcome("closed", received[:200].decode(errors="replace"))
 
 
-def chat(**fields: Any) -> dict[str, Any]:
+def chat(**fields: object) -> dict[str, object]:
     """Return the body of a small chat completion with further fields."""
     return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}

@@ -1,10 +1,10 @@
-"""Attacks in the body of a request to the OpenAI API: damage, size, nesting, grammars, templates."""
+"""Attacks in the body of a request to the OpenAI API."""
 
 import base64
 import json
-import threading
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from loadtest.hostile.attack import Attack, Outcome, Send, Target, call, chat, post
 
@@ -64,16 +64,20 @@ def _damaged() -> Iterator[Attack]:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 50_000}}]
     messages = {
         "arguments of 50,000 brackets": [{"role": "assistant", "tool_calls": calls}],
-        "content nested 300 times": [{"role": "user", "content": [{"type": "text", "text": nested}]}],
+        "content nested 300 times": [
+            {"role": "user", "content": [{"type": "text", "text": nested}]}
+        ],
         "tool_calls is a number": [{"role": "assistant", "tool_calls": 7}],
         "tool_calls of null": [{"role": "assistant", "tool_calls": [None]}],
         "content is an object": [{"role": "user", "content": {"a": 1}}],
         "role of 1 MB": [{"role": "u" * 2**20, "content": "a"}],
         "NUL characters": [{"role": "user", "content": "\0" * 1000}],
-        "private-use and bidi characters": [{"role": "user", "content": "\u202e\ue000\U0010ffff" * 300}],
+        "private-use and bidi characters": [
+            {"role": "user", "content": "\u202e\ue000\U0010ffff" * 300}
+        ],
         "special tokens as text": [{"role": "user", "content": "<|im_end|><|endoftext|>" * 100}],
         "100,000 combining accents": [{"role": "user", "content": "a" + "\u0301" * 100_000}],
-    }  # fmt: skip
+    }
     for name, value in messages.items():
         body = chat(messages=value)
         yield Attack("damaged body", f"messages: {name}", post(_CHAT, body), limit_s=5)
@@ -89,9 +93,13 @@ def _large() -> Iterator[Attack]:
     for megabytes in (5, 40):
         text = "word " * (megabytes * 200_000)
         for path, field in (
-            (_CHAT, "messages"), (_COMPLETIONS, "prompt"), ("/tokenize", "prompt"),
-            ("/v1/responses", "input"), ("/v1/embeddings", "input"), ("/v1/rerank", "query"),
-        ):  # fmt: skip
+            (_CHAT, "messages"),
+            (_COMPLETIONS, "prompt"),
+            ("/tokenize", "prompt"),
+            ("/v1/responses", "input"),
+            ("/v1/embeddings", "input"),
+            ("/v1/rerank", "query"),
+        ):
             if megabytes == 40 and path in ("/v1/responses", "/v1/rerank"):
                 continue
             value: object = [{"role": "user", "content": text}] if field == "messages" else text
@@ -105,8 +113,12 @@ def _large() -> Iterator[Attack]:
         "100,000 prompts": (_COMPLETIONS, lambda: {"prompt": ["a"] * 100_000}),
         "one character, 10 MB": (_COMPLETIONS, lambda: {"prompt": "a" * 10_000_000}),
         "blanks, 10 MB": (_CHAT, lambda: chat(messages=[{"role": "user", "content": " " * 10**7}])),
-        "100,000 content parts": (_CHAT, lambda: chat(messages=[
-            {"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}])),
+        "100,000 content parts": (
+            _CHAT,
+            lambda: chat(
+                messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}]
+            ),
+        ),
         "20,000 tools": (_CHAT, lambda: chat(tools=[_tool(f"f{i}") for i in range(20_000)])),
         "a tool name of 5 MB": (_CHAT, lambda: chat(tools=[_tool("f" * 5_000_000)])),
         "100,000 stop strings": (_CHAT, lambda: chat(stop=[f"s{i}" for i in range(100_000)])),
@@ -123,8 +135,10 @@ def _large() -> Iterator[Attack]:
         "logprobs of 10**6": (_COMPLETIONS, lambda: {"prompt": "a", "logprobs": 10**6}),
         "a cache salt of 5 MB": (_CHAT, lambda: chat(cache_salt="s" * 5_000_000)),
         "a user of 5 MB": (_CHAT, lambda: chat(user="u" * 5_000_000)),
-        "metadata with 100,000 keys": (_CHAT, lambda: chat(
-            metadata={str(i): "x" for i in range(100_000)})),
+        "metadata with 100,000 keys": (
+            _CHAT,
+            lambda: chat(metadata={str(i): "x" for i in range(100_000)}),
+        ),
         "100,000 texts to embed": ("/v1/embeddings", lambda: {"input": ["a"] * 100_000}),
         "a million token ids to embed": ("/v1/embeddings", lambda: {"input": [[5] * 10**6]}),
         "dimensions of 10**9": ("/v1/embeddings", lambda: {"input": "a", "dimensions": 10**9}),
@@ -132,13 +146,15 @@ def _large() -> Iterator[Attack]:
         "documents of 10 MB": ("/v1/rerank", lambda: {"query": "q", "documents": ["d" * 10**7]}),
         "top_n of -1": ("/v1/rerank", lambda: {"query": "q", "documents": ["d"], "top_n": -1}),
         "a million numbers": ("/v1/responses", lambda: {"input": [7] * 10**6}),
-        "100,000 input items": ("/v1/responses", lambda: {
-            "input": [{"role": "user", "content": "a"}] * 100_000}),
+        "100,000 input items": (
+            "/v1/responses",
+            lambda: {"input": [{"role": "user", "content": "a"}] * 100_000},
+        ),
         "65 MiB": (_CHAT, lambda: b" " * (65 * 2**20)),
         "63 MiB of blanks": (_CHAT, lambda: b" " * (63 * 2**20)),
         "10 million numbers": (_CHAT, lambda: b'{"messages":[' + b"1," * 10**7 + b"1]}"),
         "2 million empty objects": (_CHAT, lambda: b'{"messages":[' + b"{}," * 2 * 10**6 + b"{}]}"),
-    }  # fmt: skip
+    }
     for name, (path, body) in many.items():
         yield Attack("size", f"{path}: {name}", post(path, body))
 
@@ -175,8 +191,11 @@ def _grammars() -> Iterator[Attack]:
         "150 levels": deep,
         "a remote $ref": {"$ref": "http://127.0.0.1:{canary}/schema.json"},
         "a file as $ref": {"$ref": "file:///etc/passwd"},
-        "a remote $id and $schema": {"$schema": "http://127.0.0.1:{canary}/s", "type": "string",
-                                     "$id": "http://127.0.0.1:{canary}/i"},
+        "a remote $id and $schema": {
+            "$schema": "http://127.0.0.1:{canary}/s",
+            "type": "string",
+            "$id": "http://127.0.0.1:{canary}/i",
+        },
         "a $ref to itself": {"$ref": "#"},
         "two $refs in a circle": cycle,
         "a $ref to nothing": {"$ref": "#/$defs/missing"},
@@ -190,14 +209,16 @@ def _grammars() -> Iterator[Attack]:
         "1,000 allOf": {"allOf": [_object(20) for _ in range(1_000)]},
         "2,000 anyOf": {"anyOf": [_object(5) for _ in range(2_000)]},
         "oneOf in oneOf": {"oneOf": [{"oneOf": [{"oneOf": [{"type": "string"}] * 40}] * 40}] * 20},
-        "500 patternProperties": {"type": "object", "patternProperties": {
-            f"^(a|b){{1,{i + 1}}}$": {"type": "string"} for i in range(500)}},
+        "500 patternProperties": {
+            "type": "object",
+            "patternProperties": {f"^(a|b){{1,{i + 1}}}$": {"type": "string"} for i in range(500)},
+        },
         "a number as schema": 7,
         "a list as schema": [],
         "an unknown type": {"type": "quaternion"},
         "properties is a list": {"type": "object", "properties": ["a"]},
         "exponents in bounds": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
-    }  # fmt: skip
+    }
     for name, schema in schemas.items():
         yield Attack("grammar", f"schema: {name}", post(_CHAT, _schema(schema)))
     left_recursive = "root ::= root root | root"
@@ -216,7 +237,7 @@ def _grammars() -> Iterator[Attack]:
         "regex: open bracket": {"regex": "[a-"},
         "regex: a number": {"regex": 7},
         "EBNF: left recursion": {"grammar": left_recursive},
-        "EBNF: doubling 60 times": {"grammar": f"root ::= r0\n{doubling}\nr60 ::= \"a\""},
+        "EBNF: doubling 60 times": {"grammar": f'root ::= r0\n{doubling}\nr60 ::= "a"'},
         "EBNF: empty": {"grammar": ""},
         "EBNF: missing rule": {"grammar": "root ::= missing"},
         "EBNF: only empty text": {"grammar": 'root ::= ""'},
@@ -237,12 +258,22 @@ def _grammars() -> Iterator[Attack]:
     for name, value in structured.items():
         body = chat(structured_outputs=value)
         yield Attack("grammar", f"structured_outputs {name}", post(_CHAT, body))
-    tools = [{"type": "function", "function": {"name": "f", "strict": True,
-                                                "parameters": _object(3_000)}}]  # fmt: skip
-    yield Attack("grammar", "strict tool with 3,000 properties",
-                 post(_CHAT, chat(tools=tools, tool_choice="required")))  # fmt: skip
-    yield Attack("grammar", "500 tools with required",
-                 post(_CHAT, chat(tools=[_tool(f"f{i}") for i in range(500)], tool_choice="required")))  # fmt: skip
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "strict": True, "parameters": _object(3_000)},
+        }
+    ]
+    yield Attack(
+        "grammar",
+        "strict tool with 3,000 properties",
+        post(_CHAT, chat(tools=tools, tool_choice="required")),
+    )
+    yield Attack(
+        "grammar",
+        "500 tools with required",
+        post(_CHAT, chat(tools=[_tool(f"f{i}") for i in range(500)], tool_choice="required")),
+    )
 
 
 def _deep_tag(depth: int) -> dict[str, object]:
@@ -275,11 +306,11 @@ def _templates() -> Iterator[Attack]:
         body = chat(chat_template_kwargs={name: value})
         yield Attack("template", f"chat_template_kwargs {name!r}", post(_CHAT, body), limit_s=5)
     programs = {
-        "an endless loop": "{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}",
+        "an endless loop": "{% for i in range(10**9) %}" * 2 + "{% endfor %}" * 2,
         "an attribute of a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "a text of 10**10 characters": "{{ 'a' * 10**10 }}",
         "10,000 nested lists": "{{ " + "[" * 10_000 + "]" * 10_000 + " }}",
-    }  # fmt: skip
+    }
     for name, program in programs.items():
         body = chat(chat_template=program)
         yield Attack("template", f"chat_template with {name}", post(_CHAT, body), limit_s=5)
@@ -318,22 +349,44 @@ def _identifiers() -> Iterator[Attack]:
         send = call(method, path + "{foreign}" + end)
         yield Attack("identifier", f"{method} another client's response{end}", send, (404,), 5)
     body = {"input": "hi", "previous_response_id": "{foreign}"}
-    yield Attack("identifier", "another client's previous response", post("/v1/responses", body), (404,), 5)  # fmt: skip
+    yield Attack(
+        "identifier", "another client's previous response", post("/v1/responses", body), (404,), 5
+    )
     for name, text in {
         "of 60,000 characters": "a" * 60_000,
         "with a path": "..%2f..%2fetc%2fpasswd",
         "with NUL": "resp_%00",
         "with quotes": "%22%27--",
     }.items():
-        yield Attack("identifier", f"a response id {name}", call("GET", path + text), (400, 404, 414), 5)  # fmt: skip
-    yield Attack("identifier", "a model name of 60,000 characters",
-                 call("GET", "/v1/models/" + "m" * 60_000), (400, 404, 414), 5)  # fmt: skip
-    yield Attack("identifier", "a model with a path", post(_CHAT, chat(model="../../etc/passwd")), (404,), 5)  # fmt: skip
-    for name, value in {"nan": "nan", "below 0": "-1", "infinite": "1e999", "of 1 MB": "9" * 60_000}.items():  # fmt: skip
+        yield Attack(
+            "identifier", f"a response id {name}", call("GET", path + text), (400, 404, 414), 5
+        )
+    yield Attack(
+        "identifier",
+        "a model name of 60,000 characters",
+        call("GET", "/v1/models/" + "m" * 60_000),
+        (400, 404, 414),
+        5,
+    )
+    yield Attack(
+        "identifier", "a model with a path", post(_CHAT, chat(model="../../etc/passwd")), (404,), 5
+    )
+    for name, value in {
+        "nan": "nan",
+        "below 0": "-1",
+        "infinite": "1e999",
+        "of 1 MB": "9" * 60_000,
+    }.items():
         headers = {"X-Request-Timeout": value}
-        yield Attack("identifier", f"a request timeout {name}", post(_CHAT, chat(), headers), (400, 431), 5)  # fmt: skip
-    for name, key in {"no key": "", "a wrong key": "Bearer x", "a key in Latin-1": "Bearer \xe9",
-                      "a key of 60,000 characters": "Bearer " + "k" * 60_000}.items():  # fmt: skip
+        yield Attack(
+            "identifier", f"a request timeout {name}", post(_CHAT, chat(), headers), (400, 431), 5
+        )
+    for name, key in {
+        "no key": "",
+        "a wrong key": "Bearer x",
+        "a key in Latin-1": "Bearer \xe9",
+        "a key of 60,000 characters": "Bearer " + "k" * 60_000,
+    }.items():
         headers = {"Authorization": key}
         yield Attack("identifier", name, post(_CHAT, chat(), headers), (401, 431), 5)
 
@@ -342,43 +395,73 @@ def _floods() -> Iterator[Attack]:
     """Yield attacks of several requests at the same time, most of which are abandoned."""
     long_prompt = {"prompt": "word " * 3_000, "max_tokens": 900, "ignore_eos": True}
     schema = _schema(_object(5_000, pattern="^[a-z]{1,40}$"))
-    yield Attack("flood", "4 schemas of 5,000 properties, abandoned",
-                 _together(4, post(_CHAT, schema, leave_after_s=0.5)))  # fmt: skip
-    yield Attack("flood", "200 long requests, abandoned after 2 s",
-                 _together(200, post(_COMPLETIONS, long_prompt, leave_after_s=2)))  # fmt: skip
+    yield Attack(
+        "flood",
+        "4 schemas of 5,000 properties, abandoned",
+        _together(4, post(_CHAT, schema, leave_after_s=0.5)),
+    )
+    yield Attack(
+        "flood",
+        "200 long requests, abandoned after 2 s",
+        _together(200, post(_COMPLETIONS, long_prompt, leave_after_s=2)),
+    )
     ids = {"prompt": [5] * 2_000, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    yield Attack("flood", "200 streams, abandoned after 1 s",
-                 _together(200, post(_COMPLETIONS, ids, leave_after_s=1)))  # fmt: skip
+    yield Attack(
+        "flood",
+        "200 streams, abandoned after 1 s",
+        _together(200, post(_COMPLETIONS, ids, leave_after_s=1)),
+    )
     text = {"prompt": "word " * 10**6}
-    yield Attack("flood", "8 prompts of 5 MB, abandoned", _together(8, post(_COMPLETIONS, text, leave_after_s=0.3)))  # fmt: skip
+    yield Attack(
+        "flood",
+        "8 prompts of 5 MB, abandoned",
+        _together(8, post(_COMPLETIONS, text, leave_after_s=0.3)),
+    )
     huge = {"prompt": "word " * 8 * 10**6}
-    yield Attack("flood", "8 prompts of 40 MB", _together(8, post(_COMPLETIONS, huge)), (400, 413, 429))  # fmt: skip
-    mixed = [post(_COMPLETIONS, text, leave_after_s=0.4), post(_CHAT, schema, leave_after_s=0.4),
-             post(_COMPLETIONS, {"prompt": [5] * 3_000_000}, leave_after_s=0.4)]  # fmt: skip
+    yield Attack(
+        "flood", "8 prompts of 40 MB", _together(8, post(_COMPLETIONS, huge)), (400, 413, 429)
+    )
+    mixed = [
+        post(_COMPLETIONS, text, leave_after_s=0.4),
+        post(_CHAT, schema, leave_after_s=0.4),
+        post(_COMPLETIONS, {"prompt": [5] * 3_000_000}, leave_after_s=0.4),
+    ]
     yield Attack("flood", "a mixture, abandoned", _together(12, *mixed))
     background = {"input": "hi", "background": True, "max_output_tokens": 500}
-    yield Attack("flood", "100 responses in the background", _together(100, post("/v1/responses", background)))  # fmt: skip
-    yield Attack("flood", "64 choices with logprobs, 16 times",
-                 _together(16, post(_CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=40), leave_after_s=3)))  # fmt: skip
-    yield Attack("flood", "rerank 64 times", _together(64, post("/v1/rerank", {
-        "query": "q", "documents": ["some words " * 40] * 50}, leave_after_s=3)))  # fmt: skip
+    yield Attack(
+        "flood",
+        "100 responses in the background",
+        _together(100, post("/v1/responses", background)),
+    )
+    yield Attack(
+        "flood",
+        "64 choices with logprobs, 16 times",
+        _together(
+            16,
+            post(_CHAT, chat(n=64, logprobs=True, top_logprobs=20, max_tokens=40), leave_after_s=3),
+        ),
+    )
+    yield Attack(
+        "flood",
+        "rerank 64 times",
+        _together(
+            64,
+            post(
+                "/v1/rerank",
+                {"query": "q", "documents": ["some words " * 40] * 50},
+                leave_after_s=3,
+            ),
+        ),
+    )
 
 
 def _together(count: int, *sends: Send) -> Send:
     """Return a function that runs `count` requests at the same time, and returns the worst."""
 
     def send(target: Target, limit_s: float) -> Outcome:
-        outcomes: list[Outcome] = []
-        threads = [
-            threading.Thread(
-                target=lambda one=sends[i % len(sends)]: outcomes.append(one(target, limit_s))
-            )
-            for i in range(count)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(count) as pool:
+            chosen = [sends[index % len(sends)] for index in range(count)]
+            outcomes = pool.map(lambda one: one(target, limit_s), chosen)
         return max(outcomes, key=_badness)
 
     return send

@@ -284,13 +284,10 @@ def report(  # noqa: PLR0913 - everything that was observed
         faults.append(f"these processes were restarted: {', '.join(gone)}")
     if visits:
         faults.append(f"the server connected to an address in a request, {len(visits)} times")
-    waits = sorted(wait_s for _, wait_s in neighbour.waits)
-    if waits:
-        lines.append(
-            f"{len(waits)} requests of the neighbour: first token after {waits[len(waits) // 2]:.2f} s "
-            f"(median), {waits[int(len(waits) * 0.99)]:.2f} s (99 %), {waits[-1]:.2f} s (slowest)"
-        )
-    lines.append(f"memory of all processes: {first:.0f} MiB at the start, {most:.0f} MiB at the peak")
+    lines += _neighbour_line(neighbour)
+    lines.append(
+        f"memory of all processes: {first:.0f} MiB at the start, {most:.0f} MiB at the peak"
+    )
     for role, (begin, peak) in sorted(memory.peaks.items()):
         if peak - begin > 20:
             lines.append(f"    {role}: {begin:.0f} MiB, {peak:.0f} MiB at the peak")
@@ -299,6 +296,17 @@ def report(  # noqa: PLR0913 - everything that was observed
     if faults:
         lines += ["", "The last warnings in the log:", *_warnings(log)]
     return "\n".join(lines), not faults
+
+
+def _neighbour_line(neighbour: Neighbour) -> list[str]:
+    waits = sorted(wait_s for _, wait_s in neighbour.waits)
+    if not waits:
+        return []
+    median, late = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
+    return [
+        f"{len(waits)} requests of the neighbour: first token after {median:.2f} s (median), "
+        f"{late:.2f} s (99 %), {waits[-1]:.2f} s (slowest)"
+    ]
 
 
 def _table(results: Sequence[Result], neighbour: Neighbour) -> Iterator[str]:
@@ -313,9 +321,9 @@ def _table(results: Sequence[Result], neighbour: Neighbour) -> Iterator[str]:
         counts = Counter(str(result.outcome.status) for result in found)
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(counts.items()))
         num_faults = sum(result.fault is not None for result in found)
+        wait_s = max(waits, default=0)
         yield (
-            f"{kind:14} {len(found):7} {num_faults:6} {slowest:6.1f} s {max(waits, default=0):7.2f} s"
-            f"  {statuses}"
+            f"{kind:14} {len(found):7} {num_faults:6} {slowest:6.1f} s {wait_s:7.2f} s  {statuses}"
         )
 
 
@@ -336,7 +344,6 @@ def main() -> int:
     parser.add_argument("--attackers", type=int, default=4, help="attacks at the same time")
     parser.add_argument("--memory-gib", type=float, default=6, help="the memory of each process")
     parser.add_argument("--list", action="store_true", help="print the attacks and exit")
-    parser.add_argument("--slowest", type=int, default=0, help="also print the slowest attacks")
     args: argparse.Namespace = parser.parse_args()
     attacks = [one for one in all_attacks() if args.only in f"{one.kind}: {one.name}"]
     if args.list:

@@ -55,28 +55,35 @@ def attacks() -> Iterator[Attack]:
         "a deep list": "[" * 50_000,
         "an unknown name": {"temprature": 1},
         "n of -1": {"n": -1},
-        "a schema of 5,000 properties": {"guided_json": {"properties": {
-            f"p{i}": {"type": "string"} for i in range(5_000)}}},
+        "a schema of 5,000 properties": {
+            "guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(5_000)}}
+        },
         "50,000 stop strings": {"stop": [f"s{i}" for i in range(50_000)]},
         "200,000 biases": {"logit_bias": {str(i): 1 for i in range(200_000)}},
-    }  # fmt: skip
+    }
     for title, value in parameters.items():
         text = value if isinstance(value, str) else json.dumps(value)
         tensors = [_string("text_input", b"hi"), _string("sampling_parameters", text.encode())]
         yield Attack("tensors", f"llm: parameters: {title}", infer("llm", tensors), limit_s=10)
     texts = {
-        "a chat of 300,000 messages": ("chat_request", b'{"messages":[' + b",".join(
-            [b'{"role":"user","content":"a"}'] * 300_000) + b"]}"),
+        "a chat of 300,000 messages": (
+            "chat_request",
+            b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * 300_000) + b"]}",
+        ),
         "a text of 5 MB": ("text_input", b"word " * 10**6),
         "a text of 40 MB": ("text_input", b"word " * 8 * 10**6),
-    }  # fmt: skip
+    }
     for title, (name, text) in texts.items():
         for model in ("llm", "tokenizer"):
             send = infer(model, [_string(name, text)])
             yield Attack("tensors", f"{model}: {title}", send)
     ids = ("input_ids", "INT32", [3_000_000], struct.pack("<i", 5) * 3_000_000)
     yield Attack("tensors", "llm: 3 million token ids", infer("llm", [ids]))
-    yield Attack("tensors", "embedding: texts of 40 MB", infer("embedding", [_string("texts", b"word " * 8 * 10**6)]))  # fmt: skip
+    yield Attack(
+        "tensors",
+        "embedding: texts of 40 MB",
+        infer("embedding", [_string("texts", b"word " * 8 * 10**6)]),
+    )
 
 
 def _tensors(model: str, name: str, datatype: str) -> dict[str, list[Tensor]]:
@@ -99,9 +106,13 @@ def _tensors(model: str, name: str, datatype: str) -> dict[str, list[Tensor]]:
         "too few bytes": [(name, datatype, [1000], good), *others],
         "too many bytes": [(name, datatype, [1], good + b"\xff" * 1000), *others],
         "a string longer than the tensor": [(name, datatype, [1], b"\xff\xff\xff\x7fab"), *others],
-        "invalid UTF-8": [_string(name, b"\xff\xfe\0\x80") if datatype == "BYTES"
-                          else (name, datatype, [4], b"\xff\xfe\0\x80"), *others],
-    }  # fmt: skip
+        "invalid UTF-8": [
+            _string(name, b"\xff\xfe\0\x80")
+            if datatype == "BYTES"
+            else (name, datatype, [4], b"\xff\xfe\0\x80"),
+            *others,
+        ],
+    }
 
 
 def _envelopes() -> dict[str, bytes]:
@@ -119,13 +130,15 @@ def _envelopes() -> dict[str, bytes]:
         "an unknown parameter": msgpack.packb([msgpack.packb({"evil": 1}), 1, b""]),
         "incomplete parameters": msgpack.packb([params, 1, b""]),
         "parameters of wrong types": msgpack.packb(
-            [msgpack.packb({"temperature": "hot", "grammar": 3, "thinking": None}), 1, b""]),
+            [msgpack.packb({"temperature": "hot", "grammar": 3, "thinking": None}), 1, b""]
+        ),
         "a damaged context": msgpack.packb(
-            [msgpack.packb({"grammar": None, "thinking": None, "max_tokens": 2}), 1, b"\xc1"]),
+            [msgpack.packb({"grammar": None, "thinking": None, "max_tokens": 2}), 1, b"\xc1"]
+        ),
         "a list of 10**9 elements": b"\xdd\x3b\x9a\xca\x00",
         "500 nested lists": b"\x91" * 500 + b"\xc0",
         "100,000 nested lists": b"\x91" * 100_000 + b"\xc0",
-    }  # fmt: skip
+    }
 
 
 def _states() -> dict[str, bytes]:
@@ -211,6 +224,7 @@ def _outcome(error: grpc.RpcError) -> Outcome:
         return Outcome("hung", details)
     # The Triton server gives every error of a Python model the code INTERNAL. The text begins with
     # the model's own code.
-    if code == "INTERNAL" and "[INVALID_ARGUMENT]" in details or "[RESOURCE_EXHAUSTED]" in details:
+    is_refusal = "[INVALID_ARGUMENT]" in details or "[RESOURCE_EXHAUSTED]" in details
+    if code == "INTERNAL" and is_refusal:
         return Outcome(400, details)
     return Outcome(_STATUS.get(code, 400), details)

@@ -59,8 +59,13 @@ def _smuggling() -> Iterator[Attack]:
         yield Attack("smuggling", name, send, (200, *_CLOSES), 10)
     early = b"0\r\n\r\n" + _SMUGGLED
     lines = (b"Content-Length: %d" % len(early), chunked)
-    yield Attack("smuggling", "an empty chunk before a second request",
-                 _not_smuggled(_head(*lines) + early), _CLOSES, 10)  # fmt: skip
+    yield Attack(
+        "smuggling",
+        "an empty chunk before a second request",
+        _not_smuggled(_head(*lines) + early),
+        _CLOSES,
+        10,
+    )
 
 
 def _not_smuggled(sent: bytes) -> Send:
@@ -106,10 +111,10 @@ def _damaged_http() -> Iterator[Attack]:
         "two hosts": b"GET /v1/models HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
         "only newlines": b"\n" * 50_000 + b"GARBAGE\r\n\r\n",
         "a WebSocket": b"GET /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\n"
-                       b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-                       b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
-        "an upgrade to h2c": b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
-    }  # fmt: skip
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+        "an upgrade to h2c": b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    }
     for name, sent in heads.items():
         yield Attack("damaged HTTP", name, raw(sent), (403, *_CLOSES), 10)
     chunked = _head(b"Transfer-Encoding: chunked")
@@ -124,15 +129,32 @@ def _damaged_http() -> Iterator[Attack]:
     }
     for name, sent in bodies.items():
         yield Attack("damaged HTTP", name, raw(chunked + sent), _CLOSES, 15)
-    yield Attack("damaged HTTP", "500 requests at once on one connection",
-                 raw(_SMUGGLED * 500), (200, *_CLOSES), 15)  # fmt: skip
+    yield Attack(
+        "damaged HTTP",
+        "500 requests at once on one connection",
+        raw(_SMUGGLED * 500),
+        (200, *_CLOSES),
+        15,
+    )
     compressed = gzip.compress(b" " * 50_000_000)
-    yield Attack("damaged HTTP", "a body compressed with gzip",
-                 post(_CHAT, compressed, {"Content-Encoding": "gzip"}), (400, 413, 415), 5)  # fmt: skip
-    yield Attack("damaged HTTP", "the content type of an image",
-                 post(_CHAT, chat(), {"Content-Type": "image/png"}), (200, 400, 415), 5)  # fmt: skip
+    yield Attack(
+        "damaged HTTP",
+        "a body compressed with gzip",
+        post(_CHAT, compressed, {"Content-Encoding": "gzip"}),
+        (400, 413, 415),
+        5,
+    )
+    yield Attack(
+        "damaged HTTP",
+        "the content type of an image",
+        post(_CHAT, chat(), {"Content-Type": "image/png"}),
+        (200, 400, 415),
+        5,
+    )
     yield Attack("damaged HTTP", "DELETE with a body", call("DELETE", _CHAT, body=_BODY), (405,), 5)
-    yield Attack("damaged HTTP", "GET with a body", call("GET", "/v1/models", body=_BODY), (200,), 5)
+    yield Attack(
+        "damaged HTTP", "GET with a body", call("GET", "/v1/models", body=_BODY), (200,), 5
+    )
 
 
 def _headers() -> Iterator[Attack]:
@@ -163,13 +185,14 @@ def _slow() -> Iterator[Attack]:
         "a body that never comes": _dripping(_head(length), b"", 1.0),
         "a body that stops in the middle": _dripping(_head(length) + _BODY[:20], b"", 1.0),
         "Expect: 100-continue without a body": _dripping(
-            _head(length, b"Expect: 100-continue"), b"", 1.0),
+            _head(length, b"Expect: 100-continue"), b"", 1.0
+        ),
         "endless chunks": _dripping(chunked, b"1\r\n \r\n" * 100_000, 0.002),
         "a chunk that never ends": _dripping(chunked + b"FFFFFFF\r\n", b" " * 10**6, 0.5),
         "headers of one byte in a second": _dripping(b"", _head(length), 1.0),
         "headers that never end": _dripping(b"POST / HTTP/1.1\r\n", b"A: b\r\n" * 10**6, 0.2),
         "a connection without a request": _dripping(b"", b"", 1.0),
-    }  # fmt: skip
+    }
     for name, send in sends.items():
         yield Attack("slow client", name, send, _CLOSES, _SLOW_S)
     yield Attack("slow client", "700 connections without a request", _idle(700), ("left",), _SLOW_S)
@@ -247,10 +270,11 @@ def _triton_http() -> Iterator[Attack]:
         "damaged JSON": b'{"inputs": [',
         "inputs is a number": {"inputs": 7},
         "no data": {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES"}]},
-        "a negative shape": {"inputs": [
-            {"name": "text_input", "shape": [-1], "datatype": "BYTES", "data": ["a"]}]},
+        "a negative shape": {
+            "inputs": [{"name": "text_input", "shape": [-1], "datatype": "BYTES", "data": ["a"]}]
+        },
         "100,000 brackets": b"[" * 100_000,
-    }  # fmt: skip
+    }
     for model in ("llm", "tokenizer", "executor", "postprocessor", "embedding", "rerank"):
         for name, body in bodies.items():
             send = call("POST", infer.format(model), is_triton=True, body=body)
@@ -258,18 +282,33 @@ def _triton_http() -> Iterator[Attack]:
     calls = {
         "GET a file": ("GET", "/v2/../../etc/passwd", b""),
         "generate with a list": ("POST", "/v2/models/llm/generate", b"[]"),
-        "generate with 20,000 keys": ("POST", "/v2/models/llm/generate",
-            json.dumps({"text_input": "a", **{f"k{i}": 1 for i in range(20_000)}}).encode()),
-        "generate with 5 MB": ("POST", "/v2/models/llm/generate",
-            json.dumps({"text_input": "word " * 10**6}).encode()),
-        "generate with a damaged chat": ("POST", "/v2/models/llm/generate",
-            json.dumps({"chat_request": "[" * 50_000}).encode()),
-        "generate_stream with bad parameters": ("POST", "/v2/models/llm/generate_stream",
-            json.dumps({"text_input": "a", "sampling_parameters": "{"}).encode()),
-        "shared memory of a file": ("POST", "/v2/systemsharedmemory/region/a/register",
-            json.dumps({"key": "/../../etc/passwd", "offset": 0, "byte_size": 2**40}).encode()),
+        "generate with 20,000 keys": (
+            "POST",
+            "/v2/models/llm/generate",
+            json.dumps({"text_input": "a", **{f"k{i}": 1 for i in range(20_000)}}).encode(),
+        ),
+        "generate with 5 MB": (
+            "POST",
+            "/v2/models/llm/generate",
+            json.dumps({"text_input": "word " * 10**6}).encode(),
+        ),
+        "generate with a damaged chat": (
+            "POST",
+            "/v2/models/llm/generate",
+            json.dumps({"chat_request": "[" * 50_000}).encode(),
+        ),
+        "generate_stream with bad parameters": (
+            "POST",
+            "/v2/models/llm/generate_stream",
+            json.dumps({"text_input": "a", "sampling_parameters": "{"}).encode(),
+        ),
+        "shared memory of a file": (
+            "POST",
+            "/v2/systemsharedmemory/region/a/register",
+            json.dumps({"key": "/../../etc/passwd", "offset": 0, "byte_size": 2**40}).encode(),
+        ),
         "an unknown model": ("POST", "/v2/models/nothing/infer", b"{}"),
-    }  # fmt: skip
+    }
     for name, (method, path, sent) in calls.items():
         send = call(method, path, is_triton=True, body=sent)
         yield Attack("Triton HTTP", name, send, limit_s=10)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from nereid_client.app import create_app
+from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import Settings
 
 from fakes.fake_backend import FakeBackend
@@ -22,12 +23,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def live_frontend(backend: FakeBackend) -> Iterator[int]:
-    """Run the frontend, and yield its port."""
+def live_frontend(backend: FakeBackend, **values) -> Iterator[int]:  # type: ignore[no-untyped-def]
+    """Run the frontend with the settings `values`, and yield its port."""
     port = free_port()
-    app = create_app(Settings(served_model_name="echo"), lambda: backend)
+    settings = Settings(served_model_name="echo", **values)
+    app = create_app(settings, lambda: backend)
+    http = protocol_class(settings.receive_timeout_s)
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none")
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", http=http)
     )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

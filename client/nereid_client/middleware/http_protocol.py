@@ -10,6 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEADER_BYTES = 64 * 1024
+_MAX_HEADERS = 256
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -28,6 +29,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _has_headers = False
     _num_header_bytes = 0
+    _has_progress = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
         """Start the timer of the first request."""
@@ -43,17 +45,24 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse received bytes, and close the connection if the headers are too large."""
         if self._timer is None and not self._has_headers:
             self._start_timer()
+        self._has_progress = False
         super().data_received(data)
-        if self._has_headers:
+        if self._has_headers or self._has_progress:
             return
         self._num_header_bytes += len(data)
         if self._num_header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header. Too many headers are an error of the parser, which becomes a 400."""
+        if len(self.headers) >= _MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Stop the timer: the headers of the request have arrived."""
-        self._has_headers = True
+        self._has_headers = self._has_progress = True
         self._num_header_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
@@ -61,6 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Prepare for the headers of the next request."""
         self._has_headers = False
+        self._has_progress = True
         super().on_message_complete()
 
     def _start_timer(self) -> None:

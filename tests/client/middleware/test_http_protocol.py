@@ -70,3 +70,14 @@ async def test_the_time_between_two_requests_is_not_limited(port):
     close = GET + b"connection: close\r\n\r\n"
     answer = await exchange(port, GET + b"\r\n", close, pause_s=0.7)
     assert answer.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_a_large_body_does_not_count_as_headers(port):
+    head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 300000\r\n\r\n"
+    answer = await exchange(port, head + b" " * 150_000, b" " * 150_000)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_too_many_headers_are_a_400(port):
+    answer = await exchange(port, GET + b"a: b\r\n" * 300 + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")

@@ -14,6 +14,7 @@ from nereid_parsers.constrain_nodes import (
     one_of,
     optional,
     repeated,
+    separated_tags,
     sequence,
 )
 from nereid_parsers.constrain_request import ToolSchema
@@ -31,13 +32,15 @@ from nereid_parsers.tool_declarations import (
 _NESTED_MARK = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # A string whose schema has one of these keywords is not written in single quotes, because the regex
 # for single quotes cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If a tool has no required arguments, any of its first 12 optional arguments can be the first one
-# that the model writes. The limit keeps the grammar small.
-_MAX_FIRST_MEMBERS = 12
+# If a tool has no required arguments, and at most this number of optional arguments, the arguments
+# must be in the schema's order, and no argument may occur twice. The node for this rule grows with
+# the square of the number of arguments.
+_MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
@@ -121,8 +124,13 @@ def _tagged_json(
     if "enum" not in schema and "const" not in schema:
         python_words += ["True", "False"] if "boolean" in types else []
         python_words += ["None"] if "null" in types else []
+    forms = (part, *part.also)
+    if types <= _SCALARS:
+        # Numbers, booleans and null contain no special characters, so they are never quoted.
+        unquoted = [form for form in forms if part.open.startswith(form.open)]
+        forms = (min(unquoted, key=lambda form: len(form.open)),)
     options: list[Node] = []
-    for form in (part, *part.also):
+    for form in forms:
         json_value = json_schema(schema, excludes=form.close.strip())
         value = one_of(json_value, *map(const, python_words))
         options.append(sequence(pattern_node(form.open, values), value, const(form.close)))
@@ -221,7 +229,8 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
 
     Members for optional arguments may be omitted. Example: for the required argument a and the
     optional arguments b and c, the matching texts are `a`, `a,b`, `a,c` and `a,b,c`. Without a
-    required argument, `b,c`, `b`, `c` and the empty text match.
+    required argument, `b,c`, `b`, `c` and the empty text match. If there are many optional
+    arguments and no required argument, the arguments may occur in any order.
 
     Args:
         tool: The tool whose arguments are the members.
@@ -236,9 +245,11 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         return sequence(required[0], *further_required, *further_optional)
     if not omissible:
         return const("")
+    if len(omissible) > _MAX_ORDERED_MEMBERS:
+        return optional(separated_tags(omissible, separator["value"]))
     # One option for each member that can be the first member of the list.
     options = [
         sequence(first, *(optional(sequence(separator, node)) for node in omissible[number:]))
-        for number, first in enumerate(omissible[:_MAX_FIRST_MEMBERS], start=1)
+        for number, first in enumerate(omissible, start=1)
     ]
     return optional(one_of(*options))

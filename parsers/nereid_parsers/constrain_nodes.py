@@ -10,6 +10,14 @@ Node = dict[str, Any]
 BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
+# The keywords of a JSON schema that only describe values, and the keywords that contain values.
+_DESCRIPTIONS = ("title", "description", "$comment")
+_DATA_KEYWORDS = ("enum", "const", "default", "examples")
+
+# The node of a list with at most this number of different items contains each item twice.
+_MAX_DUPLICATED_ITEMS = 8
+
+
 def const(text: str) -> Node:
     """Return the structural-tag node that matches exactly `text`."""
     return {"type": "const_string", "value": text}
@@ -36,8 +44,26 @@ def json_schema(schema: object, excludes: str = "") -> Node:
         schema: The JSON schema.
         excludes: A string that the text may not contain, or "".
     """
+    schema = _without_descriptions(schema)
     node: Node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     return {**node, "excludes": [excludes]} if excludes else node
+
+
+def _without_descriptions(schema: object) -> object:
+    """Return a schema without the texts that describe it, which a grammar does not need.
+
+    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A property
+    that is called `description` is kept.
+    """
+    if isinstance(schema, list):
+        return [_without_descriptions(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _DATA_KEYWORDS else _without_descriptions(value)
+        for key, value in schema.items()
+        if not (key in _DESCRIPTIONS and isinstance(value, str))
+    }
 
 
 def sequence(*parts: Node) -> Node:
@@ -72,13 +98,30 @@ def optional(part: Node) -> Node:
 def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
     """Return the structural-tag node that matches one or more items, separated by `separator`.
 
-    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item.
+    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item. If
+    there are many items, the node contains each item only once, so that it stays small. White space
+    may then also follow the last item.
     """
     item = one_of(*items)
     if is_single:
         return item
+    if len(items) > _MAX_DUPLICATED_ITEMS and separator == BLANKS:
+        return {"type": "plus", "content": sequence(item, separator)}
+    if len(items) > _MAX_DUPLICATED_ITEMS and separator["type"] == "const_string":
+        return separated_tags(items, separator["value"])
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)
+
+
+def separated_tags(items: list[Node], separator: str) -> Node:
+    """Return the node that matches one or more items, separated by `separator`, with small JSON."""
+    return {
+        "type": "tags_with_separator",
+        "tags": [tag(item) for item in items],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
 
 
 def tag(node: Node) -> Node:

@@ -22,6 +22,7 @@ from nereid_parsers.format import (
     TaggedArguments,
     ToolSection,
 )
+from nereid_parsers.formats import registry
 from nereid_parsers.unenforced_keywords import unenforced
 from parsers.support import all_formats, markers_of, tool
 
@@ -366,3 +367,20 @@ def test_references_inside_arguments_are_resolved():
 
 def test_fold_of_nothing_is_an_empty_message():
     assert fold([]).tool_calls == []
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", sorted(set(registry.TOOLS) - {"muse"}))
+def test_the_structural_tag_for_many_optional_arguments_is_small(name, choice):
+    types = ("string", "integer", "boolean")
+    arguments = {
+        f"argument_{number}": {"type": types[number % 3], "description": "The value. " * 9}
+        for number in range(20)
+    }
+    offered = [tool(f"tool_{number}", **arguments) for number in range(10)]
+    try:
+        tag = get_format(tools=name).structural_tag(offered, choice)
+    except ConstraintError:
+        return  # Some formats cannot constrain tool calls inside other text.
+    # For 500 tools, the limit is 5 MB.
+    assert len(json.dumps(tag)) < 100_000

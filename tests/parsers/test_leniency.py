@@ -435,3 +435,23 @@ def test_a_call_that_is_quoted_in_a_message_to_the_user_is_content():
     fmt = {"name": "muse"}
     check(Case(fmt, f" to=user<|message|>Write {quoted}<|eot|>", content=f"Write {quoted}"))
     check(Case(fmt, f" to=functions<|message|>{quoted}<|eot|>", [CALL]))
+
+
+NS = "]<]minimax[>["
+
+
+@pytest.mark.parametrize(
+    ("elements", "expected"),
+    [
+        (f"{NS}<tag>a{NS}</tag>{NS}<tag>b{NS}</tag>", {"tag": ["a", "b"]}),
+        (f"{NS}<tag>a{NS}</tag>{NS}<n>1{NS}</n>", {"tag": "a", "n": 1}),
+        (f"{NS}<days>007{NS}</days>", {"days": 7}),
+    ],
+)
+def test_repeated_elements_become_an_array(elements, expected):
+    text = f'{NS}<tool_call>\n{NS}<invoke name="get_weather">\n{elements}'
+    closing = f"{NS}</invoke>\n{NS}</tool_call>"
+    fmt = get_format(tools="minimax_m3")
+    for size in (1, 10**9):
+        message = fold(stream(fmt, text + closing, size, tools=TOOLS))
+        assert json.loads(message.tool_calls[0].arguments) == expected

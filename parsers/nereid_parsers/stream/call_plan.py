@@ -64,7 +64,13 @@ class CallPlan:
         self._tags: TagsPlan | None = None
         if isinstance(call.body, TaggedArguments):
             stop_markers = dict.fromkeys((*self.closing_markers[:1], *outer_markers))
-            self._tags = TagsPlan(call.body, tuple(marker for marker in stop_markers if marker))
+            between = (*self.closing_markers, *section.closes, *map(str.strip, section.opens))
+            self._tags = TagsPlan(
+                call.body,
+                self._head_pattern,
+                tuple(marker for marker in stop_markers if marker),
+                tuple(dict.fromkeys(between)),
+            )
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the marker and the head of a tool call at `pos`, and the start of its body.

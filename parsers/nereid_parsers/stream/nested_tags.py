@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
@@ -59,12 +59,17 @@ class _Element:
         schema: The JSON schema of the element's value.
         kind: The kind of the element's value.
         num_children: The number of child elements that have been opened.
+        last_child: The name of the child element that was opened last.
+        delayed_values: The JSON texts of the children called `last_child`. They are written when
+            another child opens, because several children with one name become an array.
     """
 
     name: str
     schema: Mapping[str, object]
     kind: _Kind = _Kind.UNKNOWN
     num_children: int = 0
+    last_child: str = ""
+    delayed_values: list[str] = field(default_factory=list)
 
 
 class NestedReader(StepReader):
@@ -144,38 +149,54 @@ class NestedReader(StepReader):
         """Open a child element of the innermost element.
 
         Write the comma that separates the new child from its siblings, and the key of the new
-        child. Example: for the second child `days` of an object, `, "days": ` is written.
+        child. Example: for the second child `days` of an object, `, "days": ` is written. If the
+        previous child has the same name, both become items of an array, so nothing is written.
         """
         parent = self._elements[-1]
+        if not (parent.delayed_values and name == parent.last_child):
+            self._write_delayed_values(parent)
+            self._write_key(parent, name)
+        parent.last_child = name
+        self._elements.append(_Element(name, _child_schema(parent, name)))
+        self._value_pieces = []
+
+    def _write_key(self, parent: _Element, name: str) -> None:
+        """Write the comma and the key before a member of an object, or the comma before an item."""
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
         self.writer.write(comma + key)
         parent.num_children += 1
-        self._elements.append(_Element(name, _child_schema(parent, name)))
-        self._value_pieces = []
+
+    def _write_delayed_values(self, parent: _Element) -> None:
+        """Write the values of the last child. Two or more values are written as an array.
+
+        Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
+        """
+        values = parent.delayed_values
+        if values:
+            self.writer.write(values[0] if len(values) == 1 else f"[{', '.join(values)}]")
+            parent.delayed_values = []
 
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
-        """Decide the kind of an element by the text after its opening tag.
+        """Decide by the text after its opening tag whether an element contains text or children.
 
-        If another opening tag follows, the element has children. If text or the closing tag
-        follows, the element has no children. Examples: in `~<city>~<name>` the element has a child.
-        In `~<city>Paris` and in `~<city>~</city>` the element has none.
+        Examples, with the mark `~`: in `~<city>~<name>`, the element `city` has a child. In
+        `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
 
         Returns:
             The position from which reading continues, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
-        if skip_blanks(text, pos) < mark_start:
+        tag_start = mark_start + len(self._mark)
+        has_text = skip_blanks(text, pos) < mark_start
+        if has_text or text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)
         if not is_whole_mark:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
-        tag_start = mark_start + len(self._mark)
-        if text.startswith(_CLOSING_TAG_START, tag_start):
-            return self._start_text(element, pos)
-        match = _TAG(text, tag_start)
-        if match is None and not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS:
+        child_tag = _TAG(text, tag_start)
+        if child_tag is None and not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS:
             return NEED_MORE
-        self._open_container(element, match.group(2) if match else "")
+        self._open_container(element, child_tag.group(2) if child_tag else "")
         return mark_start
 
     def _start_text(self, element: _Element, pos: int) -> int:
@@ -201,6 +222,11 @@ class NestedReader(StepReader):
         else:
             is_array = "array" in types and "object" not in types
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
+        parent = self._elements[-2]
+        if parent.delayed_values:
+            # The previous child has the same name, but an array is built only of texts.
+            self._write_delayed_values(parent)
+            self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")
 
     def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
@@ -241,6 +267,7 @@ class NestedReader(StepReader):
     def _close_element(self) -> None:
         """Close the innermost element. Write its stored value, closing quote or closing bracket."""
         element = self._elements.pop()
+        self._write_delayed_values(element)
         if element.kind is _Kind.STRING:
             self.writer.write('"')
         elif element.kind is _Kind.ARRAY:
@@ -248,7 +275,17 @@ class NestedReader(StepReader):
         elif element.kind is _Kind.OBJECT:
             self.writer.write("}")
         else:
-            self.writer.write(self._value_as_json(element))
+            self._close_value(element)
+
+    def _close_value(self, element: _Element) -> None:
+        """Write the value of an element, or delay it because another value may follow."""
+        parent = self._elements[-1]
+        value = self._value_as_json(element)
+        types = json_types_of(element.schema, self._root_schema)
+        if parent.kind is _Kind.OBJECT and (types is None or "array" in types):
+            parent.delayed_values.append(value)
+        else:
+            self.writer.write(value)
 
     def _value_as_json(self, element: _Element) -> str:
         """Return the JSON text of an element without children.
@@ -265,6 +302,7 @@ class NestedReader(StepReader):
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments and end the tool call."""
+        self._write_delayed_values(self._elements[0])
         self.writer.write("}")
         self.writer.end()
         self.status = DONE
@@ -275,9 +313,17 @@ class NestedReader(StepReader):
             if self._elements[-1].kind is _Kind.UNKNOWN:
                 self._elements[-1].kind = _Kind.VALUE
             self._close_element()
+        self._write_delayed_values(self._elements[0])
         self.writer.write("}")
         self.writer.end("the elements of the arguments are not valid")
         return True
+
+    def finish(self) -> None:
+        """End the open tool call, because the message has ended."""
+        if self.writer.is_open:
+            for element in self._elements:
+                self._write_delayed_values(element)
+        super().finish()
 
 
 def _child_schema(parent: _Element, name: str) -> Mapping[str, object]:

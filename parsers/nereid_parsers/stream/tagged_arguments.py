@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.argument_types import to_json
+from nereid_parsers.stream.argument_types import Tools, to_json
 from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
@@ -35,7 +35,7 @@ _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "arra
 _NULL_WORDS = ("null", "None")
 # A value may contain a marker that ends tool calls. The reader waits for at most this number of
 # characters after such a marker, to see whether the value's own closing marker follows.
-_MAX_UNDECIDED_CHARS = 512
+_MAX_UNDECIDED_CHARS = 2048
 _MISSING_CLOSE = "the closing marker of an argument is missing"
 # Values of the pattern fields {string} and {type} which declare that a value is a string.
 _IS_STRING = "true"
@@ -104,15 +104,33 @@ class TagsPlan:
         stop_markers: The markers that end the body. They do not belong to the body.
     """
 
-    def __init__(self, part: TaggedArguments, stop_markers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        part: TaggedArguments,
+        head: Pattern,
+        stop_markers: tuple[str, ...],
+        markers_between_calls: tuple[str, ...],
+    ) -> None:
+        """Compile tagged arguments.
+
+        Args:
+            part: The declaration.
+            head: The marker and the head of a tool call.
+            stop_markers: The markers that end the body.
+            markers_between_calls: The markers between the last value of a tool call and the head of
+                the next tool call.
+        """
         forms = (part, *part.also)
         openings = tuple(dict.fromkeys(_first_literal(form) for form in forms))
         self.stop_markers = stop_markers
         self.forms = tuple(TagPlan(form, (*stop_markers, *openings)) for form in forms)
+        self._head = head
         closes = "|".join(re.escape(form.close) for form in self.forms)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{'|'.join(map(re.escape, openings))}"
-        ).search
+        ).finditer
+        markers = "|".join(map(re.escape, markers_between_calls)) or "(?!)"
+        self._match_markers = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
         """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
@@ -144,24 +162,38 @@ class TagsPlan:
         is_possible = not is_final and self.may_become_stop_marker(text, pos)
         return NEED_MORE if is_possible else opening
 
-    def is_close_missing(self, text: str, pos: int, is_final: bool) -> bool | None:
+    def is_close_missing(self, text: str, pos: int, is_final: bool, tools: Tools) -> bool | None:
         """Return whether a stop marker inside a value ends the value. None: more text is required.
 
-        The stop marker is a part of the value if the value's closing marker follows before the
-        opening of another value. Examples: in `a</function>b</parameter>`, the stop marker
-        `</function>` is a part of the value. In `a</function></call>` and
-        `a</function><call><parameter=`, it ends the value.
+        The stop marker is a part of the value if the value's closing marker follows before the next
+        tool call. Examples: in `a</function>b</parameter>`, the stop marker `</function>` is a part
+        of the value. In `a</function></call>` and `a</function></call><call><function=f>`, it ends
+        the value.
 
         Args:
             text: The text.
             pos: The position of the stop marker.
             is_final: Whether no more text follows.
+            tools: The tools that the request offers.
         """
         end = pos + _MAX_UNDECIDED_CHARS
-        match = self._find_close_or_opening(text, pos, end)
-        if match is not None:
-            return match.group("close") is None
+        for match in self._find_close_or_opening(text, pos, end):
+            if match.group("close") is not None:
+                return False
+            if self._is_next_call(text, pos, match.start(), tools):
+                return True
         return True if is_final or len(text) >= end else None
+
+    def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
+        """Return whether the text contains only markers and the head of another tool call.
+
+        Example: `</function></call><call><function=f>` contains the head of a call of f.
+        """
+        markers = self._match_markers(text, start, end)
+        fields: dict[str, str] = {}
+        head_end = self._head.match(text, markers.end() if markers else start, False, fields)
+        is_offered = not tools.is_known or fields.get("name") in tools.parameters
+        return head_end >= 0 and skip_blanks(text, head_end) == end and is_offered
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""
@@ -306,7 +338,7 @@ class TaggedReader(StepReader):
         `A<parameter=days>3</parameter>` contains the value `A` if the tool declares `days`.
         """
         if self._plan.is_at_stop_marker(text, pos):
-            return self._plan.is_close_missing(text, pos, self.is_final)
+            return self._plan.is_close_missing(text, pos, self.is_final, self.writer.tools)
         opening = self._plan.match(text, pos, self.is_final)
         if opening == NEED_MORE:
             return None

@@ -79,10 +79,11 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        r"""Append an event for `text`. Store white space at the end of `text` until the next call.
+        r"""Append an event for `text`, without the white space at the end of `text`.
 
+        This white space is stored. It precedes the text of the next call, unless a marker follows.
         Example: after a marker, `"\n\nHi\n"` appends an event with the text `Hi`. The blank lines
-        before `Hi` belong to the marker, so they are removed. The line break after `Hi` is stored.
+        before `Hi` belong to the marker. The line break after `Hi` is stored.
 
         Args:
             text: The text.
@@ -90,28 +91,37 @@ class TextWriter:
         """
         if self._num_prompt_chars:
             text = self._without_prompt(text)
-        body = text.rstrip()
-        if not body:
-            self._blanks.append(text)
-            return
-        body_end = len(body)
-        if self._blanks:
-            body = "".join(self._blanks) + body
-            self._blanks = []
-        if self.is_after_marker:
-            # Blank lines between two pieces of content separate the pieces. Only blank lines before
-            # the first piece belong to the marker.
-            is_first = event_type is ReasoningDelta or not self.has_content
-            body = self._without_blank_lines(body) if is_first else body
-            self.is_after_marker = False
-        if body_end < len(text):
-            self._blanks.append(text[body_end:])
+        visible = text.rstrip()
+        if visible:
+            self._append(self._take_blanks() + visible, event_type)
+        if len(visible) < len(text):
+            self._blanks.append(text[len(visible) :])
+
+    def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
+        """Append an event for text that ends with a visible character.
+
+        Blank lines after a marker belong to the marker, so they are removed. Blank lines between
+        two pieces of content separate these pieces, so they are kept.
+        """
+        is_content = event_type is ContentDelta
+        continues_content = is_content and self.has_content
+        if self.is_after_marker and not continues_content:
+            text = self._without_blank_lines(text)
+        self.is_after_marker = False
         self.has_text = True
-        if event_type is ContentDelta:
+        if is_content:
             self.has_content = True
         if self._trace is not None:
-            self._trace(CONTENT if event_type is ContentDelta else REASONING, body)
-        self._events.append(event_type(body))
+            self._trace(CONTENT if is_content else REASONING, text)
+        self._events.append(event_type(text))
+
+    def _take_blanks(self) -> str:
+        """Return the stored white space, and store nothing."""
+        if not self._blanks:
+            return ""
+        blanks = "".join(self._blanks)
+        self._blanks = []
+        return blanks
 
     def _without_blank_lines(self, text: str) -> str:
         r"""Remove the blank lines at the start of `text`, and classify them as "markup".
@@ -144,9 +154,7 @@ class TextWriter:
 
     def drop_blanks(self) -> None:
         """Classify the stored white space as "markup", because a marker follows."""
-        if self._blanks:
-            self._classify(MARKUP, "".join(self._blanks))
-            self._blanks = []
+        self._classify(MARKUP, self._take_blanks())
         self.has_text = False
 
     def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
@@ -160,8 +168,7 @@ class TextWriter:
             is_reasoning: Whether the message ended inside the reasoning.
             has_calls: Whether the message contains tool calls.
         """
-        blanks = "".join(self._blanks)
-        self._blanks = []
+        blanks = self._take_blanks()
         if not blanks:
             return
         has_marker = self.is_after_marker or is_reasoning or has_calls
@@ -205,8 +212,7 @@ class TextWriter:
         if not text.strip():
             self._blanks.append(text)
             return
-        text = "".join(self._blanks) + text
-        self._blanks = []
+        text = self._take_blanks() + text
         self.is_after_marker = False
         self.has_content = True
         self.has_text = True

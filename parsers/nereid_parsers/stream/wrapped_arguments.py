@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from nereid_parsers.stream.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
+# Arguments with more white space before the first key are never delayed, so that the time for each
+# character does not grow with the white space.
+_MAX_BLANKS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
 
@@ -73,18 +76,22 @@ class WrapperFilter:
             return ""
         delayed = "".join(self._pieces)
         start = 0 if self._has_brace else _end_of_brace(delayed)
-        if start < 0:
-            return ""
-        self._has_brace = True
-        key = delayed[start:].lstrip()
-        self._is_wrapped = key.startswith(_QUOTED_KEYS)
-        may_be_wrapped = any(name.startswith(key) for name in _QUOTED_KEYS)
-        if self._is_wrapped or may_be_wrapped:
-            self._pieces = [delayed[start:]]
-            return delayed[:start]
+        key = delayed[max(start, 0) :].lstrip()
+        key_start = len(delayed) - len(key)
+        if key_start <= _MAX_BLANKS and (start < 0 or key.startswith(_QUOTED_KEYS)):
+            self._is_wrapped = start >= 0
+            return self._keep(delayed, max(start, 0))
+        if key_start <= _MAX_BLANKS and any(name.startswith(key) for name in _QUOTED_KEYS):
+            return self._keep(delayed, start)
         self.is_passing = True
         self._pieces = []
         return delayed
+
+    def _keep(self, text: str, start: int) -> str:
+        """Delay the text from `start` on, and return the text before `start`."""
+        self._has_brace = self._has_brace or start > 0
+        self._pieces = [text[start:]]
+        return text[:start]
 
     def finish(self) -> tuple[str, bool]:
         """Return the delayed text, and whether a superfluous object was removed from this text."""

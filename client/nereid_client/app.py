@@ -120,14 +120,14 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI schema, which is generated once."""
+    """Return the OpenAPI schema. The schema is generated once and then cached."""
     if app.openapi_schema is None:
         app.openapi_schema = openapi_schema(app)
     return app.openapi_schema
 
 
 def _add_middleware(app: FastAPI, settings: Settings) -> None:
-    """Add the middleware to the application, innermost first: the last one added runs first."""
+    """Add the middleware to the application. The middleware that is added last runs first."""
     metrics = app.state.metrics
     app.add_middleware(
         BodyLimit,

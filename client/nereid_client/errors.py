@@ -128,13 +128,13 @@ _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
-# The ensemble's input tensors for a prompt. The HTTP API calls both of them `prompt`.
+# The ensemble has two input tensors for a prompt. The HTTP API has the field `prompt` instead.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Example: the field of "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
-# Example: the field of "max_tokens must be at least 1". A word without "_", "." or "[" counts only
-# if it is a known field, because other sentences start with a word too: "image is too large".
+# Example: the field of "max_tokens must be at least 1". A single word such as "image" in "image is
+# too large" may be no field. It is matched only if it is in this list of fields.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
@@ -302,7 +302,7 @@ def _split_field(message: str) -> tuple[str | None, str]:
 
 
 def _retry_after(message: str) -> dict[str, str]:
-    """Return the header Retry-After with the seconds that the message contains, or with 1.
+    """Return the header Retry-After with the seconds in the message. The default is 1.
 
     Example: "Try again in 4 s." returns {"Retry-After": "4"}.
     """
@@ -311,7 +311,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the requirement that a value violates, as the end of the sentence "FIELD must be ...".
+    """Return the requirement that a value violates: the end of the sentence "FIELD must be ...".
 
     Examples: "at most 2", "a string" and "'float' or 'base64'".
     """

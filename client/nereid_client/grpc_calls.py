@@ -15,7 +15,7 @@ response still leaks about 100 bytes.
 import asyncio
 import collections
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -97,7 +97,7 @@ class TritonCalls:
 
     async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
         """Return the response of a unary call. Cancel the call if the calling task is cancelled."""
-        response = asyncio.ensure_future(_await(call))
+        response = asyncio.ensure_future(call)
         try:
             return await asyncio.shield(response)
         except asyncio.CancelledError:
@@ -209,9 +209,9 @@ def infer_request(
 
 
 def encode_strings(strings: Iterable[bytes]) -> bytes:
-    r"""Return the content of a BYTES tensor, in which the length of a string precedes the string.
+    r"""Return the content of a BYTES tensor.
 
-    A length is a little-endian uint32.
+    The content has two parts for each string: its length as a little-endian uint32, and the string.
 
     Example: [b"ab"] returns b"\x02\x00\x00\x00ab".
     """
@@ -239,11 +239,6 @@ def _error_for_cancellation() -> BaseException:
     if task is None or not task.cancelling():
         return BackendError("CANCELLED", "The Triton server cancelled the request")
     return asyncio.CancelledError()
-
-
-async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Return the result of a call. The coroutine turns the call into an object for a task."""
-    return await call
 
 
 async def _wait_for_end(task: asyncio.Future[Any]) -> None:

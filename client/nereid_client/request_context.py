@@ -50,13 +50,13 @@ def context_of(request: Request) -> Context:
 
 
 def request_id_of(request: Request) -> str:
-    """Return the id of a request: the client's X-Request-Id, or a random one."""
+    """Return the id of a request, which is the client's X-Request-Id or a random id."""
     request_id: str = request.state.request_id
     return request_id
 
 
 def unique_request_id(request: Request) -> str:
-    """Return an id for the backend: the id of the request with a random suffix.
+    """Return an id for the backend, which is the id of the request with a random suffix.
 
     Clients may send the same X-Request-Id twice, but the backend requires unique ids.
     """
@@ -142,24 +142,24 @@ def _parse_object(raw: bytes) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ApiError(400, _TOO_DEEP) from None
-    except ValueError as error:  # NaN, 1e999, an integer with thousands of digits
+    except ValueError as error:  # NaN, 1e999, or an integer with thousands of digits
         max_digits = sys.get_int_max_str_digits()
         too_long = f"an integer has more than {max_digits} digits"
         reason = too_long if "digits" in str(error) else str(error)
         raise ApiError(400, f"The request body has an invalid number: {reason}") from None
     if not isinstance(body, dict):
         raise ApiError(
-            400, f"The request body must be a JSON object, but it is a {_JSON_TYPES[type(body)]}"
+            400, f"The request body must be a JSON object, but it is {_JSON_TYPES[type(body)]}"
         )
     return body
 
 
 _JSON_TYPES = {
-    list: "list",
-    str: "string",
-    int: "number",
-    float: "number",
-    bool: "boolean",
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
     type(None): "null",
 }
 

@@ -28,7 +28,7 @@ _CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
 
 @dataclass(frozen=True)
 class Generation:
-    """The inputs of one call of the ensemble. A call has exactly one kind of prompt.
+    """The inputs of one call of the ensemble. A call has a prompt in exactly one of three forms.
 
     Attributes:
         request_id: the id of the request in the logs of the server. It must be unique among the
@@ -126,7 +126,7 @@ class TritonBackend:
                 if message.error_message:
                     has_ended = True
                     raise read_error(message.error_message)
-                deltas = _decode_response(message.infer_response, generation.with_text)
+                deltas = _decode_response(message.infer_response, with_text=generation.with_text)
                 num_running -= sum("finish_reason" in delta for delta in deltas)
                 has_ended = num_running <= 0
                 for delta in deltas:
@@ -267,7 +267,7 @@ def _with_client(text: str, generation: Generation) -> str:
     return f"{rest}{'' if rest == '{' else ', '}{fields[1:]}"
 
 
-def _decode_response(response: Any, with_text: bool) -> list[Delta]:
+def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     """Return the deltas of one response, one for each choice that has new text.
 
     The last response of a stream may have no delta.

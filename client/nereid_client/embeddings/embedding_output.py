@@ -102,7 +102,7 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a response with a JSON object. One member of the object is JSON already.
+    """Return a response with a JSON object, one member of which is already encoded.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.

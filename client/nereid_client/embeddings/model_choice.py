@@ -6,7 +6,6 @@ They select the model for a request, and call it.
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -15,9 +14,9 @@ from pydantic import BaseModel
 from nereid_client.embeddings.pooling_backend import (
     EMBEDDING,
     RERANK,
-    Directory,
     PoolingBackend,
     PoolingCall,
+    PoolingModels,
     PoolingOutputs,
     ServedModel,
     TritonPooling,
@@ -48,19 +47,6 @@ _OUTPUTS = {
 _LANGUAGE_MODEL = ("the language model", "POST /v1/chat/completions")
 
 
-@dataclass(frozen=True)
-class Pooling:
-    """The pooling models of an application: the embedding model and the reranker.
-
-    Attributes:
-        backend: calls a model.
-        directory: finds the models that the Triton server serves.
-    """
-
-    backend: PoolingBackend
-    directory: Directory
-
-
 @asynccontextmanager
 async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Set `app.state.pooling` while the application runs.
@@ -70,15 +56,15 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
     make: Callable[[], PoolingBackend] | None = getattr(app.state, "make_pooling", None)
     url = app.state.context.settings.grpc_url
     backend = make() if make else TritonPooling(url)
-    app.state.pooling = Pooling(backend, Directory(backend))
+    app.state.pooling = PoolingModels(backend)
     yield
     await backend.close()
 
 
-def pooling_of(request: Request) -> Pooling:
+def pooling_models_of(request: Request) -> PoolingModels:
     """Return the pooling models of the application that handles a request."""
-    pooling: Pooling = request.app.state.pooling
-    return pooling
+    models: PoolingModels = request.app.state.pooling
+    return models
 
 
 async def read_request(request: Request, kind: type[R]) -> R:
@@ -90,7 +76,7 @@ async def read_request(request: Request, kind: type[R]) -> R:
 
 
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
-    """Return the model for a request: the first served model of `kinds` that has this name.
+    """Return the model for a request. It is the first served model of `kinds` that has this name.
 
     Args:
         request: the HTTP request.
@@ -102,28 +88,28 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
             503 if the model does not answer.
     """
-    served, problems = [], []
+    candidates, problems = [], []
     for kind in kinds:
         try:
-            model = await pooling_of(request).directory.find(kind)
+            model = await pooling_models_of(request).find(kind)
         except (BackendError, TimeoutError) as error:
             problems.append(_problem(error))
             continue
         if name in (None, model.name):
             return model
-        served.append(model)
-    if not served:
+        candidates.append(model)
+    if not candidates:
         raise next((error for error in problems if error.status != 404), problems[0])
-    suitable = " or ".join(repr(model.name) for model in served)
-    other = await _served_models(request)
-    message = _wrong_model_message(name or "", suitable, other)
-    if name in other:
+    suitable = " or ".join(repr(model.name) for model in candidates)
+    served_models = await _served_models(request)
+    message = _wrong_model_message(name or "", suitable, served_models)
+    if name in served_models:
         raise ApiError(400, message, param="model")
     raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def check_language_model(request: Request, name: str | None) -> None:
-    """Check that a request to the language model contains the name of this model, or no name.
+    """Check that a request to the language model does not name another model.
 
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
@@ -138,7 +124,7 @@ async def check_language_model(request: Request, name: str | None) -> None:
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
     """Return a map from the name of each served model to its description and its main route."""
-    pooling_models = await pooling_of(request).directory.all()
+    pooling_models = await pooling_models_of(request).all()
     models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
     return models | {context_of(request).settings.model_name: _LANGUAGE_MODEL}
 
@@ -219,7 +205,7 @@ async def call_model(
     call = PoolingCall(served.kind, unique_request_id(request), inputs.tensors, options)
     try:
         return await sse.unless_disconnected(
-            request.receive, pooling_of(request).backend.infer(call)
+            request.receive, pooling_models_of(request).backend.infer(call)
         )
     except BackendError as error:
         # Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".

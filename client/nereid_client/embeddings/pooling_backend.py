@@ -114,14 +114,20 @@ class TritonPooling:
             await self._calls.close()
 
 
-class Directory:
-    """The pooling models that the Triton server serves.
+class PoolingModels:
+    """The pooling models that the Triton server serves: the embedding model and the reranker.
 
     The properties of a model are requested once and then cached.
+
+    Args:
+        backend: calls a model.
+
+    Attributes:
+        backend: the same backend.
     """
 
     def __init__(self, backend: PoolingBackend) -> None:
-        self._backend = backend
+        self.backend = backend
         self._known: dict[str, ServedModel] = {}
 
     async def find(self, kind: str) -> ServedModel:
@@ -134,7 +140,7 @@ class Directory:
         if kind not in self._known:
             call = PoolingCall(kind, f"info-{kind}", {"return_info": [True]})
             async with asyncio.timeout(_INFO_TIMEOUT_S):
-                outputs = await self._backend.infer(call)
+                outputs = await self.backend.infer(call)
             info = json.loads(outputs.strings["info"][0])
             if info["task"] == "none":
                 raise BackendError("NOT_FOUND", info["reason"])

@@ -295,5 +295,5 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a field name in small letters and without separators: "maxTokens" -> "maxtokens"."""
+    """Return a field name in lower case and without separators: "max_tokens" -> "maxtokens"."""
     return name.lower().replace("_", "").replace("-", "")

@@ -116,8 +116,7 @@ class CompletionRequest(GenerationRequest):
 
     refused = (REFUSED_IN_COMPLETIONS,)
 
-    # OpenAI's default is small, because the text after a prompt without a chat template often has
-    # no natural end.
+    # OpenAI's default is small, because a completion often has no natural end.
     max_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT)] = 16
     """The largest number of tokens to generate. The default is 16. 0 only evaluates the prompt, and
     requires `echo: true`."""
@@ -139,7 +138,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
-        """Check that at least n choices are generated, and that a stream has no other choices."""
+        """Check that best_of is at least n, and that it is not greater than n in a stream."""
         if self.best_of is None:
             return self
         if self.best_of < self.num_choices:
@@ -197,7 +196,10 @@ class CompletionRequest(GenerationRequest):
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:
-        """Return the JSON object for the ensemble's input `sampling_parameters`."""
+        """Return the JSON object for the ensemble's input `sampling_parameters`.
+
+        Example: {"prompt": "a", "max_tokens": 5, "best_of": 3} returns {"max_tokens": 5, "n": 3}.
+        """
         given = self.model_dump(exclude_none=True)
         fields = {name: value for name, value in given.items() if name in PASSED_ON}
         fields.pop("n", None)

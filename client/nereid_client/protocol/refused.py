@@ -117,7 +117,7 @@ REFUSED_BY_BACKEND = frozenset(
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
-    """Raise an error if a body contains a field of these tables.
+    """Raise an error if a request body contains a field that is in one of the tables.
 
     Raises: FieldError that names the field, its value and the reason.
     """

@@ -20,7 +20,7 @@ class RequestBody(BaseModel):
 
 
 def check_token_ids(value: object, field: str, place: str) -> list[int]:
-    """Return a value that must be a list of token ids.
+    """Return `value` as a list of token ids.
 
     Args:
         value: the value in the request.
@@ -35,7 +35,7 @@ def check_token_ids(value: object, field: str, place: str) -> list[int]:
             f"{place} must be a list of at least one token id, but the request has {shown(value)}",
         )
     for token in value:
-        # In Python, a boolean is an int too.
+        # isinstance(token, int) would accept true, because a Python boolean is an int.
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
             raise FieldError(
                 field,

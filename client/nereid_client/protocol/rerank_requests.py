@@ -92,8 +92,9 @@ class RerankRequest(PoolingRequest):
 
 
 class ScoreRequest(PoolingRequest):
-    """The body of `POST /v1/score`, with the three pairs of names that vLLM has had.
+    """The body of `POST /v1/score`.
 
+    The fields for queries and documents have three pairs of names, because vLLM has used all three.
     A request has either one query for all documents, or one query for each document.
     """
 

@@ -85,7 +85,7 @@ _REFUSED_IN_TEXT = {"verbosity": REFUSED_IN_CHAT["verbosity"]}
 
 
 class ResponseStreamOptions(StreamOptions):
-    """Options of a stream of events. The last event of a stream always has the token counts."""
+    """Options of a stream of events. The last event always contains the token counts."""
 
     include_obfuscation: bool | None = False
     """Only false is supported: events have no padding."""
@@ -196,7 +196,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_nested_fields(self) -> Self:
-        """Check the fields inside of `reasoning`, `text` and `stream_options`."""
+        """Check the members of the fields `reasoning`, `text` and `stream_options`."""
         refuse_nested("reasoning", self.reasoning, _REFUSED_IN_REASONING)
         refuse_nested("text", self.text, _REFUSED_IN_TEXT)
         if self.stream_options is not None and self.stream_options.include_obfuscation:

@@ -166,7 +166,7 @@ def _as_chat_choice(tool: object) -> object:
 
 
 def refuse_nested(place: str, value: Json | None, table: Mapping[str, Refusal]) -> None:
-    """Raise an error if an object contains a field of the table.
+    """Raise an error if an object in a request body contains a field that is in the table.
 
     Args:
         place: the path of the object in the body, such as "reasoning".

@@ -149,8 +149,8 @@ class Responses:
     def _end(self, run: BackgroundResponse, task: asyncio.Task[None]) -> None:
         """Store a response whose task has ended.
 
-        The response may be unfinished, because the task was cancelled, even before it started, or
-        because the task failed with a bug.
+        The response is unfinished if the task was cancelled, possibly before the task started, or
+        if the task failed because of a bug.
         """
         bug = None if task.cancelled() else task.exception()
         if bug is not None:

@@ -105,13 +105,17 @@ class _ChatBuilder:
 
 
 def _add_message(chat: _ChatBuilder, item: Json) -> None:
-    """Append a message item to the chat."""
+    """Append a message item to the chat.
+
+    Example: an item of the user with two text parts "a" and "b" appends {"role": "user",
+    "content": "ab"}.
+    """
     text = "".join(part["text"] for part in item["content"])
     if item["role"] != "assistant":
         chat.append(item["role"], text)
         return
-    # Text after function calls becomes part of the message with the calls, because no message may
-    # be between calls and their outputs.
+    # If function calls precede the text, the text is added to the message with the calls. A new
+    # message would separate the calls from their outputs, which chat templates do not accept.
     last = chat.messages[-1] if chat.messages else {}
     message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
     message["content"] = (message["content"] or "") + text

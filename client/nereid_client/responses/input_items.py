@@ -64,7 +64,7 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
 
 
 def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> ApiError:
-    """Return a 400 for a wrong value in the input.
+    """Return the error for a wrong value in the field `input`.
 
     Example of a message: 'input[0].role must be one of user, assistant, but the request has "tool"'
 
@@ -239,7 +239,7 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
 
 
 def _status(item: Mapping[str, Any], place: str) -> str:
-    """Return the status of an item. The default is "completed"."""
+    """Return the field `status` of an item. The default is "completed"."""
     status = item.get("status") or "completed"
     if status not in ("in_progress", "completed", "incomplete"):
         raise _wrong(f"{place}.status", "in_progress, completed or incomplete", status)

@@ -1,37 +1,19 @@
-"""The output items of a response that is being generated, and the events of the items."""
+"""The output items of a response that is being generated, and the events of the items.
+
+The methods of the items return events without sequence numbers, which the builder of the response
+adds.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from nereid_client.responses.input_items import new_id
 from nereid_client.streaming.deltas import TokenLogprob
 
 Json = dict[str, Any]
-
-
-class OutputItem(Protocol):
-    """An output item that is being generated.
-
-    Attributes:
-        index: the index of the item in the field `output` of the response.
-    """
-
-    index: int
-
-    def item(self, status: str) -> Json:
-        """Return the item as JSON, with this status."""
-        ...
-
-    def opening(self) -> list[Json]:
-        """Return the events at the start of the item, without sequence numbers."""
-        ...
-
-    def closing(self, status: str) -> list[Json]:
-        """Return the events at the end of the item, without sequence numbers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +80,7 @@ class TextItem:
         return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
-        """Return the events at the start of the item, without sequence numbers."""
+        """Return the events at the start of the item."""
         item = self._item("in_progress", [])
         return [
             {"type": "response.output_item.added", "output_index": self.index, "item": item},
@@ -106,7 +88,7 @@ class TextItem:
         ]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events at the end of the item, without sequence numbers."""
+        """Return the events at the end of the item."""
         part = self._part("".join(self._pieces), self._logprobs)
         done = {"type": f"{self.kind.text_event}.done", **self._place, "text": part["text"]}
         if self.kind is MESSAGE:
@@ -182,12 +164,12 @@ class CallItem:
         return item if self.namespace is None else item | {"namespace": self.namespace}
 
     def opening(self) -> list[Json]:
-        """Return the events at the start of the item, without sequence numbers."""
+        """Return the events at the start of the item."""
         item = self.item("in_progress")
         return [{"type": "response.output_item.added", "output_index": self.index, "item": item}]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events at the end of the item, without sequence numbers."""
+        """Return the events at the end of the item."""
         item = self.item(status)
         return [
             {

@@ -13,7 +13,6 @@ from nereid_client.responses.output_items import (
     SUMMARY,
     CallItem,
     LogprobMatcher,
-    OutputItem,
     TextItem,
     TextKind,
 )
@@ -50,7 +49,7 @@ class ResponseBuilder:
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
         self._finished_items: list[Json] = []
-        self._current_item: OutputItem | None = None
+        self._current_item: TextItem | CallItem | None = None
         self._num_calls = 0
         self._logprobs = LogprobMatcher()
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
@@ -174,14 +173,14 @@ class ResponseBuilder:
     def _next_index(self) -> int:
         return len(self._finished_items) + (self._current_item is not None)
 
-    def _start_item(self, item: OutputItem) -> list[Json]:
+    def _start_item(self, item: TextItem | CallItem) -> list[Json]:
         """Finish the current item and start another one. Return the events of both."""
         closing = self._finish_item("completed")
         self._current_item = item
         return closing + [self._numbered(event) for event in item.opening()]
 
     def _finish_item(self, status: str) -> list[Json]:
-        """Finish the current item, if there is one. Return its last events."""
+        """Finish the current item if there is one, and return its last events."""
         item = self._current_item
         if item is None:
             return []
@@ -216,7 +215,7 @@ class ResponseBuilder:
 
 
 def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
-    """Merge neighbouring deltas that belong to the same kind of item.
+    """Merge consecutive deltas that belong to the same kind of item.
 
     The order of the items does not change. Example: content "a", content "b", a tool call and
     content "c" become content "ab", the tool call and content "c".

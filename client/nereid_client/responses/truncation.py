@@ -22,7 +22,7 @@ Json = dict[str, Any]
 async def generate_truncated(
     backend: Backend, request_id: str, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Yield the deltas for a conversation. If it is too long, remove the oldest turns first.
+    """Yield the deltas for a conversation. If the conversation is too long, shorten it first.
 
     Args:
         backend: generates the deltas.

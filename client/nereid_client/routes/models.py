@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from nereid_client.embeddings.model_choice import pooling_of
+from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.errors import ApiError
 from nereid_client.request_context import Context, context_of
 
@@ -35,8 +35,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 async def _served_names(request: Request) -> list[str]:
-    """Return the names of all models that are served, the language model first."""
-    pooling_models = await pooling_of(request).directory.all()
+    """Return the names of all served models. The first one is the language model."""
+    pooling_models = await pooling_models_of(request).all()
     names = [context_of(request).settings.model_name, *(model.name for model in pooling_models)]
     return list(dict.fromkeys(names))
 

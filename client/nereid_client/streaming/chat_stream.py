@@ -42,8 +42,8 @@ class _ChatChunks(ChunkBuilder[Delta]):
     def add(self, item: Delta) -> list[Json]:
         """Return the chunks for a delta: one for its text, and one for its finish reason.
 
-        Tokens whose text is held back, because it may be part of a marker, are reported in a chunk
-        with log-probabilities and an empty delta.
+        The text of a token is held back if it may be part of a marker. Such a token is reported in
+        a chunk with its log-probability and an empty delta.
         """
         index = self.record(0, item)
         delta = self._view.apply(item)
@@ -93,7 +93,7 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
     reasoning = total.get("reasoning")
     message: Json = {
         "role": "assistant",
-        # As in OpenAI's API, the content is null only beside tool calls.
+        # As in OpenAI's API, the content is null only if the message has tool calls.
         "content": total.get("content") or (None if calls else ""),
         "reasoning": reasoning,
         "reasoning_content": reasoning,
@@ -115,7 +115,7 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
 
 
 def _prompt_fields(delta: Delta) -> Json:
-    """Return the fields about the prompt, which vLLM puts beside the choices."""
+    """Return the fields about the prompt. vLLM adds these fields next to the field `choices`."""
     fields: Json = {}
     if "prompt_token_ids" in delta:
         fields["prompt_token_ids"] = delta["prompt_token_ids"]

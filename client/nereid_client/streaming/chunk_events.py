@@ -1,4 +1,4 @@
-"""The streams of chat completions and of text completions: chunks as server-sent events."""
+"""Send chat completions and text completions as server-sent events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator

@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CompletionFrame:
-    """The fields that each chunk repeats, and the options of the request that affect all chunks.
+    """The fields that all chunks have in common, and the options that affect all chunks.
 
     Attributes:
         id: the id of the completion.

@@ -1,4 +1,4 @@
-"""Deltas: the parts in which the postprocessor sends the choices of a request.
+"""Deltas, in which the postprocessor sends the new output of a request.
 
 One delta contains the new text, tool calls, log-probabilities and token counts of one choice. This
 module merges deltas: all deltas of a choice into a whole completion (`fold`), or the deltas that
@@ -12,8 +12,8 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# When this number of deltas wait, they are merged to limit the memory. A request has at most 64
-# choices, so at most 64 deltas remain. A smaller number would merge the same deltas too often.
+# As soon as this number of deltas wait, they are merged to limit the memory. A request has at most
+# 64 choices, so at most 64 deltas remain. A smaller number would merge the same deltas too often.
 _MAX_UNMERGED = 256
 
 
@@ -83,7 +83,7 @@ The map contains the token and the most probable tokens at its position. The fir
 
 
 class Delta(TypedDict, total=False):
-    """The new part of one choice. A key is present only if its value is not empty.
+    """The new output of one choice. A key is missing if its value would be empty.
 
     `text` comes from the tensor `text_output`, if the call requested this tensor. The other keys
     come from the tensor `delta`. `index` is the number of the choice; a missing index means 0.

@@ -47,7 +47,7 @@ def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
 
 
 class CompletionLogprobs:
-    """Builds `choices[].logprobs` of one choice of a text completion, one part for each delta.
+    """Builds the field `logprobs` of one choice of a text completion, one part for each delta.
 
     The field `text_offset` has the position of each token in the text of the choice, in
     characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
@@ -70,12 +70,12 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part for the tokens of the prompt. It comes before all other parts.
+        """Return the part for the tokens of the prompt. This part is the first one.
 
         Args:
             token_ids: the token ids of the prompt.
-            logprobs: the log-probabilities of these tokens. The first token has none, so its text
-                is what the prompt contains before the second token.
+            logprobs: the log-probabilities of these tokens. The first token has no entry. Its text
+                is the text of the prompt before the second token.
         """
         tokens = [""]
         for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
@@ -144,13 +144,15 @@ class CompletionLogprobs:
         return self._decoder.decode(raw)
 
     def _append_text(self, text: str) -> None:
-        """Append text to `_text`, and remove the text of the tokens that have been located."""
+        """Append text to `_text`, and remove the text of tokens whose position is known."""
         num_located = min(self._position - self._base, len(self._text))
         self._text = self._text[num_located:] + text
         self._base += num_located
 
     def _locate(self, piece: str, *, is_last: bool) -> int:
-        """Return the position of a token's text in the choice's text, and continue after the token.
+        """Return the position of a token's text in the text of the choice.
+
+        The search for the next token starts after this token.
 
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
         in the text returns the current position.
@@ -178,7 +180,10 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Join the parts of one choice's `logprobs` into one object."""
+    """Return the parts of one choice's log-probabilities as one object.
+
+    Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
+    """
     total = _empty()
     for part in parts:
         for name, values in part.items():

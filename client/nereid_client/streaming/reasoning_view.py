@@ -1,4 +1,4 @@
-"""The time at which reasoning is sent: while it is generated, or in one piece after its end."""
+"""Send reasoning while it is generated, or in one piece when it has ended."""
 
 from dataclasses import dataclass, field
 

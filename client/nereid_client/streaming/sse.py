@@ -1,4 +1,4 @@
-"""Server-sent events: their encoding, and a response that ends when its client disconnects."""
+"""The encoding of server-sent events, and a response that ends when its client disconnects."""
 
 import asyncio
 import json

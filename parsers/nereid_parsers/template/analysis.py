@@ -53,8 +53,11 @@ differs between the two probes, and the finding for the template of the example.
     report.py      Show the comparisons, the format and the samples.
 
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
-Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`. The
-templates that cannot be analysed by comparisons are listed in known_formats.py.
+Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
+
+The module known_formats.py contains what no comparison can show: the formats of templates whose
+renderings are ambiguous, other spellings that models of a family write, and the tool calls of
+templates that do not render any.
 """
 
 from __future__ import annotations

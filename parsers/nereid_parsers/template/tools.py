@@ -54,22 +54,25 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 # The words that differ between the markers of tools or results and the markers of tool calls.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # the form of tool calls that a template does not render
-_CONTEXT_CHARS = 24  # characters of the context of a name that the report shows
-# Comparisons of ONE_CALL and a tool call with other arguments: the label, the change, and the
-# other arguments.
-_ARGUMENT_CHANGES = (
-    ("T4 no argument", "The call has no argument.", ()),
-    ("T5 two arguments", "The call has a second argument.", TWO_ARGUMENTS),
+# Comparisons of ONE_CALL and another tool call: the label, the change, and the other tool call.
+_CALL_CHANGES = (
+    ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
+    ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
+    ("T5 two arguments", "The call has a second argument.", ProbeCall(arguments=TWO_ARGUMENTS)),
     (
         "T6 key and value",
         "The argument has another key and another value.",
-        ((SECOND_KEY, SECOND_VALUE),),
+        ProbeCall(arguments=((SECOND_KEY, SECOND_VALUE),)),
     ),
-    ("T7 type", "The value is a number instead of a string.", ((FIRST_KEY, NUMBER_VALUE),)),
+    (
+        "T7 type",
+        "The value is a number instead of a string.",
+        ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),)),
+    ),
     (
         "T7b special characters",
         "The value is a string with a line break and characters of markup.",
-        ((FIRST_KEY, SPECIAL_VALUE),),
+        ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),)),
     ),
 )
 
@@ -116,8 +119,7 @@ def find_tools(
         two_calls=two_calls,
         special_value=renderer.text_of_calls(ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))),
     )
-    compare_names(frame.prober)
-    compare_arguments(frame.prober)
+    compare_changed_calls(frame.prober)
     findings = ToolFindings(is_parallel=bool(two_calls))
     calls = infer_call_format(mask_call_numbers(texts), frame.prober.undecided)
     if calls is not None:
@@ -227,34 +229,17 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     return text if is_parallel else ""
 
 
-def compare_names(prober: Prober) -> None:
-    """Compare the tool calls of two functions (comparison T3).
-
-    Example: in "<call>zqFirstTool(" and "<call>zqSecondTool(", the name is written between "<call>"
-    and "(".
-    """
-    one_call = conversation_with_calls(*ONE_CALL)
-    other_call = conversation_with_calls(ProbeCall(SECOND_TOOL))
-    parts = difference(prober.render(one_call) or "", prober.render(other_call) or "")
-    before = unmask_call_ids(parts.prefix)[-_CONTEXT_CHARS:]
-    after = unmask_call_ids(parts.suffix)[:_CONTEXT_CHARS]
-    finding = f"The name is written between {before!r} and {after!r}."
-    prober.record(
-        "T3 function name", "The call names another function.", one_call, other_call, finding
-    )
-
-
-def compare_arguments(prober: Prober) -> None:
-    """Render a tool call with several kinds of arguments and compare the texts (T4 to T7b)."""
-    one_argument = conversation_with_calls(*ONE_CALL)
-    text = unmask_call_ids(prober.render(one_argument) or "")
-    for name, changed, arguments in _ARGUMENT_CHANGES:
-        other = conversation_with_calls(ProbeCall(arguments=arguments))
+def compare_changed_calls(prober: Prober) -> None:
+    """Compare a tool call with calls that have another name or other arguments (T3 to T7b)."""
+    usual = conversation_with_calls(*ONE_CALL)
+    usual_text = unmask_call_ids(prober.render(usual) or "")
+    for name, changed, call in _CALL_CHANGES:
+        other = conversation_with_calls(call)
         other_text = unmask_call_ids(prober.render(other) or "")
         finding = "The template refuses to render this call."
         if other_text:
-            finding = _change_text(difference(text, other_text))
-        prober.record(name, changed, one_argument, other, finding)
+            finding = _change_text(difference(usual_text, other_text))
+        prober.record(name, changed, usual, other, finding)
 
 
 def _change_text(parts: Difference) -> str:

@@ -255,7 +255,9 @@ def _has_tag_in_head(call: Call) -> bool:
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
     first_part = pattern(call.head)[0] if call.head else ""
-    is_tag = isinstance(first_part, str) and "<" in first_part and not first_part[0].isalnum()
+    if not isinstance(first_part, str):
+        return False
+    is_tag = "<" in first_part and not first_part[0].isalnum()
     return is_tag and len(first_part.strip()) >= _MIN_ORPHAN_MARKER_CHARS
 
 

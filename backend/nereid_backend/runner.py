@@ -175,15 +175,13 @@ class Runner:
         """
         plan = step.plan
         with self._clearing(plan):
-            reports = {
-                index: [one for piece in pieces for one in piece.ranked.read(*piece.copy.wait())]
-                for index, pieces in step.reports.items()
-            }
+            reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
             if step.pending is None:
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
         sampled = _read_sampled(step.sampling, sampled_tokens, step.masks)
-        for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
+        sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
+        for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
             if outcome.error == NOT_FINITE:
                 self._path.clear(chunk.sequence)
         return StepResult(sampled, reports, device_token_ids)
@@ -217,7 +215,7 @@ class Runner:
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Compute the log-probabilities of prompt tokens that requests ask for.
+    """Launch the computation of the prompt's log-probabilities for requests that ask for them.
 
     The logits at one token give the log-probability of the next token. Example: a chunk computes
     the tokens 0 to 3 of a prompt of 10 tokens. Its logits give the log-probabilities of the tokens
@@ -246,10 +244,22 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     return reports
 
 
+def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
+    """Wait for the log-probabilities of a chunk's prompt tokens, and return them in order."""
+    logprobs: list[TokenLogprobs] = []
+    for report in reports:
+        logprobs += report.ranked.read(*report.copy.wait())
+    return logprobs
+
+
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
     """Return the new tokens of each chunk that samples.
+
+    Example: the first chunk samples at 1 position, and the second chunk at 3 positions, because it
+    has 2 draft tokens. The sampled token 0 belongs to the first chunk, the sampled tokens 1 to 3
+    belong to the second chunk.
 
     Args:
         sampling: the positions at which the step sampled. The positions of a sequence are adjacent,
@@ -323,7 +333,10 @@ def _accept(
 
 
 def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
-    """Return the tokens that the grammar forces and that are added without the model.
+    """Return the leading tokens of `forced` that are added without a step of the model.
+
+    The result ends with the first stop token. Example: if 9 is a stop token, [4, 9, 6] gives
+    [4, 9], or [4] if min_tokens does not allow the end yet.
 
     The result is empty in two cases. If the request reports log-probabilities, only the model can
     compute them. If the request also limits tokens by other fields, only the mask of the next step
@@ -345,5 +358,5 @@ def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     for index, token_id in enumerate(forced):
         if token_id in sequence.stop_token_ids:
             may_stop = num_output + index >= params.min_tokens
-            return forced[: index + may_stop]
+            return forced[: index + 1] if may_stop else forced[:index]
     return forced

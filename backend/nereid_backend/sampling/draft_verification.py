@@ -16,7 +16,7 @@ are the same, too. Source: Leviathan et al., arXiv:2211.17192.
 from typing import NamedTuple
 
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.core.step import StepPlan
 
 
 class Position(NamedTuple):
@@ -52,7 +52,12 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(plan: StepPlan) -> Sampling:
-    """Return the positions at which the step of a plan samples."""
+    """Return the positions at which the step of a plan samples.
+
+    Example: the first chunk has 1 logit and no draft tokens, and the second chunk has 3 logits and
+    the draft tokens [8, 9]. The result has 4 positions, with the draft tokens [], [], [8] and
+    [8, 9]. The rows are [0, 1, 2, 3], and the counts are [1, 3].
+    """
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
@@ -61,23 +66,11 @@ def sampling_of(plan: StepPlan) -> Sampling:
         end += chunk.num_logits
         if not chunk.samples:
             continue
-        if chunk.num_logits == 1:  # the usual case, without draft tokens
-            positions.append(Position(chunk.sequence, []))
-            rows.append(end - 1)
-            counts.append(1)
-            continue
-        drafts = drafts_of(chunk)
+        # A chunk that reports log-probabilities of the prompt has several logits, but its sequence
+        # has no draft tokens, so the slice is empty.
+        drafts = chunk.sequence.draft_token_ids[: chunk.num_logits - 1]
         count = len(drafts) + 1
-        positions.append(Position(chunk.sequence, []))
-        positions += [Position(chunk.sequence, drafts[:i]) for i in range(1, count)]
+        positions += [Position(chunk.sequence, drafts[:i]) for i in range(count)]
         rows += range(end - count, end)
         counts.append(count)
     return Sampling(positions, rows, counts)
-
-
-def drafts_of(chunk: Chunk) -> list[int]:
-    """Return the draft tokens that the model computes together with a chunk that samples."""
-    drafts: list[int] = getattr(chunk.sequence, "draft_token_ids", None) or []
-    # A chunk that reports log-probabilities of the prompt has several logits, but its sequence has
-    # no draft tokens, so the slice is empty.
-    return drafts[: chunk.num_logits - 1]

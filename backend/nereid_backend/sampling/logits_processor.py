@@ -33,7 +33,7 @@ _NONE: Integers = np.zeros(0, np.int64)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Check that the token ids in some fields are within the model's vocabulary.
+    """Check that logit_bias, allowed_token_ids and bad words contain only valid token ids.
 
     Stop tokens may lie outside the vocabulary, because the model never generates them.
 
@@ -55,7 +55,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
-    """The prepared logits parameters of one request.
+    """The sampling parameters of one request that change logits, as arrays.
 
     Attributes:
         owner: the request.
@@ -114,7 +114,11 @@ class LogitsParams:
         )
 
     def forbidden_tokens(self, position: Position) -> list[Integers]:
-        """Return the tokens that bad words and min_tokens forbid at a position of the request."""
+        """Return the tokens that bad words and min_tokens forbid at a position of the request.
+
+        Example: the bad words are [4] and [5, 7], min_tokens is 8, the stop token is 2, and the
+        output has 3 tokens, of which the last is 5. The result contains the arrays [4], [7], [2].
+        """
         forbidden = [self.bad_tokens] if len(self.bad_tokens) else []
         if self.bad_words:
             ends = self._last_tokens_of_bad_words(position)
@@ -208,7 +212,7 @@ class LogitsProcessor:
         """Apply the penalties of the requests at the indices `rows`. Mutates: logits."""
         penalised = [positions[i] for i in rows]
         cache_rows = [_row_of(position, i) for position, i in zip(penalised, rows, strict=True)]
-        ids, counts = self._counts.lists(cache_rows, penalised)
+        ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
         if len(rows) == len(logits):
             apply_penalties(logits, ids, counts, params)
@@ -247,12 +251,10 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 def _row_of(position: Position, index: int) -> int:
     """Return the row of the caches that belongs to a position's sequence.
 
-    Args:
-        position: the position.
-        index: the index of the position in the step.
+    A sequence outside a scheduler has no row, so `index` is used, the index of the position in the
+    step. The caches compare the owner of a row with the sequence, so two sequences never share a
+    cached entry.
     """
-    # A request outside a scheduler has no row, so it can use any row. The caches compare the owner
-    # of a row with the request, so two requests never share a cached entry.
     row = position.sequence.row
     return index if row is None else row
 

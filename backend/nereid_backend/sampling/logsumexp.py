@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nereid_backend.sampling import native_logits
-from nereid_backend.sampling.native_logits import RowFacts
+from nereid_backend.sampling.native_logits import ArgmaxLogsumexp
 
 
-def row_facts(logits: Tensor) -> RowFacts:
+def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
     """Compute the likeliest token and the logsumexp of each row.
 
     Args:
@@ -22,7 +22,7 @@ def row_facts(logits: Tensor) -> RowFacts:
     if native_logits.can_read(logits):
         return native_logits.read(logits)
     logits = logits.float()
-    return RowFacts(argmax(logits), logits.logsumexp(-1))
+    return ArgmaxLogsumexp(argmax(logits), logits.logsumexp(-1))
 
 
 def argmax(logits: Tensor) -> Tensor:

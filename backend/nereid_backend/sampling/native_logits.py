@@ -16,7 +16,7 @@ from torch import Tensor
 from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
 
-class RowFacts(NamedTuple):
+class ArgmaxLogsumexp(NamedTuple):
     """The likeliest token and the logsumexp of each row of logits.
 
     Attributes:
@@ -36,19 +36,23 @@ def can_read(logits: Tensor) -> bool:
     return is_on_cpu and has_supported_dtype and logits.shape[1] > 0 and has_kernels()
 
 
-def read(logits: Tensor) -> RowFacts:
+def read(logits: Tensor) -> ArgmaxLogsumexp:
     """Compute the likeliest token and the logsumexp of each row.
 
     Args:
         logits: [n, vocab_size], float32 or bfloat16.
     """
     count = len(logits)
-    facts = RowFacts(torch.empty(count, dtype=torch.int64), torch.empty(count))
+    likeliest_ids = torch.empty(count, dtype=torch.int64)
+    logsumexp = torch.empty(count)
     logits = _with_contiguous_rows(logits)
     kernels().nereid_read_logits(
-        *_rows(logits), *(tensor.data_ptr() for tensor in facts), torch.get_num_threads()
+        *_rows(logits),
+        likeliest_ids.data_ptr(),
+        logsumexp.data_ptr(),
+        torch.get_num_threads(),
     )
-    return facts
+    return ArgmaxLogsumexp(likeliest_ids, logsumexp)
 
 
 def sample(
@@ -69,8 +73,11 @@ def sample(
     scales = 1 / temperature
     uniform = np.ascontiguousarray(uniform)
     kernels().nereid_sample(
-        *(*_rows(logits), scales.ctypes.data, uniform.ctypes.data),
-        *(token_ids.data_ptr(), torch.get_num_threads()),
+        *_rows(logits),
+        scales.ctypes.data,
+        uniform.ctypes.data,
+        token_ids.data_ptr(),
+        torch.get_num_threads(),
     )
     return token_ids
 
@@ -95,8 +102,12 @@ def likeliest(
     logits = _with_contiguous_rows(logits)
     scales = 1 / temperature
     kernels().nereid_likeliest(
-        *(*_rows(logits), scales.ctypes.data, width),
-        *(token_ids.data_ptr(), probs.data_ptr(), torch.get_num_threads()),
+        *_rows(logits),
+        scales.ctypes.data,
+        width,
+        token_ids.data_ptr(),
+        probs.data_ptr(),
+        torch.get_num_threads(),
     )
     return probs, token_ids
 
@@ -107,6 +118,10 @@ def _with_contiguous_rows(logits: Tensor) -> Tensor:
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments of a kernel that describe the logits."""
+    """Return the first arguments of every kernel, which describe the logits.
+
+    The arguments are: whether the dtype is bfloat16, the address, the number of rows, the distance
+    between two rows, and the size of the vocabulary.
+    """
     is_bfloat16 = logits.dtype == torch.bfloat16
     return is_bfloat16, logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]

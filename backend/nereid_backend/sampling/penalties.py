@@ -33,18 +33,18 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 
 @dataclass(slots=True)
-class _Text:
-    """The counting state of one request.
+class _CountedTokens:
+    """The tokens of one request that have been counted.
 
     Attributes:
         owner: the request.
         num_counted: the number of leading tokens that have been counted.
-        places: a mapping from each distinct token to its index in the request's row.
+        columns: a mapping from each distinct token to its column in the request's row.
     """
 
     owner: Sequence
     num_counted: int = 0
-    places: dict[int, int] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=dict)
 
 
 class TokenCounts:
@@ -55,18 +55,19 @@ class TokenCounts:
     """
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Text] = {}
+        self._requests: dict[int, _CountedTokens] = {}
         # [rows, width]: the token ids, and how many times the output contains each token.
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
-    def lists(
+    def tokens_and_counts(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens before each position, and their counts in the output.
 
         Tokens that occur only in the prompt have the count 0. They are included only if the request
-        has a repetition penalty.
+        has a repetition penalty. Example: a request with a repetition penalty, the prompt [5, 7]
+        and the output [7, 9, 9] has the token ids [5, 7, 9] and the counts [0, 1, 2].
 
         Args:
             rows: the row of each position. If a row belonged to another request until now, the row
@@ -87,29 +88,30 @@ class TokenCounts:
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
-                places = self._texts[rows[index]].places
-                _add(ids[index], counts[index], position.drafts, dict(places))
+                columns = dict(self._requests[rows[index]].columns)
+                _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
         """Count the new tokens of a request. Return the number of distinct tokens."""
-        text = self._texts.get(row)
-        if text is None or text.owner is not sequence:
-            text = self._begin(row, sequence)
+        counted = self._requests.get(row)
+        if counted is None or counted.owner is not sequence:
+            counted = self._begin(row, sequence)
         token_ids = sequence.token_ids
-        if text.num_counted < len(token_ids):
-            new = token_ids[text.num_counted :]
-            self._widen(len(text.places) + len(new))
-            _add(self._ids[row], self._counts[row], new, text.places)
-            text.num_counted = len(token_ids)
-        return len(text.places)
+        if counted.num_counted < len(token_ids):
+            new = token_ids[counted.num_counted :]
+            self._widen(len(counted.columns) + len(new))
+            _add(self._ids[row], self._counts[row], new, counted.columns)
+            counted.num_counted = len(token_ids)
+        return len(counted.columns)
 
-    def _begin(self, row: int, sequence: Sequence) -> _Text:
+    def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
+        """Clear a row for a request, and add the request's prompt tokens if they are needed."""
         if row >= len(self._ids):
             missing = max(row + 1, 2 * len(self._ids)) - len(self._ids)
             self._ids = np.pad(self._ids, ((0, missing), (0, 0)))
             self._counts = np.pad(self._counts, ((0, missing), (0, 0)))
-        text = self._texts[row] = _Text(sequence, sequence.num_prompt_tokens)
+        counted = self._requests[row] = _CountedTokens(sequence, sequence.num_prompt_tokens)
         self._ids[row] = 0
         self._counts[row] = 0
         if sequence.params.repetition_penalty != 1:
@@ -117,8 +119,8 @@ class TokenCounts:
             self._widen(len(prompt))
             self._ids[row] = prompt[0]
             self._ids[row, : len(prompt)] = prompt
-            text.places = {token_id: place for place, token_id in enumerate(prompt)}
-        return text
+            counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
+        return counted
 
     def _widen(self, width: int) -> None:
         """Extend all rows to at least `width` elements. The width at least doubles."""
@@ -147,8 +149,8 @@ def apply_penalties(
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
-        ids: [n, width], the token ids from `TokenCounts.lists`.
-        counts: [n, width], the counts from `TokenCounts.lists`.
+        ids: [n, width], the token ids from `TokenCounts.tokens_and_counts`.
+        counts: [n, width], the counts from `TokenCounts.tokens_and_counts`.
         params: the sampling parameters of each row.
 
     Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
@@ -171,19 +173,22 @@ def _add(
     ids: NDArray[np.int64],
     counts: NDArray[np.float32],
     token_ids: abc.Sequence[int],
-    places: dict[int, int],
+    columns: dict[int, int],
 ) -> None:
     """Count output tokens in one row of the tables.
 
-    Mutates: `ids`, `counts` and `places`.
+    Example: an empty row of width 4 and the tokens [7, 9, 7] give the ids [7, 9, 7, 7] and the
+    counts [2, 1, 2, 2]. The last two columns are unused and repeat the first token.
+
+    Mutates: `ids`, `counts` and `columns`.
     """
     for token_id in token_ids:
-        place = places.get(token_id)
-        if place is None:
-            place = places[token_id] = len(places)
+        column = columns.get(token_id)
+        if column is None:
+            column = columns[token_id] = len(columns)
             # The first token of a row also fills the unused end of the row.
-            ids[place if place > 0 else slice(None)] = token_id
-            counts[place] = 0
-        counts[place] += 1
-        if place == 0:
-            counts[len(places) :] = counts[0]
+            ids[column if column > 0 else slice(None)] = token_id
+            counts[column] = 0
+        counts[column] += 1
+        if column == 0:
+            counts[len(columns) :] = counts[0]

@@ -205,38 +205,57 @@ def _sample_from_likeliest(
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
-        values, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        # Missing tokens have the id -1 and the weight 0. They get a valid id, because the caller
-        # uses the result as an index.
+        probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
+        # Missing tokens have the id -1 and the probability 0. They get a valid id, because the
+        # caller uses the result as an index.
         token_ids.clamp_(min=0)
     else:
-        values, token_ids = _probs(logits, batch).topk(width, dim=-1)
-    top_k = _column(batch.top_k, values)
-    top_p = _column(batch.top_p, values)
-    # top_k and min_p remove the tokens below `floor`. Without these filters, it is 0.
-    kth_largest = values.gather(1, top_k.clamp(1, width) - 1)
+        probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
+    threshold, is_certain = _smallest_kept_prob(probs, batch)
+    # The random number selects from the tokens in the order of the vocabulary.
+    token_ids, order = token_ids.sort(dim=-1)
+    weights = (probs * (probs >= threshold)).gather(1, order)
+    sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
+    return sampled_ids, is_certain.squeeze(1), probs.sum(-1)
+
+
+def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Return the probability below which the filters remove tokens, for each row.
+
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 leaves the first three, whose
+    sum is 0.95. With top_p=0.8, the remaining tokens must sum to at least 0.8 * 0.95 = 0.76, so the
+    first two remain, and the result is 0.3.
+
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        batch: the filters of the rows.
+
+    Returns:
+        The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool. If
+        it is False, tokens that are not in `probs` may belong to the result.
+    """
+    width = probs.shape[1]
+    top_k = _column(batch.top_k, probs)
+    top_p = _column(batch.top_p, probs)
+    # top_k and min_p remove the tokens below `floor`. Without these filters, `floor` is 0.
+    kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
     floor = torch.maximum(
         torch.where((top_k > 0) & (top_k <= width), kth_largest, 0),
-        values[:, :1] * _column(batch.min_p, values),
+        probs[:, :1] * _column(batch.min_p, probs),
     )
-    kept = values * (values >= floor)
+    kept = probs * (probs >= floor)
     # top_p refers to the total probability of the tokens that the other filters leave. If the other
     # filters remove no token, the total is 1. Otherwise, the total is known only if the likeliest
     # tokens include all tokens that the other filters leave.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
-    smallest = values[:, -1:]
+    smallest = probs[:, -1:]
     is_certain = ((floor == 0) & (top_k <= 0)) | (smallest < floor)
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
     # Tokens that are as likely as the last token of the nucleus are kept, too. The row is certain
-    # only if the least likely examined token is below the threshold.
-    is_certain &= smallest < threshold
-    # The random number selects from the tokens in the order of the vocabulary.
-    token_ids, order = token_ids.sort(dim=-1)
-    weights = (kept * (kept >= threshold)).gather(1, order)
-    sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
-    return sampled_ids, is_certain.squeeze(1), values.sum(-1)
+    # only if the least likely token in `probs` is below the threshold.
+    return threshold, is_certain & (smallest < threshold)
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
@@ -258,8 +277,12 @@ def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
     """Select an index in each row with the row's random number.
 
     The result is the first index at which the cumulative weights exceed the random number times the
-    sum of the row. If a row is wide, it is divided into blocks. Only the sums of the blocks and the
-    weights of one block are cumulated, which is faster than cumulating the whole row.
+    sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
+    number 0.5 gives the target 2, so the result is 2. The random number 0.2 gives the target 0.8,
+    so the result is 0.
+
+    If a row is wide, it is divided into blocks. Only the sums of the blocks and the weights of one
+    block are cumulated, which is faster than cumulating the whole row.
 
     Args:
         weights: [n, width], not negative.
@@ -332,7 +355,7 @@ def _filter_rows(
     keep: Callable[[Tensor, Numbers], Tensor],
     values: Numbers,
 ) -> Tensor:
-    """Apply a filter to the rows for which `is_selected` is True.
+    """Apply a filter to the rows for which `is_selected` is True, and return all rows.
 
     Args:
         probs: [n, vocab_size]. Not changed.
@@ -347,19 +370,21 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Set all probabilities of each row to 0 except the `top_k` [n] largest.
+    """Return the probabilities with 0 for all tokens of a row except the `top_k` [n] likeliest.
 
-    If other tokens are as likely as the last of these, they are kept, too.
+    Tokens that are as likely as the last of these tokens are kept, too. Example: top_k=2 turns
+    [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
     """
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
 
 
 def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
-    """Set all probabilities outside the nucleus of each row to 0.
+    """Return the probabilities with 0 for all tokens outside the nucleus of each row.
 
-    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least top_p.
-    If other tokens are as likely as the last token of the nucleus, they are kept, too.
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least `top_p`
+    [n] times the sum of the row. Tokens that are as likely as the last token of the nucleus are
+    kept, too. Example: top_p=0.8 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)

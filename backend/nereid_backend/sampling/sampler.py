@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Sampled
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.grammar.vocabulary import TokenMask
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsParams, LogitsProcessor, explain_no_token
-from nereid_backend.sampling.logsumexp import argmax, row_facts
+from nereid_backend.sampling.logsumexp import argmax, argmax_logsumexp
 from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, sample_or_defer
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, slices
 from nereid_backend.sampling.token_masks import StepMasks
@@ -71,6 +69,12 @@ class _SliceInputs(NamedTuple):
     logits_params: abc.Sequence[LogitsParams]
     masks: abc.Sequence[TokenMask | None]
 
+    @property
+    def ranked(self) -> list[int]:
+        """The indices of the positions whose requests ask for log-probabilities."""
+        params = [position.sequence.params for position in self.positions]
+        return [index for index, p in enumerate(params) if p.logprobs is not None]
+
     def select(self, indices: abc.Sequence[int]) -> "_SliceInputs":
         """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
         return _SliceInputs(
@@ -96,32 +100,20 @@ class _SampledRows(NamedTuple):
     has_allowed: Tensor
 
 
-class _RankedPositions(NamedTuple):
-    """The log-probabilities of the positions whose requests ask for log-probabilities.
-
-    Attributes:
-        indices: the indices of these positions within the slice.
-        rows: the log-probabilities, on the device, with one row for each element of `indices`.
-    """
-
-    indices: list[int]
-    rows: RankedRows
-
-
 class _PendingSlice(NamedTuple):
     """The results of sampling at consecutive positions of a step, on the device.
 
     Attributes:
         inputs: the positions and their settings.
         sampled: the sampled token of each position.
-        ranked: the log-probabilities; None if no request asks for log-probabilities.
+        ranked: the log-probabilities at the positions `inputs.ranked`; None if there are none.
         uncertain: the rows that may have to be sampled again; see `UncertainRows`.
         logits: [n, vocab_size], a copy of the model's own logits. None if no row is uncertain.
     """
 
     inputs: _SliceInputs
     sampled: _SampledRows
-    ranked: _RankedPositions | None
+    ranked: RankedRows | None
     uncertain: UncertainRows | None = None
     logits: Tensor | None = None
 
@@ -141,8 +133,10 @@ class PendingTokens:
         self.token_ids = joined[0]
         slice_tensors: list[Tensor] = []
         for part in parts:
-            slice_tensors += part.ranked.rows.tensors if part.ranked is not None else ()
-            slice_tensors += (part.uncertain.is_certain,) if part.uncertain is not None else ()
+            if part.ranked is not None:
+                slice_tensors += part.ranked.tensors
+            if part.uncertain is not None:
+                slice_tensors.append(part.uncertain.is_certain)
         self._copy = HostCopy([*joined, *slice_tensors])
 
     def result(self) -> tuple[SampledTokens, list[int]]:
@@ -179,15 +173,15 @@ class PendingTokens:
         """
         start = part.inputs.start
         if part.ranked is not None:
-            reports = part.ranked.rows.read(next(tensors), next(tensors), next(tensors))
-            indices = (start + i for i in part.ranked.indices)
+            reports = part.ranked.read(next(tensors), next(tensors), next(tensors))
+            indices = [start + index for index in part.inputs.ranked]
             sampled_tokens.top.update(zip(indices, reports, strict=True))
         if part.uncertain is None:
             return
         rows = part.uncertain.rows[~next(tensors).numpy()].tolist()
         if not rows:
             return
-        again, _ = self._sampler.sample_again(part, rows)
+        again = self._sampler.sample_again(part, rows)
         for index, row in enumerate(rows):
             sampled_tokens.token_ids[start + row] = again.token_ids[index]
             sampled_tokens.logprobs[start + row] = again.logprobs[index]
@@ -239,12 +233,12 @@ class Sampler:
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
 
-    def sample_again(self, part: _PendingSlice, rows: list[int]) -> tuple[SampledTokens, list[int]]:
+    def sample_again(self, part: _PendingSlice, rows: list[int]) -> SampledTokens:
         """Sample the given rows of a slice again from all tokens of the vocabulary."""
         assert part.logits is not None
         logits = part.logits[upload(np.array(rows), part.logits.device)]
         again = self._launch_slice(logits, part.inputs.select(rows), defers=False)
-        return PendingTokens(self, [again]).result()
+        return PendingTokens(self, [again]).result()[0]
 
     def _launch_slice(
         self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
@@ -266,7 +260,7 @@ class Sampler:
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs.positions)
         sampled = _SampledRows(*gpu_sampling.sample(processed, logits, settings))
-        ranked = _rank_positions(model_logits, sampled.token_ids, inputs.positions)
+        ranked = _rank_positions(model_logits, sampled.token_ids, inputs)
         return _PendingSlice(inputs, sampled, ranked)
 
     def _launch_without_kernel(
@@ -274,15 +268,19 @@ class Sampler:
     ) -> _PendingSlice:
         """Launch the sampling with torch operations or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
-        facts = row_facts(model_logits)
-        # The likeliest tokens of the model's own logits are useless if the logits were changed.
-        likeliest = facts.likeliest if processed is model_logits else None
-        token_ids, uncertain = _sample_rows(processed, likeliest, inputs.positions, defers=defers)
+        likeliest, logsumexp = argmax_logsumexp(model_logits)
+        # If the logits were changed, the likeliest tokens of the model's own logits are useless.
+        token_ids, uncertain = _sample_rows(
+            processed,
+            likeliest if processed is model_logits else None,
+            inputs.positions,
+            defers=defers,
+        )
         column = token_ids[:, None]
         sampled_logits = model_logits.gather(1, column).squeeze(1).float()
         has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
-        sampled = _SampledRows(token_ids, sampled_logits - facts.logsumexp, has_allowed)
-        ranked = _rank_positions(model_logits, token_ids, inputs.positions, facts.logsumexp)
+        sampled = _SampledRows(token_ids, sampled_logits - logsumexp, has_allowed)
+        ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # Uncertain rows need a copy, because the next forward pass may overwrite the logits.
         saved_logits = None if uncertain is None else model_logits.clone()
         return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
@@ -293,33 +291,29 @@ class Sampler:
 
 
 def _rank_positions(
-    logits: Tensor,
-    token_ids: Tensor,
-    positions: abc.Sequence[Position],
-    logsumexp: Tensor | None = None,
-) -> _RankedPositions | None:
+    logits: Tensor, token_ids: Tensor, inputs: _SliceInputs, logsumexp: Tensor | None = None
+) -> RankedRows | None:
     """Compute the log-probabilities that requests ask for.
 
     Args:
         logits: [n, vocab_size], the model's own logits.
         token_ids: [n] int64, the sampled tokens.
-        positions: the n positions.
+        inputs: the n positions.
         logsumexp: [n] float32, the logsumexp of each row of `logits`. None if the caller has not
             computed the values.
 
     Returns:
-        The log-probabilities, or None if no request asks for log-probabilities.
+        The log-probabilities at the positions `inputs.ranked`; None if there are none.
     """
-    indices = [i for i, p in enumerate(positions) if p.sequence.params.logprobs is not None]
+    indices = inputs.ranked
     if not indices:
         return None
     if logsumexp is None:
-        logsumexp = row_facts(logits).logsumexp
-    num_top = [positions[i].sequence.params.logprobs or 0 for i in indices]
-    is_all = len(indices) == len(positions)
+        logsumexp = argmax_logsumexp(logits).logsumexp
+    num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
+    is_all = len(indices) == len(inputs.positions)
     rows = slice(None) if is_all else upload(np.array(indices), logits.device)
-    ranked = rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
-    return _RankedPositions(indices, ranked)
+    return rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
 
 
 def _sample_rows(
@@ -353,29 +347,6 @@ def _sample_rows(
         # Convert indices into the random rows to indices into all rows.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
     return token_ids.index_copy(0, rows, sampled_ids), uncertain
-
-
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """Sample one token for each request, without guides, draft tokens or cached state.
-
-    Args:
-        logits: [num_requests, vocab_size], any float dtype. Not changed.
-        sequences: the sequence of each row of `logits`. The call does not append the new tokens.
-
-    Returns:
-        One result for each request. The result contains an error if no token could be sampled.
-    """
-    sampled_tokens = Sampler().sample(logits, [Position(sequence, []) for sequence in sequences])
-    return [
-        Sampled([], [], sampled_tokens.errors[index])
-        if index in sampled_tokens.errors
-        else Sampled(
-            [sampled_tokens.token_ids[index]],
-            [sampled_tokens.logprobs[index]],
-            top=[sampled_tokens.top[index]] if index in sampled_tokens.top else None,
-        )
-        for index in range(len(sequences))
-    ]
 
 
 def _kernel_settings(positions: abc.Sequence[Position]) -> gpu_sampling.Settings:

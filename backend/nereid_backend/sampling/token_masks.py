@@ -133,10 +133,10 @@ class _FillJob:
         masks = StepMasks()
         started = time.thread_time()
         first_positions: dict[type[MaskingGuide], list[int]] = {}
-        for first, *_ in self.groups:
-            guide = guide_of(self.positions[first].sequence)
+        for group in self.groups:
+            guide = guide_of(self.positions[group[0]].sequence)
             assert guide is not None
-            first_positions.setdefault(type(guide), []).append(first)
+            first_positions.setdefault(type(guide), []).append(group[0])
         for guide_class, indices in first_positions.items():
             try:
                 self._fill_first(guide_class, indices, masks)
@@ -152,7 +152,13 @@ class _FillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of positions without draft tokens. Mutates: masks."""
+        """Fill the masks of the first positions of sequences.
+
+        Args:
+            guide_class: the class of the guides at these positions.
+            indices: the indices of the positions.
+            masks: the result. Mutated. Positions at which every token is allowed get no entry.
+        """
         guides = [cast(MaskingGuide, self.positions[index].sequence.guide) for index in indices]
         rows = [self.rows[index] for index in indices]
         is_limited = guide_class.fill_all(guides, self.buffer, rows)
@@ -212,6 +218,8 @@ class MaskFiller:
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
         """Start to fill the masks of some positions. `join` waits for the masks.
 
+        If filling takes long, the positions are divided into jobs, which threads run. Example: 40
+        sequences with a grammar on a machine with 4 CPUs are divided into 4 jobs of 10 sequences.
         The masks are views of one buffer, which the next call overwrites.
         """
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
@@ -250,6 +258,9 @@ class MaskFiller:
 
 def with_masks(logits: Tensor, masks: abc.Sequence[TokenMask | None]) -> Tensor:
     """Return the logits with -inf for every token that is not allowed.
+
+    Example: the logits [[1.5, 0.2, 3.0]] with a mask of which only the bits 0 and 2 are set give
+    [[1.5, -inf, 3.0]].
 
     Args:
         logits: [n, vocab_size] float32, finite or -inf. Not changed.

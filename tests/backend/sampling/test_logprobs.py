@@ -1,11 +1,11 @@
 import pytest
 import torch
+from backend.sampling.one_token import sample
 from backend.sampling.test_logits import VOCAB, make_sequence
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.sampling.ranked_logprobs import rank_prompt, slices
-from nereid_backend.sampling.sampler import sample
 from transformers import AutoModelForCausalLM
 
 

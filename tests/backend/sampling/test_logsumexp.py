@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.sampling import native_logits
-from nereid_backend.sampling.logsumexp import row_facts
+from nereid_backend.sampling.logsumexp import argmax_logsumexp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,7 +31,7 @@ def test_rows_of_any_size_give_the_first_likeliest_token_and_the_logarithm_of_th
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = row_facts(logits)
+        found = argmax_logsumexp(logits)
     finally:
         torch.set_num_threads(before)
     assert found.likeliest.tolist() == logits.float().argmax(-1).tolist()
@@ -44,7 +44,7 @@ def test_rows_of_any_size_give_the_first_likeliest_token_and_the_logarithm_of_th
 def test_of_equal_logits_the_first_is_the_likeliest(dtype, place):
     logits = torch.zeros(2, 9000, dtype=dtype)
     logits[0, place] = logits[0, 8500] = 5.0
-    assert row_facts(logits).likeliest.tolist() == [place, 0]
+    assert argmax_logsumexp(logits).likeliest.tolist() == [place, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,34 +57,34 @@ def test_a_row_that_is_no_distribution_has_no_finite_sum_and_its_neighbours_have
     logits = torch.zeros(3, 9000, dtype=dtype)
     logits[1] = others
     logits[1, place] = wrong
-    found = row_facts(logits)
+    found = argmax_logsumexp(logits)
     assert found.logsumexp.isfinite().tolist() == [True, False, True]
     assert 0 <= found.likeliest.min() <= found.likeliest.max() < 9000
 
 
 def test_a_row_of_which_nothing_is_left_has_no_finite_sum():
-    assert not row_facts(torch.full((1, 40), float("-inf"))).logsumexp.isfinite()
+    assert not argmax_logsumexp(torch.full((1, 40), float("-inf"))).logsumexp.isfinite()
 
 
 def test_rows_that_lie_apart_are_read_where_they_lie():
     wide = torch.randn(4, 60)
     for logits in (wide[:, 3:50], wide[::2, :47], wide.T):
-        found, expected = row_facts(logits), row_facts(logits.contiguous())
+        found, expected = argmax_logsumexp(logits), argmax_logsumexp(logits.contiguous())
         assert torch.equal(found.likeliest, expected.likeliest)
         assert torch.equal(found.logsumexp, expected.logsumexp)
 
 
 def test_without_a_compiler_torch_gives_the_same(monkeypatch):
     logits = torch.randn(3, 5000)
-    native = row_facts(logits)
+    native = argmax_logsumexp(logits)
     monkeypatch.setattr(native_logits, "has_kernels", lambda: False)
-    plain = row_facts(logits)
+    plain = argmax_logsumexp(logits)
     assert torch.equal(native.likeliest, plain.likeliest)
     torch.testing.assert_close(native.logsumexp, plain.logsumexp)
 
 
 def test_a_row_gives_the_same_bits_alone_and_among_others():
     logits = torch.randn(7, 9001)
-    among = row_facts(logits).logsumexp
+    among = argmax_logsumexp(logits).logsumexp
     for row in range(7):
-        assert torch.equal(row_facts(logits[row : row + 1]).logsumexp, among[row : row + 1])
+        assert torch.equal(argmax_logsumexp(logits[row : row + 1]).logsumexp, among[row : row + 1])

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from backend.sampling.one_token import sample
 from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.sampling import random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.random_sampling import uniform_numbers
-from nereid_backend.sampling.sampler import sample
 
 VOCAB = 50
 

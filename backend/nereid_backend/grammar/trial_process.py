@@ -31,7 +31,7 @@ from typing import Any
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 # The children must not slow down the steps of the engine.
-_NICENESS = 10
+_NICENESS = 5
 
 
 class Outcome(StrEnum):
@@ -112,11 +112,12 @@ class TrialServer:
         while self._waiting and len(self._running) < _MAX_CHILDREN:
             self._start(self._waiting.popleft())
 
-    def _handle(self, kind: str, job_id: int, *grammar: str) -> None:
+    def _handle(self, message: str, job_id: int, *grammar: str) -> None:
         """Handle a message of the engine."""
-        if kind == "compile":
+        if message == "compile":
             deadline = time.monotonic() + self._timeout_s
-            self._waiting.append(_Job(job_id, *grammar, deadline=deadline))
+            kind, source = grammar
+            self._waiting.append(_Job(job_id, kind, source, deadline))
             return
         for job in [*self._running, *self._waiting]:
             if job.job_id == job_id:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts prompts to token ids, and stops early if a prompt has too many tokens."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import RequestError
@@ -44,13 +43,7 @@ class PromptEncoder:
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self.max_token_bytes = _longest_token(tokenizer, self._backend)
 
-    def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool = False,
-        proceed: Callable[[], None] = lambda: None,
-    ) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text.
 
         A special token that is written in the text (`<|im_end|>`) becomes one token id.
@@ -58,14 +51,13 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            proceed: called between the pieces of a long text. It raises an exception to stop.
 
         Raises:
             RequestError: the text is long, and already its beginning has too many tokens.
         """
         limit = self._max_tokens
         if limit is not None and len(text) > _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
-            self._check_length(text, limit, proceed)
+            self._check_length(text, limit)
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -76,11 +68,10 @@ class PromptEncoder:
         ids: list[int] = encodings[0].ids
         return ids
 
-    def _check_length(self, text: str, limit: int, proceed: Callable[[], None]) -> None:
+    def _check_length(self, text: str, limit: int) -> None:
         """Raise a RequestError as soon as the pieces of `text` have too many tokens."""
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            proceed()
             num_tokens += len(self._encode(text[start : start + _PIECE_CHARS], False))
             if num_tokens > _MARGIN * limit:
                 # The rest of the text is not tokenised, so only a lower bound is known.

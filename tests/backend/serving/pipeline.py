@@ -36,7 +36,7 @@ class Pipeline:
 
     def ask(self, **inputs):
         """Return the responses of a request as dicts of output lists. Raise an error response."""
-        (reply,) = self.tokenizer.execute([Request(**inputs)])
+        reply = self.tokenizer.respond(Request(**inputs))
         given = _outputs(reply)
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
         self.params = unpack_params(envelope.params)

@@ -23,7 +23,8 @@ def tokenizer():
     values = {"model": str(DEMO / "chat"), "engine": "scripted"}
     config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
     model.initialize({"model_config": json.dumps(config), "model_repository": "/tmp"})
-    return model
+    yield model
+    model.finalize()
 
 
 def text(value):
@@ -42,7 +43,7 @@ def refusal(model, inputs, limit_s=0.5):
     """Return the error of a request, which must take little processor time."""
     request = Request(**inputs)
     started = time.thread_time()
-    (reply,) = model.execute([request])
+    reply = model.respond(request)
     assert time.thread_time() - started < limit_s
     assert reply.error is not None
     return reply.error.text
@@ -133,14 +134,14 @@ def test_a_long_stop_string_is_refused(tokenizer):
 
 def test_the_largest_number_of_messages_is_accepted(tokenizer):
     count = tokenizer._prompts.limits.max_messages
-    (reply,) = tokenizer.execute([Request(**chat(*[user("")] * count))])
+    reply = tokenizer.respond(Request(**chat(*[user("")] * count)))
     assert reply.error is None
 
 
 def test_a_client_can_ask_for_the_limits(tokenizer):
     request = Request(stream=np.array([True]))
     request.request_parameters = '{"return_limits": true}'
-    (reply,) = tokenizer.execute([request])
+    reply = tokenizer.respond(request)
     published = json.loads(reply.tensors[0].as_numpy().tobytes())
     assert published["max_model_len"] == MODEL_LEN
     assert published["max_messages"] == tokenizer._prompts.limits.max_messages

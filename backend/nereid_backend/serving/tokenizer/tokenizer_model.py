@@ -32,6 +32,7 @@ from nereid_backend.serving.tokenizer.request_grammar import (
     build_text_grammar,
 )
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits, length_limit
+from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
 from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
@@ -43,6 +44,8 @@ _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
+# Tokenising this many bytes takes about 15 ms.
+_LONG_PROMPT_BYTES = 32 * 1024
 _SERVER_PARAMETER_PREFIX = "triton_"
 
 
@@ -61,14 +64,19 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Return one response for each request."""
-        return [self._respond(request) for request in requests]
+        self._workers = RequestWorkers(self.respond, _is_long)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue the requests. The workers send one response for each request."""
+        for request in requests:
+            self._workers.add(request)
 
     def finalize(self) -> None:
-        """Release nothing, because the tokenizer has no external resources."""
+        """Answer the queued requests and end the threads."""
+        self._workers.stop()
 
-    def _respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+    def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        """Return the response to a request, or an error response. Several threads may call it."""
         try:
             return self._tokenize(request)
         except NereidError as error:
@@ -79,8 +87,10 @@ class TokenizerModel:
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         if self._asks_for_limits(request):
-            limits = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
-            return tensors.response({tensor_names.ENVELOPE: np.frombuffer(limits, dtype=np.uint8)})
+            published = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
+            return tensors.response(
+                {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
+            )
         if tensors.has_input(request, tensor_names.IMAGE):
             raise RequestError("image: the served model does not accept images. Send text only.")
         limits = self._prompts.limits
@@ -188,6 +198,15 @@ class TokenizerModel:
         self._prompts.limits.check_token_ids(ids.size)
         token_ids: list[int] = ids.tolist()
         return token_ids
+
+
+def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
+    """Return whether rendering and tokenising the prompt of a request may take some time."""
+    for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
+        values = tensors.optional_array(request, name)
+        if values is not None and sum(map(len, values)) > _LONG_PROMPT_BYTES:
+            return True
+    return False
 
 
 def _json_object(

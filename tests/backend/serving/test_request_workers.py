@@ -1,0 +1,63 @@
+"""A long prompt does not delay short ones, and its client may go away."""
+
+import threading
+
+import pytest
+from backend.serving.fake_server import Request
+from nereid_backend.serving import tensors
+from nereid_backend.serving.tokenizer import request_workers
+from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
+
+
+class Work:
+    """Answers requests. Long ones wait for `release`."""
+
+    def __init__(self):
+        self.release = threading.Event()
+        self.workers = RequestWorkers(self.respond, lambda request: "long" in request.inputs)
+        self.answered = []
+
+    def respond(self, request):
+        if "long" in request.inputs:
+            assert self.release.wait(20)
+        self.answered.append(request)
+        return tensors.response({"x": request})
+
+    def ask(self, *kinds):
+        requests = [Request(**{kind: 1}) for kind in kinds]
+        for request in requests:
+            self.workers.add(request)
+        return requests
+
+
+@pytest.fixture
+def work():
+    made = Work()
+    yield made
+    made.release.set()
+    made.workers.stop()
+
+
+def test_short_requests_do_not_wait_for_long_ones(work):
+    *long, short = work.ask("long", "long", "long", "short")
+    assert short.wait(20).error is None
+    assert not any(request.ended.is_set() for request in long)
+    work.release.set()
+    for request in long:
+        assert request.wait(20).error is None
+
+
+def test_an_abandoned_request_is_not_processed(work):
+    *running, waiting = work.ask("long", "long", "long")
+    waiting.is_gone = True
+    assert "cancelled" in waiting.wait(20).error
+    work.release.set()
+    for request in running:
+        request.wait(20)
+    assert waiting not in work.answered
+
+
+def test_too_many_long_requests_are_refused(work, monkeypatch):
+    monkeypatch.setattr(request_workers, "_MAX_LONG", 2)
+    *_, refused = work.ask("long", "long", "long")
+    assert "[UNAVAILABLE]" in refused.wait(20).error

@@ -7,6 +7,7 @@ Triton server's stub processes import this package for its types and must not lo
 and the GPU kernels run without it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.core.outputs import CompletionOutput, EngineInfo, RequestOutput, RequestUpdate
@@ -46,21 +47,18 @@ __all__ = [
 ]
 
 
+# The names that are imported on first use, each with its module and its name in that module.
+_LAZY_NAMES = {
+    "Embedder": ("nereid_backend.pooling.embedder", "Embedder"),
+    "Engine": ("nereid_backend.engine", "Engine"),
+    "EngineConfig": ("nereid_backend.config", "EngineConfig"),
+    "Reranker": ("nereid_backend.pooling.embedder", "Reranker"),
+    "SamplingParams": ("nereid_backend.field_checks", "CheckedSamplingParams"),
+}
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
-    if name == "Engine":
-        from nereid_backend.engine import Engine
-
-        return Engine
-    if name == "EngineConfig":
-        from nereid_backend.config import EngineConfig
-
-        return EngineConfig
-    if name == "SamplingParams":
-        from nereid_backend.field_checks import CheckedSamplingParams
-
-        return CheckedSamplingParams
-    if name in ("Embedder", "Reranker"):
-        from nereid_backend.pooling import embedder
-
-        return getattr(embedder, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, class_name = _LAZY_NAMES[name]
+    return getattr(import_module(module), class_name)

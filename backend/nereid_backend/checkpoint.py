@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
+from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 
 Progress = Callable[[str], None]
 
@@ -109,14 +109,11 @@ def load_checkpoint(
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
-    takes_hook = _takes_attention_by_name(config, text_config)
-    try:
-        name = attention if takes_hook else "eager"
-        model = _load_weights(folder, config, torch_dtype, name, trust_remote_code)
-        if takes_hook and not model._can_set_attn_implementation() and not _model_class(config):
-            raise _OwnAttentionError
-    except _OwnAttentionError:
-        takes_hook = False
+    model = None
+    if _takes_attention_by_name(config, text_config):
+        model = _load_with_attention(folder, config, torch_dtype, attention, trust_remote_code)
+    takes_hook = model is not None
+    if model is None:
         model = _load_weights(folder, config, torch_dtype, "eager", trust_remote_code)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
@@ -178,10 +175,29 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         return config
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
-            f"transformers cannot load {folder}/config.json ({_first_line(error)}). Python code of "
+            f"transformers cannot load {folder}/config.json ({first_line(error)}). Python code of "
             "a checkpoint is only run if trust_remote_code is true. A newer version of "
             "transformers may support the architecture."
         ) from error
+
+
+def _load_with_attention(
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+) -> PreTrainedModel | None:
+    """Load the model with an attention from transformers' attention interface.
+
+    Return None if the class of the model always uses its own attention.
+    """
+    try:
+        model = _load_weights(folder, config, dtype, attention, trust_remote_code)
+    except _OwnAttentionError:
+        return None
+    is_replaceable = model._can_set_attn_implementation() or _model_class(config)
+    return model if is_replaceable else None
 
 
 def _load_weights(
@@ -191,6 +207,12 @@ def _load_weights(
     attention: str,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
+    """Load the weights into the class of the model.
+
+    Raises:
+        _OwnAttentionError: if the class does not accept the attention implementation `attention`.
+        ModelError: if the weights are broken, or if transformers does not support the model.
+    """
     # With output_loading_info=True, the function returns a pair. Its type annotation lacks that.
     load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
     try:
@@ -206,7 +228,7 @@ def _load_weights(
                 output_loading_info=True,
             )
     except (ValueError, KeyError, ImportError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if attention in str(error):
             # The class accepts only the attention implementations in its own table.
             raise _OwnAttentionError from error
@@ -217,7 +239,7 @@ def _load_weights(
         # Broken files cause many kinds of exceptions: safetensors has exceptions of its own, and
         # torch raises RuntimeError for wrong shapes.
         raise ModelError(
-            f"the weights in {folder} cannot be read ({_first_line(error)}). Download the "
+            f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
         ) from error
     missing = sorted(report["missing_keys"])
@@ -232,9 +254,9 @@ def _load_weights(
 def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the class that runs `config` as a causal language model; None if there is none.
 
-    If AutoModelForCausalLM has a class for `config`, the function returns that class. Otherwise,
-    the function returns the class that the checkpoint names, if that class can generate text. An
-    example is a multimodal model, to which the engine then sends only text.
+    AutoModelForCausalLM knows the class of most models. Otherwise, the function returns the class
+    that the checkpoint names in its field `architectures`, if that class can generate text. An
+    example is a multimodal model, to which the engine sends only text.
     """
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -306,11 +328,6 @@ def _num_embeddings(model: PreTrainedModel) -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return int(weight.shape[0])
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If all requests wait for grammars, a step waits at most this long. The time is short, because the
-# engine receives no new requests while it waits.
+# If all requests wait for their grammars, `Engine.step` waits at most this long for a grammar. The
+# time is short, because the engine receives no new requests while `step` waits.
 _GUIDE_WAIT_S = 0.02
 
 
@@ -72,6 +72,10 @@ class Engine:
             raise
         self.info = loaded.info
         self._runner = loaded.runner
+        self._seeds = random.Random(config.seed)
+        self._guides: Guides | None = None
+        self._pending_grammars = PendingGrammars()
+        self._decode: Callable[[list[int]], str] | None = None
         self._pool = BlockPool(self.info.num_blocks)
         self._scheduler = Scheduler(
             self._pool,
@@ -79,8 +83,8 @@ class Engine:
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            shares_blocks=loaded.shares_blocks,
-            whole_prefill=loaded.whole_prefill,
+            shares_blocks=loaded.spec.shares_blocks,
+            whole_prefill=loaded.spec.whole_prefill,
             num_speculative_tokens=config.num_speculative_tokens,
             attention_window=loaded.attention_window,
         )
@@ -90,15 +94,14 @@ class Engine:
                 f"{self.info.path} path of {self.info.architecture} cannot remove rejected draft "
                 "tokens."
             )
-        self._seeds = random.Random(config.seed)
-        self._guides: Guides | None = None
-        self._pending_grammars = PendingGrammars()
-        self._decode: Callable[[list[int]], str] | None = None
+        obstacle = self._async_obstacle()
+        if config.async_scheduling and obstacle is not None:
+            report(f"Async scheduling is off, because {obstacle}.")
         self._loop = StepLoop(
             self._scheduler,
             self._runner,
             StepFailures(config.max_step_failures),
-            is_async=config.async_scheduling and self._supports_async_scheduling(report),
+            is_async=config.async_scheduling and obstacle is None,
         )
 
     def step(self) -> list[RequestUpdate]:
@@ -110,7 +113,9 @@ class Engine:
         sequences get a second update, which ends them.
 
         Returns:
-            One update for each sequence that got tokens or ended.
+            One update for each sequence that got tokens or ended. Example: if the step computes the
+            last part of the prompt of "a" and one more token of "b", the updates contain the first
+            output token of "a" and the next output token of "b".
 
         Raises:
             EngineError: if the device is lost, or if max_step_failures steps in a row have failed.
@@ -140,6 +145,18 @@ class Engine:
             CapacityError: if max_num_waiting requests are waiting already.
         """
         params = params or SamplingParams()
+        sequence = self._make_sequence(request_id, prompt_token_ids, params)
+        if _needs_guide(params):
+            future = self._load_guides().prepare(params, sequence.stop_token_ids)
+            self._pending_grammars.add(request_id, future)
+            self._scheduler.add(sequence, is_prepared=False)
+        else:
+            self._scheduler.add(sequence)
+
+    def _make_sequence(
+        self, request_id: str, prompt_token_ids: abc.Sequence[int], params: SamplingParams
+    ) -> Sequence:
+        """Check a request, and return its first sequence; see `add_request` for the errors."""
         if request_id in self._scheduler:
             raise RequestError(
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
@@ -152,23 +169,18 @@ class Engine:
                 f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
                 f"{self._config.max_num_waiting} (max_num_waiting). Try again later."
             )
-        max_new_tokens = self.info.max_model_len - len(token_ids)
+        max_total_tokens = self.info.max_model_len
+        if params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        sequence = Sequence(
+        return Sequence(
             request_id,
             token_ids,
             params,
-            max_total_tokens=len(token_ids)
-            + min(max_new_tokens, params.max_tokens or max_new_tokens),
+            max_total_tokens=max_total_tokens,
             eos_token_ids=self.info.eos_token_ids,
             seed=seed % 2**64,
         )
-        if not _needs_guide(params):
-            self._scheduler.add(sequence)
-            return
-        future = self._load_guides().prepare(params, sequence.stop_token_ids)
-        self._pending_grammars.add(request_id, future)
-        self._scheduler.add(sequence, is_prepared=False)
 
     def warm_up(self) -> None:
         """Load the grammar libraries in the background. Loading takes some seconds.
@@ -250,16 +262,13 @@ class Engine:
         """
         self._scheduler.check()
 
-    def _supports_async_scheduling(self, progress: Callable[[str], None]) -> bool:
-        """Return whether async scheduling is possible. If not, report the reason to `progress`."""
+    def _async_obstacle(self) -> str | None:
+        """Return the reason, as a clause, why async scheduling is impossible; None if it works."""
         if self._scheduler.lookup is not None:
-            reason = "speculative decoding needs the last token before it can propose draft tokens"
-        elif self.info.path != "packed":
-            reason = f"it requires the packed path and this model uses the {self.info.path} path"
-        else:
-            return True
-        progress(f"Async scheduling is off, because {reason}.")
-        return False
+            return "speculative decoding needs the last token before it can propose draft tokens"
+        if self.info.path != "packed":
+            return f"it requires the packed path and this model uses the {self.info.path} path"
+        return None
 
     def _load_guides(self) -> "Guides":
         """Return the factory of guides. The first call creates the factory."""
@@ -290,7 +299,7 @@ class Engine:
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt as integers.
+        """Return the token ids of a prompt as a list of Python integers.
 
         Raises:
             RequestError: if the prompt is empty, too long, or contains an invalid token id.
@@ -314,13 +323,12 @@ class Engine:
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
                 "leaves no room for an answer. Send a shorter prompt."
             )
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.info.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"prompt: the token id {wrong} is outside the vocabulary (0 to "
-                f"{self.info.vocab_size - 1})."
-            )
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.info.vocab_size:
+                raise RequestError(
+                    f"prompt: the token id {token_id} is outside the vocabulary (0 to "
+                    f"{self.info.vocab_size - 1})."
+                )
         return token_ids
 
 

@@ -48,6 +48,11 @@ class EngineError(NereidError):
     """A step of the engine failed."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message; the name of the error's class if it is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 # If the text of an error contains one of these texts, the process cannot use the GPU any more.
 _LOST_DEVICE_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates the outputs of a list of prompts with an engine, without a server."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from nereid_backend.core.outputs import CompletionOutput, RequestOutput, RequestUpdate
@@ -38,23 +39,17 @@ def generate(
             "generate: the engine still has other requests. Wait until they have ended."
         )
     params = params or SamplingParams()
-    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-    if len(each) != len(prompts):
+    params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(params_list) != len(prompts):
         raise RequestError(
             f"params: there must be one SamplingParams for each of the {len(prompts)} prompts, but "
-            f"there are {len(each)}."
+            f"there are {len(params_list)}."
         )
     outputs = {f"generate-{i}": _PartialOutput() for i in range(len(prompts))}
-    pending = iter(zip(outputs, prompts, each, strict=True))
-    waiting = next(pending, None)
+    requests = deque(zip(outputs, prompts, params_list, strict=True))
     try:
-        while waiting is not None or engine.has_work():
-            while waiting is not None:
-                try:
-                    engine.add_request(*waiting)
-                except CapacityError:
-                    break  # The queue is full. Add the request after the next step.
-                waiting = next(pending, None)
+        while requests or engine.has_work():
+            _add_requests(engine, requests)
             for update in engine.step():
                 outputs[update.request_id].add(update)
     except BaseException:
@@ -67,6 +62,18 @@ def generate(
         output.build(request_id, list(prompt), decode)
         for (request_id, output), prompt in zip(outputs.items(), prompts, strict=True)
     ]
+
+
+def _add_requests(
+    engine: StepEngine, requests: deque[tuple[str, Sequence[int], SamplingParams]]
+) -> None:
+    """Move requests from `requests` to the engine until the waiting queue of the engine is full."""
+    while requests:
+        try:
+            engine.add_request(*requests[0])
+        except CapacityError:
+            return
+        requests.popleft()
 
 
 class _PartialOutput:
@@ -92,6 +99,11 @@ class _PartialOutput:
 
 
 def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutput:
+    """Return the finished sequence that the updates of one sequence describe.
+
+    Example: updates with the tokens [5], [6] and [2], of which the last has the finish_reason
+    "stop", give the token ids [5, 6, 2] and the text of the tokens [5, 6].
+    """
     last = updates[-1]
     assert last.finish_reason is not None
     token_ids = [token_id for update in updates for token_id in update.new_token_ids]
@@ -105,5 +117,5 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
         stop_reason=last.stop_reason,
         cumulative_logprob=last.cumulative_logprob,
         error=last.error,
-        logprobs=[one for u in updates for one in u.logprobs or ()] if has_logprobs else None,
+        logprobs=[entry for u in updates for entry in u.logprobs or ()] if has_logprobs else None,
     )

@@ -60,16 +60,16 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
     A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
     bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed.
     """
-    made: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
-    pydantic_init = made.__init__
+    validated: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
+    pydantic_init = validated.__init__
 
     @functools.wraps(pydantic_init)
     def init(self: object, *args: object, **values: object) -> None:
-        with _config_errors(made):
+        with _config_errors(validated):
             pydantic_init(self, *args, **values)
 
-    made.__init__ = init
-    return made  # type: ignore[no-any-return]
+    validated.__init__ = init
+    return validated  # type: ignore[no-any-return]
 
 
 # ---- the types of settings

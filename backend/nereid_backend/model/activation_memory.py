@@ -9,12 +9,12 @@ from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.model.choose_path import PathSpec
+from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 
-# On a CPU, a long step of a large model takes seconds. Therefore a short step is measured, and the
-# result is multiplied by the ratio of the lengths.
+# The largest number of tokens in the measured step on a CPU, where a long step of a large model
+# takes seconds.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
 # The value that resets the peak memory (VmHWM) when it is written to clear_refs; see proc(5).
@@ -25,7 +25,10 @@ _RESET_PEAK = "5"
 def measure_activations(
     checkpoint: Checkpoint, spec: PathSpec, *, num_tokens: int, num_seqs: int, block_size: int
 ) -> int | None:
-    """Return the memory of the largest step in bytes, including its logits.
+    """Return how many bytes of memory the largest step needs, including its logits.
+
+    On a GPU, the largest step is computed and measured. On a CPU, a step of at most 64 tokens is
+    measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
 
     Args:
         checkpoint: the model. It must use the attention of the path.

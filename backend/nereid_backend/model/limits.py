@@ -21,6 +21,8 @@ _DEFAULT_CPU_BYTES = 4 * 2**30
 # The length limit for models without position embeddings, whose config has no limit.
 _NO_MODEL_LIMIT = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+# The largest number of blocks for a model that stores nothing in blocks. Its blocks need no memory,
+# but the block pool has an entry for each of them.
 _MAX_EMPTY_BLOCKS = 2**16
 
 
@@ -52,53 +54,60 @@ class MemoryPlan:
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
     """Return the length up to which sequences are computed exactly.
 
-    The limit is usually the model's own limit. Some models compute all tokens of a batch
-    differently if the longest sequence exceeds a threshold. Other models count positions in the
-    batch instead of the sequence. Batches of these models are exact only below the threshold.
+    The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
+    all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
+    count positions in the batch instead of the sequence. Batches of these models are exact only
+    below the threshold.
 
     Args:
         config: the config of the decoder.
         is_batched: whether several sequences share a forward pass.
     """
-    limits = [LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")]
-    for name in _LENGTH_FIELDS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            limits = [LengthLimit(value, name)]
-            break
+    own_limit = _own_limit(config)
+    limits = [own_limit]
     if not is_batched:
-        return limits[0]
+        return own_limit
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
             original = rope.get("original_max_position_embeddings")
-            num_tokens = original if isinstance(original, int) else limits[0].num_tokens
+            num_tokens = original if isinstance(original, int) else own_limit.num_tokens
             reason = (
                 f"original_max_position_embeddings of {kind} position embeddings, because a longer "
                 "request would change the output of the others"
             )
             limits.append(LengthLimit(num_tokens, reason))
     if getattr(config, "attn_temperature_tuning", None):
-        scale = int(getattr(config, "floor_scale", None) or limits[0].num_tokens)
-        limits.append(
-            LengthLimit(
-                scale, "floor_scale, because the model counts longer positions in the batch"
-            )
-        )
+        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
+        reason = "floor_scale, because the model counts longer positions in the batch"
+        limits.append(LengthLimit(num_tokens, reason))
     return min(limits, key=lambda limit: limit.num_tokens)
+
+
+def _own_limit(config: PretrainedConfig) -> LengthLimit:
+    """Return the length limit in a model's config, or the default if the config has no limit."""
+    for name in _LENGTH_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return LengthLimit(value, name)
+    return LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")
 
 
 def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
     """Return the length up to which sparse attention attends to every token.
 
-    Return None for a model without sparse attention. Example: a model that selects 2048 tokens
-    (index_topk 2048) attends to every token of a sequence of up to 2048 tokens.
+    Return None for a model without sparse attention. Examples: a model that selects 2048 tokens
+    (index_topk 2048) attends to every token of a sequence of up to 2048 tokens. A model that
+    selects 16 blocks of 64 tokens (index_topk_blocks 16, index_block_size 64) attends to every
+    token of a sequence of up to 1024 tokens.
     """
-    for name, factor in (("index_topk", None), ("index_topk_blocks", "index_block_size")):
-        count = getattr(config, name, None)
-        size = getattr(config, factor, None) if factor else 1
-        if isinstance(count, int) and isinstance(size, int):
-            return LengthLimit(count * size, f"{name} {count}" + (f" of {size}" if factor else ""))
+    num_tokens = getattr(config, "index_topk", None)
+    if isinstance(num_tokens, int):
+        return LengthLimit(num_tokens, f"index_topk {num_tokens}")
+    num_blocks = getattr(config, "index_topk_blocks", None)
+    size = getattr(config, "index_block_size", None)
+    if isinstance(num_blocks, int) and isinstance(size, int):
+        return LengthLimit(num_blocks * size, f"index_topk_blocks {num_blocks} of {size}")
     return None
 
 
@@ -118,7 +127,11 @@ def plan_memory(
     num_bytes: int,
     max_sequence_blocks: int | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of the KV cache into blocks.
+    """Divide the memory of the KV cache into blocks, and derive the limits of requests.
+
+    Example: 10 MiB for a model that needs 32 KiB for each token are enough for 320 tokens, which
+    are 20 blocks of 16 tokens. One block is used for padding, so num_blocks is 19. If the model's
+    own limit is larger, max_model_len is 19 * 16 = 304.
 
     Args:
         config: the settings.
@@ -150,27 +163,28 @@ def plan_memory(
         num_bytes -= max_num_seqs * bytes_per_sequence
     if not bytes_per_token:
         return _plan_without_blocks(config, limit, max_num_seqs)
-    bytes_per_block = config.block_size * bytes_per_token
-    # One additional block is used for padding.
+    block_size = config.block_size
+    bytes_per_block = block_size * bytes_per_token
+    # One of the blocks is used for padding.
     num_blocks = num_bytes // bytes_per_block - 1
     # The length of the longest sequence whose blocks fit into the memory.
-    fitting_len = max(0, num_blocks) * config.block_size
+    fitting_len = max(0, num_blocks) * block_size
     if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
         fitting_len = max(fitting_len, limit.num_tokens)
     configured = _configured_len(config, limit)
-    if fitting_len < (configured or min(config.block_size, limit.num_tokens)):
-        needed_blocks = -(-(configured or 1) // config.block_size)
-        needed_blocks = min(needed_blocks, max_sequence_blocks or needed_blocks)
-        needed_bytes = (needed_blocks + 1) * bytes_per_block
+    if fitting_len < (configured or min(block_size, limit.num_tokens)):
+        num_needed = _num_blocks(configured or 1, block_size)
+        if max_sequence_blocks is not None:
+            num_needed = min(num_needed, max_sequence_blocks)
         raise ConfigError(
             f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-            f"max_model_len of {configured or config.block_size} needs "
-            f"{format_bytes(needed_bytes)}. Raise kv_cache_memory"
+            f"max_model_len of {configured or block_size} needs "
+            f"{format_bytes((num_needed + 1) * bytes_per_block)}. Raise kv_cache_memory"
             + (" or lower max_model_len." if configured else ".")
         )
     max_model_len = configured or min(limit.num_tokens, fitting_len)
-    max_useful_blocks = max_num_seqs * -(-max_model_len // config.block_size)
-    num_blocks = min(num_blocks, max_useful_blocks)
+    # More blocks than all running sequences together can use would be wasted.
+    num_blocks = min(num_blocks, max_num_seqs * _num_blocks(max_model_len, block_size))
     return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
 
 
@@ -180,9 +194,14 @@ def _plan_without_blocks(config: EngineConfig, limit: LengthLimit, max_num_seqs:
     The blocks of such a model only limit the number of running sequences.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
-    blocks_per_sequence = -(-max_model_len // config.block_size)
+    blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
     num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
     return MemoryPlan(max(num_blocks, blocks_per_sequence), max_model_len, 0, max_num_seqs)
+
+
+def _num_blocks(num_tokens: int, block_size: int) -> int:
+    """Return the number of blocks of a sequence. Example: 35 tokens need 3 blocks of 16 tokens."""
+    return -(-num_tokens // block_size)
 
 
 def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
@@ -213,7 +232,7 @@ def describe_memory(
     Args:
         config: the settings.
         memory: the size of the KV cache.
-        weights_bytes: the memory of the weights.
+        weights_bytes: the memory of the weights in bytes.
         activations: the memory of the largest step in bytes; None if it is unknown.
         num_tokens: the largest number of tokens in one step.
         layers: the attention layers of the model.
@@ -253,8 +272,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         ConfigError: if kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
-        # Return the memory that torch has cached during loading to the GPU, so that it counts as
-        # free.
+        # Release the memory that torch cached during loading, so that the GPU reports it as free.
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -318,7 +336,11 @@ def _read_number(name: str) -> int | None:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """Return the settings of rotary embeddings: one dict, or one dict for each layer type."""
+    """Return the settings of rotary embeddings: one dict, or one dict for each layer type.
+
+    Example: {"full": {"rope_type": "default"}, "local": {"rope_type": "yarn"}} gives the two inner
+    dicts, and {"rope_type": "yarn"} gives itself.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []

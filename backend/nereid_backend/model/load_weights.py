@@ -15,7 +15,7 @@ from nereid_backend.huge_pages import move_weights
 from nereid_backend.linear.int8_linear import model_bytes, quantise_linears
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.model.choose_path import set_attention
+from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 

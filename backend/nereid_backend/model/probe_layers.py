@@ -36,6 +36,7 @@ class _Recorder:
         value: Tensor,
         **kwargs: object,
     ) -> Tensor:
+        """Record a call, and return the output of attention, [1, 1, num_heads, value_dim]."""
         number = len(self.layers)
         kind = self._layer_types[number] if number < len(self._layer_types) else ""
         window = kwargs.get("sliding_window")

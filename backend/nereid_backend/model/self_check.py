@@ -26,8 +26,11 @@ from nereid_backend.paths.model_call import ModelCall, Sizes, UnfitError
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.runner import ForwardPath
 
+# The number of tokens of each test prompt, and the number of tokens that follow each prompt.
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
+# The largest number of tokens in one step of the check. It is small, so that prompts are divided
+# into chunks.
 _BUDGET = 8
 # One prompt is longer than the model's sliding window in order to test the window. No prompt has
 # more tokens than this, because longer prompts would take seconds at every start.
@@ -35,12 +38,14 @@ _LONGEST_PROMPT = 160
 # A prompt that tests a window is this many tokens longer than the window.
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
-# logits. Measured on the architectures in the tests: wrong masks or positions cause 0.1 to 1.4,
-# rounding in float32 1e-6, in bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts.
+# logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
+# causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. If rounding changes which experts many tokens
+# use, the difference in bfloat16 is 0.13.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-# The largest accepted difference if the KV cache has 8 bits. Integers cause differences of 0.01 to
-# 0.08, floating point numbers 0.07 to 0.2, and tokens that change experts 0.3. The same path has
-# passed the check without 8-bit values before.
+# The largest accepted difference if the KV cache stores 8-bit numbers. Integers cause differences
+# of 0.01 to 0.08, and floating point numbers cause 0.07 to 0.2. If rounding changes the experts of
+# many tokens, the difference is 0.3. This check can accept more, because the same path has already
+# passed the check without 8-bit numbers.
 _ROUNDED_TOLERANCE = 0.5
 
 
@@ -132,7 +137,8 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the expected logits of the first test sequence with token-by-token generation.
 
     Raises:
-        UnfitError: if the logits differ. The trial then does not show what users of the model see.
+        UnfitError: if the logits differ. The expected logits are then not those that the model's
+            users get, because users generate token by token.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
@@ -195,30 +201,32 @@ def check_path(
 def _sequences(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
-    """Return random sequences, each with the number of its prompt tokens.
+    """Return random sequences as pairs of token ids and the number of prompt tokens.
 
     The first prompt is longer than the windows of the layers. Windows with more than about
-    `_LONGEST_PROMPT` tokens are too long to test.
+    `_LONGEST_PROMPT` tokens are too long to test. Example: for a window of 64 tokens, the prompts
+    have 70, 5 and 13 tokens, and the sequences have 74, 9 and 17 tokens.
     """
-    limits = {
-        limit for layer in layers for limit in (layer.window.size, layer.window.chunk) if limit
-    }
-    limits |= _limits_in_config(checkpoint)
-    beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
-    testable = [length for length in beyond_limits if length <= _LONGEST_PROMPT]
-    lens = [max(_PROMPT_LENS[0], *testable, 0), *_PROMPT_LENS[1:]]
-    choices = plain_token_ids(checkpoint)
+    limits = _limits_in_config(checkpoint)
+    for layer in layers:
+        limits |= {limit for limit in (layer.window.size, layer.window.chunk) if limit}
+    lens_beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
+    testable = [length for length in lens_beyond_limits if length <= _LONGEST_PROMPT]
+    token_ids = plain_token_ids(checkpoint)
     rng = random.Random(0)
     sequences = []
-    for length in lens:
+    for length in (max(_PROMPT_LENS[0], *testable, 0), *_PROMPT_LENS[1:]):
         prompt_len = max(1, min(length, max_len - _NUM_STEPS))
         total = min(max_len, prompt_len + _NUM_STEPS)
-        sequences.append(([rng.choice(choices) for _ in range(total)], prompt_len))
+        sequences.append(([rng.choice(token_ids) for _ in range(total)], prompt_len))
     return sequences
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Return the values in the config whose names indicate sizes of windows, chunks or blocks."""
+    """Return the values in the config whose names indicate sizes of windows, chunks or blocks.
+
+    Example: a config with sliding_window 64 and hidden_size 512 gives {64}.
+    """
     return {
         value
         for name, value in checkpoint.text_config.to_dict().items()
@@ -235,19 +243,18 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
         The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
     """
     sequences = _prompt_sequences(trial)
-    computed = [0] * len(sequences)
     rows: list[list[Tensor]] = [[] for _ in sequences]
-    while plan := _plan(sequences, computed):
-        logits = path.forward(StepPlan(plan, sum(chunk.num_tokens for chunk in plan)))
-        wanted = [chunk for chunk in plan if chunk.num_logits]
-        for chunk, row in zip(wanted, logits, strict=True):
+    while chunks := _next_chunks(sequences):
+        logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        for chunk, row in zip(sampling, logits, strict=True):
             number = sequences.index(chunk.sequence)
             rows[number].append(row.float())
             # Append the next token of the test sequence instead of sampling one.
             tokens = trial.sequences[number][0]
             chunk.sequence.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
-        for chunk in plan:
-            computed[sequences.index(chunk.sequence)] += chunk.num_tokens
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
     return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])
 
 
@@ -256,39 +263,34 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
     sizes = trial.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)
-    each = -(-sizes.max_model_len // sizes.block_size)
+    blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
     sequences = []
     for number, (tokens, prompt_len) in enumerate(trial.sequences):
         sequence = Sequence(
             str(number), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
         sequence.row = number
-        sequence.block_table = blocks[number * each : (number + 1) * each]
+        first_block = number * blocks_per_sequence
+        sequence.block_table = blocks[first_block : first_block + blocks_per_sequence]
         sequences.append(sequence)
     return sequences
 
 
-def _plan(sequences: list[Sequence], computed: list[int]) -> list[Chunk]:
+def _next_chunks(sequences: list[Sequence]) -> list[Chunk]:
     """Return the chunks of the next step under a small token budget.
 
     Sequences with computed tokens get their share of the budget before new sequences. In the
-    result, single tokens come before longer chunks, as in the engine's plans.
-
-    Args:
-        sequences: the test sequences.
-        computed: the number of computed tokens of each sequence.
+    result, single tokens come before longer chunks, as in the engine's plans. Example: with a
+    budget of 8 tokens and prompts of 21, 5 and 13 tokens, the first three steps compute 8, 8 and 5
+    tokens of the first prompt. The third step also computes 3 tokens of the second prompt.
     """
     chunks = []
     budget = _BUDGET
-    order = sorted(range(len(sequences)), key=lambda number: computed[number] == 0)
-    for number in order:
-        num_known = len(sequences[number].token_ids)
-        start = computed[number]
-        num_tokens = min(num_known - start, budget)
+    for sequence in sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0):
+        start = sequence.num_computed_tokens
+        num_tokens = min(len(sequence.token_ids) - start, budget)
         if num_tokens > 0:
-            samples = start + num_tokens == num_known
-            chunks.append(
-                Chunk(sequences[number], start, num_tokens, samples, start == 0, int(samples))
-            )
+            samples = start + num_tokens == len(sequence.token_ids)
+            chunks.append(Chunk(sequence, start, num_tokens, samples, start == 0, int(samples)))
             budget -= num_tokens
     return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)

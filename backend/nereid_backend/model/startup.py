@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nereid_backend.attention.choose_backend import (
-    attention_name,
-    cache_type,
-    proven_type,
-    stored_type,
-)
+from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.config import EngineConfig
@@ -34,6 +29,7 @@ from nereid_backend.model.limits import (
     usable_cpus,
 )
 from nereid_backend.model.load_weights import load_weights
+from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling
@@ -50,19 +46,15 @@ class Loaded:
     Attributes:
         runner: runs the steps.
         info: the description of the model and of how it runs.
-        shares_blocks: whether the blocks of a sequence contain its whole state. If True, sequences
-            with the same tokens can share blocks, and tokens can be removed from the end. If False,
-            there is no prefix cache and no speculative decoding.
-        whole_prefill: whether a prompt must be computed in one forward pass.
+        spec: the description of the path on which the model runs.
         attention_window: the windows of the attention layers; None if a layer attends to all
             earlier tokens.
     """
 
     runner: Runner
     info: EngineInfo
-    shares_blocks: bool = True
-    whole_prefill: bool = False
-    attention_window: AttentionWindow | None = None
+    spec: PathSpec
+    attention_window: AttentionWindow | None
 
 
 class _StageClock:
@@ -98,11 +90,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     clock = _StageClock()
     torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
     device = choose_device(config.device)
-    if config.kv_cache_dtype != "auto" and device.type != "cpu":
-        progress(
-            f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
-            "whose results equal those of the reference implementation."
-        )
+    _warn_about_experiments(config, device, progress)
     checkpoint = load_weights(config, device, hook, progress)
     clock.end("weights")
     progress("comparing the engine's steps with the model alone")
@@ -139,14 +127,25 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     return Loaded(
         _runner(config, device, path, progress),
         _describe(config, checkpoint, memory, chosen, clock.seconds, num_tokens),
-        spec.shares_blocks,
-        spec.whole_prefill,
+        spec,
         attention_window_of(spec.layers),
     )
 
 
+def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
+    """Report that an 8-bit KV cache is experimental on a GPU, if the settings select one."""
+    if config.kv_cache_dtype != "auto" and device.type != "cpu":
+        progress(
+            f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
+            "whose results equal those of the reference implementation."
+        )
+
+
 def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
-    """Return the largest number of tokens in one step."""
+    """Return the largest number of tokens in one step: max_num_batched_tokens or the default.
+
+    Example: with the default settings on a CPU, max_num_seqs is 256, and the result is 512.
+    """
     default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     return config.max_num_batched_tokens or max(config.max_num_seqs, default)
 
@@ -160,18 +159,14 @@ def _plan_memory(
 ) -> MemoryPlan:
     """Determine the size of the KV cache.
 
-    Args:
-        config: the settings.
-        checkpoint: the loaded model.
-        chosen: the path of the model.
-        num_tokens: the largest number of tokens in one step.
-        activations: the memory of one step in bytes.
+    A step computes at most `num_tokens` tokens and needs `activations` bytes of memory.
 
     Raises:
         ConfigError: if the settings do not fit the memory or the model.
     """
     spec = chosen.spec
-    # The size of one stored number in bytes, and the size of the scale that 8-bit numbers have.
+    # The bytes of one stored number, and the bytes of the scale of one vector. Only vectors of
+    # 8-bit numbers have a scale.
     number_sizes = (checkpoint.model.dtype.itemsize, 0)
     if config.kv_cache_dtype != "auto":
         number_sizes = (1, torch.float32.itemsize)
@@ -239,9 +234,5 @@ def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: Chosen
     """Return the name of the attention implementation that the path uses."""
     if chosen.spec.name not in ("packed", "rows"):
         return "eager"
-    kind = cache_type(config.block_size, checkpoint.model.dtype, checkpoint.device)
-    kind = stored_type(kind, config.kv_cache_dtype)
-    kind = proven_type(
-        kind, chosen.spec.layers, config.block_size, checkpoint.model.dtype, checkpoint.device
-    )
+    kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)
     return attention_name(kind)

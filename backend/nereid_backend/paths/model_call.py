@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload_all
@@ -59,7 +60,7 @@ class ModelCall:
         )
 
     def takes(self, name: str) -> bool:
-        """Return whether the forward method has a parameter of this name."""
+        """Return whether the forward method of the model has a parameter of this name."""
         return name in self._names
 
     def __call__(
@@ -103,6 +104,45 @@ class ModelCall:
         return logits[:, -num_logits:]
 
 
+class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
+    """A layer of a model's cache whose keys and values are in the engine's blocks.
+
+    Attributes:
+        num_past_tokens: the number of tokens of the longest sequence before this step.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_past_tokens = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing, because the blocks exist already."""
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,  # noqa: ARG002 - transformers' signature
+        **kwargs: object,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values unchanged, because the attention hook stores them."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of the attention mask and the offset of its first token."""
+        return self.num_past_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens of the longest sequence before this step."""
+        return self.num_past_tokens
+
+    def get_max_length(self) -> int:
+        """Return -1, because the length is not limited."""
+        return -1
+
+
 def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the token ids and the positions of chunks that have equal numbers of tokens.
 
@@ -126,35 +166,31 @@ def extend_to_start(chunk: Chunk) -> Chunk:
     return chunk._replace(start=0, num_tokens=chunk.start + chunk.num_tokens)
 
 
-def join_logits(parts: Iterable[Tensor | None], like: Tensor | None, vocab_size: int) -> Tensor:
-    """Concatenate the logits of chunks, [sum of num_logits, vocab_size].
+def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
+    """Concatenate the logits of chunks to one tensor, [sum of num_logits, vocab_size].
 
     Args:
         parts: [num_logits, vocab_size], the logits of each chunk, in order; None for a chunk
             without logits.
-        like: a tensor with the data type and device of an empty result; None selects the defaults.
         vocab_size: the number of columns of an empty result.
     """
     filled = [part for part in parts if part is not None and part.shape[0]]
-    if filled:
-        return torch.cat(filled)
-    return torch.empty(0, vocab_size) if like is None else like.new_empty(0, vocab_size)
+    return torch.cat(filled) if filled else torch.empty(0, vocab_size)
 
 
 def num_bytes(value: object) -> int:
     """Return the size in bytes of all tensors that a value contains. Each object counts once.
 
-    The values may be tensors, containers, and the caches of transformers.
+    The value may be a tensor, a container, or a cache of transformers. Example: a list that
+    contains one float32 tensor of shape [2, 3] twice has 24 bytes.
     """
     return _num_new_bytes(value, set())
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the size of the tensors in a value that are not in `seen`; see `num_bytes`.
+    """Return the size of the tensors in a value, except the objects whose ids are in `seen`.
 
-    Args:
-        value: any value.
-        seen: the ids of the objects that were counted already. Mutated.
+    Mutates: `seen`, which gets the ids of the counted objects.
     """
     if id(value) in seen:
         return 0

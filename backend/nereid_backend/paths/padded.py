@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
@@ -24,6 +24,7 @@ from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
+    BlockCacheLayer,
     ModelCall,
     UnfitError,
     join_logits,
@@ -147,13 +148,11 @@ class PaddedPath:
         """Return the logits of a plan; see `ForwardPath.forward`."""
         self._cache.copy_blocks(plan.copies)
         parts: list[Tensor | None] = [None] * len(plan.chunks)
-        logits: Tensor | None = None
         for group in self._groups(plan.chunks):
             chunks = [plan.chunks[index] for index in group]
-            logits = self._run(chunks)
-            for index, chunk, rows in zip(group, chunks, logits, strict=True):
+            for index, chunk, rows in zip(group, chunks, self._run(chunks), strict=True):
                 parts[index] = rows[len(rows) - chunk.num_logits :]
-        return join_logits(parts, logits, self._vocab_size)
+        return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
@@ -162,9 +161,10 @@ class PaddedPath:
     def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
         """Divide chunks into groups that share a forward pass, as lists of their indices.
 
-        Decodes share a pass if their lengths have the same number of bits. Every other chunk is a
-        group of its own. Example: decodes at positions 5 and 7 share a pass, a decode at 9 does
-        not.
+        Decodes share a pass if their positions have the same number of bits, so that padding at
+        most doubles the work. Every other chunk is a group of its own. Example: chunks of 1, 1, 1
+        and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7
+        have 3 bits, and 9 has 4 bits.
         """
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
@@ -175,7 +175,7 @@ class PaddedPath:
         return list(groups.values())
 
     def _run(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one group of chunks.
+        """Compute one group of chunks in one forward pass.
 
         Returns:
             Logits, [num_chunks, n, vocab_size]. n is the largest num_logits of the chunks, at least
@@ -210,7 +210,7 @@ class _Step:
         mask: [num_seqs, longest] int64, 1 for a token and 0 for padding.
         positions: [num_seqs, longest] int64, the position of the token at each place; 0 for
             padding.
-        past: the number of tokens of the longest sequence before the new ones.
+        num_past_tokens: the number of tokens of the longest sequence before the new tokens.
         block_size: tokens in one block.
     """
 
@@ -218,13 +218,20 @@ class _Step:
     slots: Tensor
     mask: Tensor
     positions: Tensor
-    past: int
+    num_past_tokens: int
     block_size: int
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "_Step":
-        """Build the tensors of a group of chunks, which have equal numbers of tokens."""
-        size = block_size_of(cache)
+        """Build the tensors of a group of chunks, which have equal numbers of tokens.
+
+        Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
+        tables [7, 3] and [8]. The longest sequence has 6 tokens with the new one. The slots are
+        3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
+        [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
+        """
+        # values[0] is [num_blocks + 1, num_kv_heads, block_size, value_dim].
+        size = cache.values[0].shape[2]
         num_tokens = chunks[0].num_tokens
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
@@ -248,21 +255,10 @@ class _Step:
             size,
         )
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether the pass has several sequences, which may differ in length."""
-        return self.blocks.shape[0] > 1
 
-
-def block_size_of(cache: KVCache) -> int:
-    """Return the number of tokens in one block of a KV cache."""
-    return cache.values[0].shape[2]
-
-
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
+class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped
     """A layer of a model's cache that stores its tokens in blocks, for one forward pass."""
 
-    is_sliding = False
     is_croppable = False
 
     def __init__(
@@ -277,14 +273,12 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
                 none.
             indexer: the index of the sparse indexer's keys in the KV cache; None if there are none.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
+        self.num_past_tokens = step.num_past_tokens
         self._cache = cache
         self._step = step
         self._number = number
         self._indexer = indexer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the blocks exist already."""
 
     def update(
         self,
@@ -322,20 +316,18 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the attention mask and the offset of its first token."""
-        return self._step.past + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens before this step, including padding."""
-        return self._step.past
-
-    def get_max_length(self) -> int:
-        """Return -1, because the length is not limited."""
-        return -1
-
     def _exchange(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values in blocks, and return those of all tokens."""
+        """Store the new keys and values in blocks, and return the keys and values of all tokens.
+
+        Args:
+            number: the index of the layer in the KV cache.
+            key: [num_seqs, num_heads, num_tokens, dim], the new keys.
+            value: [num_seqs, num_heads, num_tokens, dim], the new values.
+
+        Returns:
+            Keys and values, [num_seqs, num_heads, longest, dim]. Padding contains the key and the
+            value of the first token, which the mask hides.
+        """
         step = self._step
         num_heads = key.shape[1]
         rows = store_rows(step.slots, num_heads, step.block_size)
@@ -343,8 +335,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         new_values = value.transpose(1, 2).flatten(0, 1)
         self._cache.store(number, new_keys, new_values, rows)
         keys, values = self._cache.gather(number, gather_rows(step.blocks, num_heads))
-        longest = step.mask.shape[1]
-        if not step.is_padded:
+        num_seqs, longest = step.mask.shape
+        if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
         index = step.positions[:, None, :, None]
         return (

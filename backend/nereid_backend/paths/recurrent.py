@@ -27,19 +27,14 @@ from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
+    BlockCacheLayer,
     ModelCall,
     extend_to_start,
     join_logits,
     num_bytes,
     token_inputs,
 )
-from nereid_backend.paths.recurrent_cache import (
-    PassLayer,
-    State,
-    make_cache,
-    merge_states,
-    split_states,
-)
+from nereid_backend.paths.recurrent_cache import State, make_cache, merge_states, split_states
 from nereid_backend.paths.step_batch import BatchBuilder
 
 
@@ -91,6 +86,7 @@ class RowsPath:
     def forward(self, plan: StepPlan) -> Tensor:
         """Return the logits of a plan; see `ForwardPath.forward`."""
         parts: list[Tensor | None] = [None] * len(plan.chunks)
+        # The indices of the chunks of one token whose sequences have a state.
         decodes: list[int] = []
         for index, chunk in enumerate(plan.chunks):
             if chunk.is_first:
@@ -105,7 +101,7 @@ class RowsPath:
         for index, chunk in enumerate(plan.chunks):
             if index not in decodes:
                 parts[index] = self._prefill(chunk)
-        return join_logits(parts, logits if decodes else None, self._vocab_size)
+        return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
@@ -123,7 +119,7 @@ class RowsPath:
         return num_bytes(next(iter(self._states.values())))
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one token of each of several sequences.
+        """Compute chunks of one token in one forward pass. The sequence of each chunk has a state.
 
         Returns:
             Logits, [num_chunks, 1, vocab_size].
@@ -148,30 +144,33 @@ class RowsPath:
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Compute a chunk of one sequence in a pass of its own.
 
+        Example: the model cannot compute a prompt in chunks exactly, and a prompt of 20 tokens is
+        divided into the tokens 0 to 15 and 16 to 19. The first chunk returns None. The second chunk
+        is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
+
         Returns:
-            Logits, [num_logits, vocab_size]. None if the chunk is left for a later pass.
+            Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
-        if self._computes_from_start and chunk.num_logits == 0:
-            end = chunk.start + chunk.num_tokens
-            if end < len(chunk.sequence.token_ids):
-                # The last chunk of the prompt will compute these tokens, too.
-                return None
-        must_restart = self._computes_from_start and chunk.num_tokens > 1
-        if must_restart or chunk.start != self._lengths.get(_row(chunk), 0):
-            # The state covers rejected draft tokens, or earlier chunks were left for this one. The
-            # state is therefore computed again from the first token.
-            chunk = extend_to_start(chunk)
-            prompt_len = chunk.sequence.num_prompt_tokens
-            if self._replays_preempted and chunk.num_tokens > prompt_len:
-                return self._replay(chunk, prompt_len)
+        is_last = chunk.start + chunk.num_tokens >= len(chunk.sequence.token_ids)
+        if self._computes_from_start and chunk.num_logits == 0 and not is_last:
+            return None
+        has_state = chunk.start == self._lengths.get(_row(chunk), 0)
+        if has_state and not (self._computes_from_start and chunk.num_tokens > 1):
+            return self._continue(chunk)
+        # The state lacks tokens of earlier chunks, or the state covers rejected draft tokens. The
+        # state is therefore computed again from the first token.
+        chunk = extend_to_start(chunk)
+        prompt_len = chunk.sequence.num_prompt_tokens
+        if self._replays_preempted and chunk.num_tokens > prompt_len:
+            return self._replay(chunk, prompt_len)
         return self._continue(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence from its start: the prompt in one pass, then token by token.
 
-        Args:
-            chunk: all tokens of the sequence.
-            prompt_len: the number of tokens of the prompt.
+        Example: a sequence with 20 prompt tokens and 2 output tokens is computed in three passes,
+        for the tokens 0 to 19, the token 20, and the token 21. `chunk` contains all tokens of the
+        sequence, and `prompt_len` is the number of prompt tokens.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -186,7 +185,7 @@ class RowsPath:
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
-        """Compute several tokens of one sequence.
+        """Compute the tokens of a chunk, whose earlier tokens are covered by the sequence's state.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -226,8 +225,8 @@ class RowsPath:
             Logits, [num_chunks, num_logits, vocab_size].
         """
         for layer in cache.layers:
-            if isinstance(layer, PassLayer):
-                layer.length = max(chunk.start for chunk in chunks)
+            if isinstance(layer, BlockCacheLayer):
+                layer.num_past_tokens = max(chunk.start for chunk in chunks)
         serving: Any = nullcontext()
         if self._paged is not None:
             kv_cache, builder = self._paged

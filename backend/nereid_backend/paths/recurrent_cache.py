@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -21,53 +20,18 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from nereid_backend.paths.model_call import UnfitError
+from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError
 
 # The state of one sequence: for each layer of the cache, the attributes of the layer by name. Each
 # tensor contains only the part of the sequence.
 State = list[dict[str, Any]]
 
 
-class PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A cache layer for attention. It stores nothing, because keys and values are in blocks."""
-
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the layer stores nothing."""
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,  # noqa: ARG002 - transformers' signature
-        **kwargs: object,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the attention mask and the offset of its first token."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens of the longest sequence before this step."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return -1, because the length is not limited."""
-        return -1
-
-
-class StateAndPassLayer(LinearAttentionLayer, PassLayer):  # type: ignore[no-untyped-call, override]
-    """A cache layer for attention with a recurrent state. It stores the state, but no keys."""
+class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore[no-untyped-call, override]
+    """A cache layer for attention with a recurrent state. It stores only the state."""
 
     def __init__(self, number_of_states: int) -> None:
-        PassLayer.__init__(self)
+        BlockCacheLayer.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
@@ -86,13 +50,13 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
 
 
 def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the layer that replaces a layer of transformers' cache, but stores no keys."""
+    """Return the cache layer that replaces `layer` and stores neither keys nor values."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if issubclass(type(layer), DynamicLayer):
-            return StateAndPassLayer(layer.number_of_states)
+            return StateAndBlockLayer(layer.number_of_states)
         return layer
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return PassLayer()
+        return BlockCacheLayer()
     if isinstance(layer, DummyLayer):
         return layer
     raise UnfitError(
@@ -126,11 +90,13 @@ def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa:
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
-    """Return the attributes of a layer for one row, without those that describe the step."""
-    if isinstance(layer, DummyLayer) or type(layer) is PassLayer:
+    """Return the part of a cache layer's attributes that belongs to one row, by name."""
+    if isinstance(layer, DummyLayer) or type(layer) is BlockCacheLayer:
         return {}
     return {
-        name: _cut(value, row, num_rows) for name, value in vars(layer).items() if name != "length"
+        name: _cut(value, row, num_rows)
+        for name, value in vars(layer).items()
+        if name != "num_past_tokens"
     }
 
 
@@ -148,9 +114,9 @@ def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attr
 
 
 def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
-    """Return the attribute of a batch, merged from those of its sequences.
+    """Return the attribute of a batch, merged from the attributes of its sequences.
 
-    This is the inverse of _cut.
+    This is the inverse of _cut. Example: two tensors [1, 8] give a tensor [2, 8].
     """
     first = parts[0]
     if isinstance(first, Tensor):

@@ -62,8 +62,7 @@ class SinglePath:
             if chunk.is_first:
                 self._states.pop(row, None)
             parts.append(self._logits(row, chunk))
-        first = next((part for part in parts if part is not None), None)
-        return join_logits(parts, first, self._vocab_size)
+        return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence; see `ForwardPath.clear`."""
@@ -78,11 +77,12 @@ class SinglePath:
         """Return the logits after a chunk's last tokens, [num_logits, vocab_size].
 
         The whole prompt goes through the model with its last chunk, because not every model can
-        continue its cache by several tokens. Earlier chunks return None.
+        continue its cache by several tokens. Earlier chunks return None. Example: a chunk ends with
+        token 9 and has 2 logits. The logits after the first 9 tokens and after the first 10 tokens
+        are computed, each by one call of the model.
         """
         if chunk.num_logits == 0:
             return None
-        # Logits are needed after the first `shortest`, ..., `longest` tokens of the sequence.
         longest = chunk.start + chunk.num_tokens
         shortest = longest - chunk.num_logits + 1
         state = self._states.get(row)
@@ -95,25 +95,24 @@ class SinglePath:
         return torch.stack(logits[-chunk.num_logits :])
 
     def _after(self, row: int, token_ids: list[int]) -> Tensor:
-        """Return the logits after the first tokens of a sequence, [vocab_size].
+        """Return the logits after the first tokens of the sequence in `row`, [vocab_size].
 
-        Args:
-            row: the row of the sequence.
-            token_ids: the first tokens of the sequence.
+        If the stored state covers all `token_ids` except the last, only the last token is computed.
+        Otherwise, the model computes all `token_ids`.
         """
         state = self._states.pop(row, None)
         ids = torch.tensor([token_ids], device=self._device)
         if state is None or state.num_tokens != len(token_ids) - 1:
             state = _SequenceState(self._first_arguments(ids), 0)
         is_first = state.num_tokens == 0
-        # The number of tokens that this call adds to the cache; None if there is no cache.
-        length = None
-        if not is_first and self._uses_cache:
-            length = 1
-        elif is_first and state.arguments.get(self._cache_name) is not None:
-            length = len(token_ids)
+        # The number of tokens that this call adds to the cache. In the first call, the number is
+        # None if the model has no cache or creates its cache itself.
+        num_new: int | None = 1
+        if is_first:
+            has_cache = state.arguments.get(self._cache_name) is not None
+            num_new = len(token_ids) if has_cache else None
         inputs = self._model.prepare_inputs_for_generation(
-            ids, next_sequence_length=length, is_first_iteration=is_first, **state.arguments
+            ids, next_sequence_length=num_new, is_first_iteration=is_first, **state.arguments
         )
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a step plan into the tensors of one packed forward pass.
 
-Example: a plan with two decodes and a prefill of three tokens becomes one row of five tokens. The
-attention sees the two decodes as one group and the prefill by itself.
+Example: a plan with two decodes and a prefill of three tokens becomes one row of five tokens.
+Attention computes the two decodes together and the prefill separately.
 """
 
 import itertools
@@ -45,7 +45,11 @@ class StepBatch:
 
 
 def tokens_of(chunk: Chunk) -> list[int]:
-    """Return the token ids of a chunk: known tokens, followed by draft tokens."""
+    """Return the token ids of a chunk: known tokens, followed by draft tokens.
+
+    Example: the known tokens are [5, 6, 7], and the draft tokens are [8, 9]. A chunk of 3 tokens
+    that starts at 2 has the token ids [7, 8, 9].
+    """
     sequence = chunk.sequence
     token_ids = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     return token_ids + sequence.draft_token_ids[: chunk.num_tokens - len(token_ids)]
@@ -87,6 +91,11 @@ class BatchBuilder:
 
         The call does not read from the device and does not wait for work on the device.
 
+        Example with 16 tokens in a block: a decode computes position 20 of a sequence with the
+        block table [7, 2], and a prefill computes the first 3 tokens of a sequence with the block
+        table [5]. The positions are [20, 0, 1, 2], and the slots are [36, 80, 81, 82]. There is one
+        group of decodes, with the length 21, and one prefill, with the tokens 1 to 3 of the step.
+
         Args:
             plan: the step, with at least one chunk.
             device: where the tensors are created.
@@ -95,21 +104,21 @@ class BatchBuilder:
 
         Mutates: the block tables of the plan's sequences.
         """
-        token_ids, rows, logits_index = self._update_tables(plan)
-        row_array = np.array(rows)
+        token_ids, row_list, logits_index = self._update_tables(plan)
+        rows = np.array(row_list)
         counts = [chunk.num_tokens for chunk in plan.chunks]
         num_decodes = counts.count(1)
-        positions, slots = self._positions_and_slots(plan, row_array, np.array(counts))
+        positions, slots = self._positions_and_slots(plan, rows, np.array(counts))
         groups = self._group(positions[:num_decodes] + 1)
         # All arrays are uploaded in one copy, and then read in the same order.
         arrays = [np.array(token_ids), positions, slots, np.array(logits_index or [0])]
         for tokens, lens in groups:
-            arrays += (self._blocks(row_array[tokens], lens.max()), lens)
+            arrays.append(self._blocks(rows[tokens], lens.max()))
+            arrays.append(lens)
             if not isinstance(tokens, slice):
                 arrays.append(tokens)
         for index, chunk in enumerate(plan.chunks[num_decodes:], num_decodes):
-            row = row_array[index : index + 1]
-            arrays.append(self._blocks(row, chunk.start + chunk.num_tokens))
+            arrays.append(self._blocks(rows[index : index + 1], chunk.start + chunk.num_tokens))
         arrays.append(np.array(plan.pending, dtype=np.int64).reshape(-1, 2).T)
         tensors = iter(upload_all(arrays, device))
         input_ids, position_ids, slot_ids, logits_ids = itertools.islice(tensors, 4)
@@ -136,12 +145,10 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[tuple[Integers | slice, Integers]], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Return the groups of decodes.
+        """Return the groups of decodes as tensors.
 
-        Args:
-            groups: the groups as `_group` returns them.
-            tensors: yields the blocks and the lengths of each group, and the tokens of each group
-                whose tokens are not a slice.
+        `groups` are the groups that `_group` returned. `tensors` yields the blocks and the lengths
+        of each group, and the token indices of each group that is not a slice of the decodes.
         """
         decode_groups = []
         for tokens, _ in groups:
@@ -155,6 +162,9 @@ class BatchBuilder:
         self, plan: StepPlan, rows: Integers, counts: Integers
     ) -> tuple[Integers, Integers]:
         """Return the position and the slot of each token of a step, both [num_tokens] int64.
+
+        Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
+        position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.
 
         Args:
             plan: the step.
@@ -170,7 +180,10 @@ class BatchBuilder:
         return positions, slots
 
     def _update_tables(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
-        """Update the block tables.
+        """Copy the new blocks of a plan's sequences into the array of block tables.
+
+        Example: a decode of row 3 is followed by a prefill of 4 tokens of row 0. Both sample. The
+        rows are [3, 0], and the indices of the tokens whose logits are needed are [0, 4].
 
         Returns:
             The token ids of the step, the row of each chunk, and the indices of the tokens whose
@@ -238,17 +251,17 @@ class BatchBuilder:
         return [(group, lens[group]) for group in groups]
 
     def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
-        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens."""
+        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens.
+
+        Example: with 16 tokens in a block, num_tokens=35 gives the first 3 blocks of each table.
+        """
         return self._tables[rows, : -(-int(num_tokens) // self._block_size)]
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:
-    """Return the prefills of a step.
+    """Return the prefills of a step, whose first token has the index `start` in the packed row.
 
-    Args:
-        chunks: the chunks of several tokens.
-        start: the index of their first token in the packed row.
-        blocks: yields the block table of each prefill.
+    `chunks` are the chunks of several tokens, and `blocks` yields the block table of each chunk.
     """
     prefills: list[Prefill] = []
     for chunk in chunks:

@@ -6,14 +6,14 @@ from backend.tiny_models import BY_NAME
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.model import choose_path
+from nereid_backend.model import path_variants
 
 PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def answers(folder, kind, monkeypatch, **settings):
-    monkeypatch.setattr(choose_path, "cache_type", lambda *args: kind)
+    monkeypatch.setattr(path_variants, "cache_type", lambda *args: kind)
     config = EngineConfig(
         str(folder),
         device="cpu",

@@ -16,7 +16,7 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.model import accelerate_path, choose_path, startup
+from nereid_backend.model import accelerate_path, path_variants, startup
 from nereid_backend.paths import compiled_forward, cuda_graphs, packed
 from nereid_backend.paths.cuda_capture import GraphMemoryError, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs import DecodeGraphs, GraphShape, StaticStep, row_counts
@@ -56,9 +56,9 @@ def engine_of(folder_of, monkeypatch):
     opened = []
 
     def make(name, capture=None, *, kind=SkippingCache, patience=0, **settings):
-        monkeypatch.setattr(choose_path, "cache_type", lambda *_: kind)
+        monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
         # The kernels' own check takes long in the interpreter, and has tests of its own.
-        monkeypatch.setattr(choose_path, "proven_type", lambda kind, *_: kind)
+        monkeypatch.setattr(path_variants, "proven_type", lambda kind, *_: kind)
         # Packed products are called past torch, where the stand-in does not see them.
         settings = {"device": "cpu", "max_model_len": 128, **settings}
         engine = open_engine(folder_of(name), prepack=False, **settings)
@@ -495,7 +495,7 @@ def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without
 
 def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     lines = []
-    monkeypatch.setattr(choose_path, "cache_type", lambda *_: SkippingCache)
+    monkeypatch.setattr(path_variants, "cache_type", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
     load = startup.load

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes the forward paths that a model may use, and builds them.
+
+A path may have several variants, which differ in speed. choose_path.py tries the variants in order.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from transformers import AttentionMaskInterface
+
+from nereid_backend.attention.choose_backend import cache_type, proven_type, stored_type
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.model.limits import sparse_limit
+from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_rows
+from nereid_backend.paths.model_call import Sizes, UnfitError
+from nereid_backend.paths.packed import PackedPath
+from nereid_backend.paths.padded import PaddedPath, probe_cache
+from nereid_backend.paths.recurrent import RowsPath
+from nereid_backend.paths.single_sequence import SinglePath
+from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.runner import ForwardPath
+
+
+@dataclass(frozen=True, slots=True)
+class PathSpec:
+    """The description of a path for one model.
+
+    Attributes:
+        name: "packed", "rows", "padded" or "single".
+        build: builds the path with the given sizes.
+        layers: the attention layers whose keys and values are stored in blocks.
+        hook: the attention that the model must use; None stands for the model's own attention.
+        detail: a clause that describes a variant of the path, for the log; empty for the normal
+            variant.
+        bytes_per_sequence: the memory outside of blocks that a running sequence needs.
+        bytes_per_token: the memory outside of blocks that a token needs.
+        shares_blocks: whether the blocks of a sequence contain its whole state. If True, sequences
+            with the same tokens can share blocks, and tokens can be removed from the end. If False,
+            there is no prefix cache and no speculative decoding.
+        whole_prefill: whether a prompt must be computed in one forward pass.
+        is_batched: whether several sequences share a forward pass.
+        is_generated: whether the path is compared with transformers' generate instead of one pass
+            over the whole sequence.
+    """
+
+    name: str
+    build: Callable[[Sizes], ForwardPath]
+    layers: list[LayerSpec]
+    hook: AttentionHook | None = None
+    detail: str = ""
+    bytes_per_sequence: int = 0
+    bytes_per_token: int = 0
+    shares_blocks: bool = True
+    whole_prefill: bool = False
+    is_batched: bool = True
+    is_generated: bool = False
+
+
+def path_variants(
+    checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
+) -> list[tuple[str, Iterator[PathSpec]]]:
+    """Return the name and the variants of each path, in the order in which they are tried.
+
+    Args:
+        checkpoint: a loaded model.
+        hook: the engine's entry in transformers' attention interface.
+        max_model_len: the setting max_model_len; None if it is not set.
+
+    Returns:
+        Pairs of a name and an iterator. The iterator creates a variant when the caller asks for it.
+        If the path does not fit the model, the iterator raises an exception.
+    """
+    return [
+        ("packed", _packed(checkpoint, hook, max_model_len)),
+        ("rows", _rows(checkpoint, hook)),
+        ("padded", _padded(checkpoint)),
+        ("single", _single(checkpoint)),
+    ]
+
+
+def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
+    """Set the attention implementation of a model.
+
+    Args:
+        checkpoint: the model. Mutated.
+        hook: the engine's entry in transformers' attention interface; None selects the model's own
+            attention in torch.
+
+    Raises:
+        UnfitError: if the attention of the model cannot be set.
+    """
+    if not checkpoint.takes_hook:
+        if hook is not None:
+            raise UnfitError("it does not use transformers' attention interface")
+        return
+    name = "eager" if hook is None else hook.name
+    checkpoint.model.set_attn_implementation(name)
+    # transformers only logs a warning if the attention of a model cannot be changed. Such a model
+    # would run without masks.
+    config = checkpoint.model.config
+    actual = getattr(config, "text_config", config)._attn_implementation
+    if actual != name:
+        raise UnfitError(f"its attention cannot be changed from {actual}")
+
+
+def _packed(
+    checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
+) -> Iterator[PathSpec]:
+    """Yield the packed path. Raise an UnfitError if the path cannot be exact."""
+    limit = sparse_limit(checkpoint.text_config)
+    if limit is not None:
+        if max_model_len is None or max_model_len > limit.num_tokens:
+            raise UnfitError(
+                f"its attention is sparse beyond {limit.num_tokens} tokens ({limit.reason}), so "
+                f"this path requires a max_model_len of at most {limit.num_tokens}"
+            )
+        # Up to this length, sparse attention selects every token. The model's code only requires
+        # that there is a mask.
+        AttentionMaskInterface.register(hook.name, _open_mask)
+    set_attention(checkpoint, hook)
+    layers = probe_layers(checkpoint, hook)
+
+    def build(sizes: Sizes) -> ForwardPath:
+        cache, builder = make_blocks(checkpoint, layers, sizes)
+        return PackedPath(checkpoint.model, hook, layers, cache, builder)
+
+    yield PathSpec("packed", build, layers, hook)
+
+
+def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
+    """Return a mask that hides no token, for transformers' mask interface."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
+    """Yield the variants of the rows path, from the fastest to the slowest.
+
+    The first variant divides prompts into chunks. The second variant computes each prompt in one
+    pass. The third variant also computes a preempted sequence again in the same passes as before.
+    """
+    set_attention(checkpoint, hook)
+    layers = probe_rows(checkpoint, hook)
+
+    def build(
+        sizes: Sizes, *, computes_from_start: bool = False, replays_preempted: bool = False
+    ) -> RowsPath:
+        blocks = make_blocks(checkpoint, layers, sizes) if layers else None
+        return RowsPath(
+            checkpoint,
+            hook,
+            layers,
+            blocks,
+            computes_from_start=computes_from_start,
+            replays_preempted=replays_preempted,
+        )
+
+    in_chunks = PathSpec("rows", build, layers, hook, shares_blocks=False)
+    yield in_chunks
+    in_one_pass = replace(
+        in_chunks,
+        build=partial(build, computes_from_start=True),
+        detail="each prompt is computed in one pass, because chunks are not exact",
+        whole_prefill=True,
+    )
+    yield in_one_pass
+    replaying = partial(build, computes_from_start=True, replays_preempted=True)
+    yield replace(in_one_pass, build=replaying, is_generated=True)
+
+
+def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
+    """Yield the padded path."""
+    yield _padded_spec(checkpoint, "padded")
+
+
+def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
+    """Yield the variants of the single path, from the fastest to the slowest.
+
+    The first variant stores keys and values in blocks. The second variant uses the cache of the
+    model's own code. The third variant has no cache.
+    """
+    with suppress(UnfitError, ValueError, TypeError, AttributeError):
+        spec = _padded_spec(checkpoint, "single", batches_sequences=False)
+        yield replace(spec, detail="with keys and values in blocks", is_batched=False)
+
+    def build(sizes: Sizes, *, uses_cache: bool) -> ForwardPath:  # noqa: ARG001 - there are no blocks
+        return SinglePath(checkpoint, uses_cache=uses_cache)
+
+    with_cache = PathSpec(
+        "single",
+        partial(build, uses_cache=True),
+        [],
+        detail="with the model's own cache",
+        shares_blocks=False,
+        whole_prefill=True,
+        is_batched=False,
+        is_generated=True,
+    )
+    yield with_cache
+    detail = "each token requires a pass over its whole sequence"
+    yield replace(with_cache, build=partial(build, uses_cache=False), detail=detail)
+
+
+def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
+    """Return the description of a `PaddedPath`, and set the model's own attention.
+
+    Raises:
+        UnfitError: if the model's cache cannot be stored in blocks.
+    """
+    set_attention(checkpoint, None)
+    layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
+
+    def build(sizes: Sizes) -> ForwardPath:
+        kind = stored_type(KVCache, sizes.stored)
+        cache = _make_cache(kind, checkpoint, layout.layers, sizes)
+        return PaddedPath(checkpoint, layout, cache, batches_sequences=batches_sequences)
+
+    return PathSpec(name, build, layout.layers)
+
+
+def make_blocks(
+    checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
+) -> tuple[KVCache, BatchBuilder]:
+    """Return the KV cache of the attention layers, and the builder of the steps' block tables."""
+    kind = cache_class(checkpoint, layers, sizes.block_size, sizes.stored)
+    cache = _make_cache(kind, checkpoint, layers, sizes)
+    builder = BatchBuilder(
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
+        null_block=cache.null_block,
+    )
+    return cache, builder
+
+
+def cache_class(
+    checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, stored: str
+) -> type[KVCache]:
+    """Return the class of the KV cache whose attention is the fastest correct implementation.
+
+    Args:
+        checkpoint: the model.
+        layers: the attention layers.
+        block_size: the number of tokens in one block.
+        stored: the setting kv_cache_dtype.
+    """
+    dtype = checkpoint.model.dtype
+    kind = stored_type(cache_type(block_size, dtype, checkpoint.device), stored)
+    return proven_type(kind, layers, block_size, dtype, checkpoint.device)
+
+
+def _make_cache(
+    kind: type[KVCache], checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
+) -> KVCache:
+    """Return the blocks of a KV cache of the class `kind`."""
+    return kind(
+        layers,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        dtype=checkpoint.model.dtype,
+        device=checkpoint.device,
+    )

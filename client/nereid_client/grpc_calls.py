@@ -15,7 +15,7 @@ response still leaks about 100 bytes.
 import asyncio
 import collections
 import struct
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -97,7 +97,7 @@ class TritonCalls:
 
     async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
         """Return the response of a unary call. Cancel the call if the calling task is cancelled."""
-        response = asyncio.ensure_future(call)
+        response = asyncio.ensure_future(_await(call))
         try:
             return await asyncio.shield(response)
         except asyncio.CancelledError:
@@ -239,6 +239,11 @@ def _error_for_cancellation() -> BaseException:
     if task is None or not task.cancelling():
         return BackendError("CANCELLED", "The Triton server cancelled the request")
     return asyncio.CancelledError()
+
+
+async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
+    """Return the result of a call, in a coroutine that a task can run."""
+    return await call
 
 
 async def _wait_for_end(task: asyncio.Future[Any]) -> None:

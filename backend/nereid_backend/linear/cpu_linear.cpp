@@ -10,15 +10,23 @@
 // If the processor has no dot products of pairs, one vector of bfloat16 weights is converted in registers into two
 // vectors of float32. The memory traffic is then still half of that of float32 weights.
 //
+// The rows of the input are divided into tiles of at most kMaxRows rows:
+//
+//                           panel 0   panel 1   panel 2   ...      each thread computes some panels
+//     tile 0 (rows 0-11)    |  16 outputs of 12 rows: 12 sums of one vector each, which stay in registers
+//     tile 1 (rows 12-23)   |
+//
 // The speed of a step with few rows is limited by memory, so the weights are read once, in order, and prefetched. The
-// speed of a step with many rows is limited by arithmetic, so the sums of a tile of rows stay in registers. If there
-// are several tiles, two panels stay in the cache for all of them, while the next two panels are prefetched. Sums are
-// float32. The rows of a tile are transposed ([dim][rows]), because reading many separate rows would need more
-// address registers than a processor has.
+// speed of a step with many rows is limited by arithmetic, so the sums of a tile stay in registers. If there are
+// several tiles, two panels stay in the cache for all of them, while the next two panels are prefetched. Sums are
+// float32. The rows of a tile are transposed ([dim][rows]), because reading many separate rows would need more address
+// registers than a processor has.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "../attention/cpu/cpu_vectors.h"
@@ -121,8 +129,9 @@ struct Call {
   int64_t num_words;  // the number of Words for one output
 };
 
-// Computes R rows and P panels of the output, from column 16 * panel on. x is [num_words][R]. With kFetchesOwn, the
-// tile prefetches its own weights, kAhead bytes ahead. Otherwise it prefetches the panel `next`.
+// Computes R rows and P panels of the output. The first column is 16 * panel. x is [num_words][R]. With kFetchesOwn,
+// this function prefetches the weights kAhead bytes after those that it reads. Otherwise it prefetches the panel
+// `next`.
 template <typename T, int R, int P, bool kFetchesOwn>
 inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x, typename T::Number* out,
                  const typename T::Word* next) {
@@ -154,11 +163,11 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
     }
 }
 
-// Computes R rows and the panels [first, last). The number of panels in a tile is limited by the registers for sums.
+// Computes R rows and the panels [first, last). If `next` is not null, that panel is prefetched for the next call.
 template <typename T, int R>
 void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::Input* x, typename T::Number* out,
           const typename T::Word* next) {
-  constexpr int P = R <= 6 ? 4 : 2;
+  constexpr int P = R <= 6 ? 4 : 2;  // limited by the registers for sums
   int64_t panel = first;
   if (next) {
     for (; panel + 2 <= last; panel += 2) tile<T, R, 2, false>(call, panel, x, out, next);
@@ -169,19 +178,18 @@ void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::In
   for (; panel < last; ++panel) tile<T, R, 1, true>(call, panel, x, out, nullptr);
 }
 
-// Calls `rows` for `count` rows, which must be from 1 to 12.
+// Returns the functions `rows` for 1, 2, ... rows.
+template <typename T, int... R>
+constexpr std::array<decltype(&rows<T, 1>), sizeof...(R)> rows_of(std::integer_sequence<int, R...>) {
+  return {rows<T, R + 1>...};
+}
+
+// Transposes the words [first, last) of `count` rows: from x [count][dim] to `to` [num_words][count].
 template <typename T>
-void some_rows(int64_t count, const Call<T>& call, int64_t first, int64_t last, const typename T::Input* x,
-               typename T::Number* out, const typename T::Word* next) {
-  switch (count) {
-#define NEREID_ROWS(R)                              \
-  case R:                                           \
-    rows<T, R>(call, first, last, x, out, next);    \
-    break;
-    NEREID_ROWS(1) NEREID_ROWS(2) NEREID_ROWS(3) NEREID_ROWS(4) NEREID_ROWS(5) NEREID_ROWS(6)
-    NEREID_ROWS(7) NEREID_ROWS(8) NEREID_ROWS(9) NEREID_ROWS(10) NEREID_ROWS(11) NEREID_ROWS(12)
-#undef NEREID_ROWS
-  }
+void pack_rows(const typename T::Number* x, int64_t dim, int64_t count, int64_t first, int64_t last,
+               typename T::Input* to) {
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t k = first; k < last; ++k) to[k * count + r] = T::input(x + r * dim + k * T::kInputs);
 }
 
 // Computes a linear layer; see nereid_linear in cpu_kernels.h.
@@ -193,11 +201,13 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
   using Number = typename T::Number;
   // A single row is not copied if its numbers have the form of Inputs.
   constexpr bool kIsReady = sizeof(Input) == T::kInputs * sizeof(Number);
+  constexpr auto kRows = rows_of<T>(std::make_integer_sequence<int, kMaxRows>());
   const int64_t words = dim / T::kInputs, num_panels = (num_outputs + kLanes - 1) / kLanes;
   const Call<T> call = {static_cast<const Word*>(weight), static_cast<const Number*>(bias),
                         static_cast<Number*>(output), num_outputs, words};
   const auto* x = static_cast<const Number*>(input);
   const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  // The tile t contains the rows [begin(t), begin(t + 1)).
   const auto begin = [=](int64_t tile) { return tile * num_rows / num_tiles; };
   const bool is_packed = num_rows > 1 || !kIsReady;
   thread_local std::vector<Input> storage;
@@ -211,29 +221,23 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
     const int64_t thread = 0, threads = 1;
 #endif
     if (is_packed) {
-      // Each thread packs its share of the inputs of every tile.
-      const int64_t first = words * thread / threads, last = words * (thread + 1) / threads;
-      for (int64_t t = 0; t < num_tiles; ++t) {
-        const int64_t start = begin(t), count = begin(t + 1) - start;
-        Input* to = packed + start * words;
-        for (int64_t r = 0; r < count; ++r) {
-          const Number* from = x + (start + r) * dim;
-          for (int64_t k = first; k < last; ++k) to[k * count + r] = T::input(from + k * T::kInputs);
-        }
-      }
+      // Each thread packs some of the words of every tile.
+      for (int64_t t = 0; t < num_tiles; ++t)
+        pack_rows<T>(x + begin(t) * dim, dim, begin(t + 1) - begin(t), words * thread / threads,
+                     words * (thread + 1) / threads, packed + begin(t) * words);
 #pragma omp barrier
     }
     const Input* from = is_packed ? packed : reinterpret_cast<const Input*>(x);
     const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
     if (num_tiles == 1) {
-      some_rows<T>(num_rows, call, first, last, from, call.out, nullptr);
+      kRows[num_rows - 1](call, first, last, from, call.out, nullptr);
     } else {
       for (int64_t panel = first; panel < last; panel += 2)
         for (int64_t t = 0; t < num_tiles; ++t) {
           // The first tile prefetches one of the next two panels, the second tile the other.
           const int64_t next = std::min(panel + 2 + std::min<int64_t>(t, 1), num_panels - 1);
-          some_rows<T>(begin(t + 1) - begin(t), call, panel, std::min(last, panel + 2), from + begin(t) * words,
-                       call.out + begin(t) * num_outputs, call.weight + next * words * kLanes);
+          kRows[begin(t + 1) - begin(t) - 1](call, panel, std::min(last, panel + 2), from + begin(t) * words,
+                                             call.out + begin(t) * num_outputs, call.weight + next * words * kLanes);
         }
     }
   }

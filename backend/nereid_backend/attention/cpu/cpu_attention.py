@@ -22,7 +22,9 @@ from nereid_backend.attention.cpu.cpu_library import (
     NativeDecodeGroup,
     NativeForward,
     NativeLayer,
+    NativeLayerStep,
     NativePrefill,
+    NativeRows,
     NativeShape,
     kernels,
 )
@@ -195,38 +197,29 @@ def attend(
     # These tensors must exist until the kernels have read them.
     query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
-    query_rows = _rows_of(query)
-    key_rows = _rows_of(key)
-    value_rows = _rows_of(value)
     spec = layer[1]
     step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
-    native = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
-    sinks_address = None if sink_scores is None else sink_scores.data_ptr()
+    native_layer = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
+    layer_step = NativeLayerStep(
+        *(_native_rows(tensor) for tensor in (query, key, value)),
+        step.slots,
+        step.num_tokens,
+        None if sink_scores is None else sink_scores.data_ptr(),
+        out.data_ptr(),
+    )
     num_threads = torch.get_num_threads()
-    num_tokens_to_store = step.num_tokens
     for group in step.groups:
         kernels().nereid_attend(
-            native,
-            ctypes.byref(group),
-            *query_rows,
-            *key_rows,
-            *value_rows,
-            step.slots,
-            num_tokens_to_store,
-            sinks_address,
-            out.data_ptr(),
-            num_threads,
+            native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        num_tokens_to_store = 0  # The first call has stored the step's keys and values.
+        layer_step.num_tokens = 0  # The first call has stored the step's keys and values.
     if step.prefills:
         kernels().nereid_attend_prefills(
-            native,
+            native_layer,
             step.prefills,
             len(step.prefills),
-            *query_rows,
-            sinks_address,
-            out.data_ptr(),
+            ctypes.byref(layer_step),
             num_threads,
         )
     return out
@@ -264,10 +257,10 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _rows_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the fields of the struct `Rows`: the address, and the strides of head and token."""
-    head, token, _ = tensor.stride()
-    return tensor.data_ptr(), head, token
+def _native_rows(tensor: Tensor) -> NativeRows:
+    """Return a tensor [num_heads, num_tokens, dim] in the form that the kernels read."""
+    head_stride, token_stride, _ = tensor.stride()
+    return NativeRows(tensor.data_ptr(), head_stride, token_stride)
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:

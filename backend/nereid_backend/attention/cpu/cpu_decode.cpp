@@ -2,12 +2,30 @@
 // Paged attention on a CPU for decodes (sequences that add one token), and the cache write. cpu_attention.py calls
 // these functions through a plain C interface. cpu_kernels.h describes the layout of the cache.
 //
-// A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one stream
-// (class Reader), so that blocks are prefetched long before they are needed, also those of the next head, tile or task.
-// Query heads that share a key-value head are computed together, so each key and value is read once. Scores and
-// sums are float32 for all data types. With AVX512-BF16, the weights of bfloat16 values are rounded to bfloat16, both
-// in the weighted sum and in the sum of weights by which it is divided. For a cache of 8-bit integers, scores and
-// weights are multiplied by the scales, which takes less time than scaling the vectors.
+// A task is one segment of a sequence for some key-value heads. A task is computed tile by tile:
+//
+//     tokens of the sequence     |first                                        last|    segment (struct Task)
+//     tile                       |--- about 64 tokens ---|--- 64 ---|--- 64 ---|---|    whole blocks (struct Tile)
+//     vector                     |16|16|16|16|
+//
+// The query heads of a task are its rows: row = (index of the key-value head in the task) * group + (index of the query
+// head in its group). Each row has these numbers in the memory of the thread (struct Scratch):
+//
+//     query   [row][key_dim]     in the form that Arithmetic<T>::pack writes
+//     scores  [row][tile]        query * keys of one tile
+//     weights [row][tile]        exp(scores - largest score so far)
+//     out     [row][value_dim]   the sum of weights * values of all tiles so far; padded to whole pairs of vectors
+//     sums    [row]              the largest score and the sum of weights of all tiles so far
+//
+// Template parameters: T is the type of the numbers in the cache, Q the type of queries and outputs, G the number of
+// query heads that are computed together, and U the number of independent sums for each of these heads.
+//
+// A thread reads the blocks of its tasks in one stream (class Reader), so that each block is prefetched long before it
+// is needed, even if it belongs to the next head, tile or task. Query heads that share a key-value head are computed
+// together, so each key and value is read once. Scores and sums are float32 for all data types. With AVX512-BF16, the
+// weights of bfloat16 values are rounded to bfloat16, both in the weighted sum and in the sum of weights by which it is
+// divided. For a cache of 8-bit integers, scores and weights are multiplied by the scales, which takes less time than
+// scaling the vectors.
 
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
@@ -24,22 +42,12 @@
 
 namespace {
 
-constexpr int kTile = 256;
-constexpr int kMaxSplits = 64;
+constexpr int kMaxSegments = 64;        // of one sequence
 constexpr int kMaxGroup = 8;            // query heads that are computed together; limited by the number of registers
 constexpr int64_t kMinSegment = 512;    // tokens; shorter segments take longer to combine than they save
-constexpr int64_t kSteadyTokens = 64;   // tokens between two rescalings of the sums; at least one block is used
+constexpr int64_t kTileTokens = 64;     // tokens between two rescalings of the sums; at least one block is used
 constexpr int64_t kAheadBytes = 8192;   // bytes that are prefetched ahead; more would evict data from the L1 cache
 constexpr int64_t kRunBytes = 4096;     // bytes of a block that a task reads contiguously: one page
-
-// The inputs and the output of a step in one layer.
-struct Step {
-  Rows query, keys, values;
-  const int64_t* slots;  // the slots of the new keys and values, [num_tokens]
-  int64_t num_tokens;
-  const float* sinks;
-  void* out;  // [num_tokens][num_heads][value_dim]
-};
 
 // The running softmax of one query head over one segment: the largest score, times log2(e), and the sum of weights.
 struct Sums {
@@ -60,12 +68,14 @@ NEREID_INLINE void prefetch_line(const void* at, int64_t ahead) {
   __builtin_prefetch(static_cast<const char*>(at) + ahead, 0, 0);
 }
 
-// Prefetches `bytes` bytes.
-NEREID_INLINE void fetch(const char* at, int64_t bytes) {
+// Prefetches the memory [at, at + bytes).
+NEREID_INLINE void prefetch_bytes(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
-// Computes the scores of 16 tokens for G query heads. The keys are transposed: one vector for each dimension.
+// Computes the scores of 16 tokens for G query heads: scores[g][t] = sum over d of query[g][d] * keys[d][t]. The keys
+// are transposed, so one vector contains dimension d of 16 tokens. The memory `ahead` bytes after the keys is
+// prefetched.
 template <typename T, int G, bool kPrefetches = true>
 void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride,
            int64_t ahead) {
@@ -94,7 +104,8 @@ void score(const T* keys, int64_t stride, const float* query, int64_t dim, float
   }
 }
 
-// Adds the weighted values of some tokens to `out`, in U * 16 dimensions from dimension c on.
+// Adds the weighted values of `count` tokens to U * 16 dimensions of `out`, starting at dimension c:
+// out[g][d] += sum over t of weights[g][t] * values[t][d].
 template <typename T, int G, int U>
 inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* weights, int64_t stride, int count,
                         float* out, int64_t out_stride, int64_t ahead) {
@@ -326,18 +337,18 @@ constexpr std::array<typename Arithmetic<T>::Weigh, sizeof...(G)> weighs_of(std:
   return {Arithmetic<T>::template weigh_of<G + 1>...};
 }
 
-// Returns the number of tokens in a tile: about kSteadyTokens, in whole blocks.
-int64_t tile_of(const Shape& shape) {
-  return std::max<int64_t>(1, kSteadyTokens / shape.block_size) * shape.block_size;
+// Returns the number of tokens in a full tile: about kTileTokens, in whole blocks.
+int64_t tile_size(const Shape& shape) {
+  return std::max<int64_t>(1, kTileTokens / shape.block_size) * shape.block_size;
 }
 
-// The tokens [first, last) of one sequence for some key-value heads. If the sequence has several segments, `partial` is
-// the index of this segment's sums; otherwise it is -1.
+// The tokens [first, last) of one sequence for the key-value heads [head, head + num_heads). `partial` is the index of
+// this segment's result among the results of all segments, or -1 if the sequence has only one segment.
 struct Task {
   int64_t seq, head, num_heads, first, last, partial;
 };
 
-// The segments of one sequence for one range of heads. Their sums are combined at the end.
+// The segments [partial, partial + count) of one sequence for some key-value heads, which are combined at the end.
 struct Merge {
   int64_t seq, head, num_heads, partial, count;
 };
@@ -346,8 +357,8 @@ struct Merge {
 struct Plan {
   std::vector<Task> tasks;
   std::vector<Merge> merges;
-  int64_t num_partials = 0;  // each has the sums of `heads_per_task` key-value heads
-  int64_t heads_per_task = 1;
+  int64_t num_partials = 0;    // the number of tasks that compute one of several segments
+  int64_t heads_per_task = 1;  // key-value heads
 };
 
 // Divides the decodes of a group into tasks for the threads.
@@ -355,27 +366,26 @@ Plan plan_tasks(const Shape& shape, const DecodeGroup& decodes, int64_t bytes_pe
   Plan plan;
   // Heads are contiguous in a block. A task computes several heads if there are still enough tasks for all threads.
   const int64_t run = std::clamp<int64_t>(kRunBytes / std::max<int64_t>(1, bytes_per_head), 1, shape.num_kv_heads);
-  int64_t ranges = (shape.num_kv_heads + run - 1) / run;
-  if (decodes.num_seqs * ranges < 4 * num_threads && num_threads > 1) ranges = shape.num_kv_heads;
-  plan.heads_per_task = (shape.num_kv_heads + ranges - 1) / ranges;
+  int64_t tasks_per_segment = (shape.num_kv_heads + run - 1) / run;
+  if (decodes.num_seqs * tasks_per_segment < 4 * num_threads && num_threads > 1) tasks_per_segment = shape.num_kv_heads;
+  plan.heads_per_task = (shape.num_kv_heads + tasks_per_segment - 1) / tasks_per_segment;
   int64_t total = 0;
   for (int64_t i = 0; i < decodes.num_seqs; ++i) total += decodes.lens[i] - first_visible(shape, decodes.lens[i] - 1);
   // Long sequences are divided, so that no thread still computes one after all other threads have finished.
-  const int64_t segment = std::max<int64_t>(kMinSegment, total * ranges / (4 * num_threads));
+  const int64_t segment = std::max<int64_t>(kMinSegment, total * tasks_per_segment / (4 * num_threads));
   for (int64_t seq = 0; seq < decodes.num_seqs; ++seq) {
     const int64_t length = decodes.lens[seq], begin = first_visible(shape, length - 1);
-    int64_t splits = 1;
-    if (num_threads > 1) splits = std::clamp<int64_t>((length - begin) / segment, 1, kMaxSplits);
+    int64_t segments = 1;
+    if (num_threads > 1) segments = std::clamp<int64_t>((length - begin) / segment, 1, kMaxSegments);
     const int64_t blocks = (length + shape.block_size - 1) / shape.block_size - begin / shape.block_size;
-    const int64_t piece = (blocks + splits - 1) / splits * shape.block_size;
+    const int64_t tokens = (blocks + segments - 1) / segments * shape.block_size;
     for (int64_t head = 0; head < shape.num_kv_heads; head += plan.heads_per_task) {
       const int64_t heads = std::min(plan.heads_per_task, shape.num_kv_heads - head);
-      if (splits > 1) plan.merges.push_back({seq, head, heads, plan.num_partials, 0});
-      int64_t first = begin;
-      for (int64_t s = 0; s < splits && first < length; ++s) {
-        const int64_t last = std::min(length, (first / shape.block_size) * shape.block_size + piece);
-        plan.tasks.push_back({seq, head, heads, first, last, splits > 1 ? plan.num_partials++ : -1});
-        if (splits > 1) ++plan.merges.back().count;
+      if (segments > 1) plan.merges.push_back({seq, head, heads, plan.num_partials, 0});
+      for (int64_t first = begin; first < length;) {
+        const int64_t last = std::min(length, (first / shape.block_size) * shape.block_size + tokens);
+        plan.tasks.push_back({seq, head, heads, first, last, segments > 1 ? plan.num_partials++ : -1});
+        if (segments > 1) ++plan.merges.back().count;
         first = last;
       }
     }
@@ -389,7 +399,7 @@ Plan plan_tasks(const Shape& shape, const DecodeGroup& decodes, int64_t bytes_pe
 template <typename T>
 class Reader {
  public:
-  // One block of a task, as keys or as values.
+  // The keys or the values of one block, for all heads of a task.
   struct Visit {
     const T* at;    // the keys or values of the block, starting at the task's first head
     int64_t cell;   // the index of the part of the block that belongs to the first head
@@ -397,7 +407,7 @@ class Reader {
   };
 
   Reader(const Layer& layer, const DecodeGroup& decodes, const Plan& plan, std::atomic<int64_t>& next)
-      : shape_(layer.shape), layer_(layer), decodes_(decodes), plan_(plan), next_(next), tile_(tile_of(layer.shape)) {
+      : shape_(layer.shape), layer_(layer), decodes_(decodes), plan_(plan), next_(next), tile_(tile_size(layer.shape)) {
     const int64_t largest =
         std::max(shape_.key_dim, shape_.value_dim) * shape_.block_size * plan.heads_per_task * int64_t(sizeof(T));
     ahead_ = std::clamp<int64_t>(kAheadBytes / largest, 1, 32);
@@ -420,21 +430,21 @@ class Reader {
     return visits_[at_++];
   }
 
-  // Returns the distance in bytes from the current block to the block that should be prefetched while the current block
-  // is read. Prefetching line by line avoids that too many loads are pending in the processor. If the two blocks differ
-  // in size, prefetch the whole block here and return 0.
-  NEREID_INLINE int64_t ahead() const {
+  // Returns the distance in bytes from the current block to the block that is prefetched while the current block is
+  // read. The kernels prefetch one line for each line that they read, so that only a few loads are pending in the
+  // processor. If the two blocks differ in size, this function prefetches the whole block and returns 0.
+  NEREID_INLINE int64_t prefetch_distance() const {
     const int64_t index = at_ - 1 + ahead_;
     if (index >= static_cast<int64_t>(visits_.size())) return 0;
     const Visit &here = visits_[at_ - 1], &there = visits_[index];
     if (std::is_same<T, int8_t>::value) {
       const int64_t size = plan_.heads_per_task * shape_.block_size * sizeof(float);
-      fetch(reinterpret_cast<const char*>(layer_.key_scales + there.cell * shape_.block_size), size);
-      fetch(reinterpret_cast<const char*>(layer_.value_scales + there.cell * shape_.block_size), size);
+      prefetch_bytes(reinterpret_cast<const char*>(layer_.key_scales + there.cell * shape_.block_size), size);
+      prefetch_bytes(reinterpret_cast<const char*>(layer_.value_scales + there.cell * shape_.block_size), size);
     }
     if (here.bytes == there.bytes)
       return reinterpret_cast<const char*>(there.at) - reinterpret_cast<const char*>(here.at);
-    fetch(reinterpret_cast<const char*>(there.at), there.bytes);
+    prefetch_bytes(reinterpret_cast<const char*>(there.at), there.bytes);
     return 0;
   }
 
@@ -508,7 +518,7 @@ void to_weights(const Shape& shape, float* scores, int64_t first, int64_t last, 
     for (int64_t c = 0; c < padded(shape.value_dim); c += kLanes) *reinterpret_cast<Floats*>(out + c) *= rescale;
 }
 
-// The memory of one thread, for all query heads of a task.
+// The memory of one thread, for all rows of a task. The head of this file describes the arrays.
 template <typename T>
 struct Scratch {
   std::vector<typename Arithmetic<T>::Query> query;
@@ -518,100 +528,106 @@ struct Scratch {
 
   Scratch(const Shape& shape, int64_t rows)
       : query(rows * Arithmetic<T>::query_size(shape.key_dim)),
-        scores(rows * tile_of(shape)),
+        scores(rows * tile_size(shape)),
         out(rows * padded(shape.value_dim)),
-        weights(rows * tile_of(shape)),
+        weights(rows * tile_size(shape)),
         sums(rows) {}
 };
+
+// The tokens [start, end) of a sequence. `start` is the first token of a block. Column t of the tile is the token
+// start + t. The columns [from, to), in whole vectors, contain all tokens of the task.
+struct Tile {
+  int64_t start, end, from, to;
+};
+
+// 16 tokens of a tile for one key-value head and at most kMaxGroup of its query heads.
+template <typename T>
+struct Part {
+  const T* at;            // the keys or values of the block and the head
+  int64_t column, place;  // the first of the 16 tokens, in the tile and in the block
+  int64_t slot;           // the index of this token and head in the scales of the cache
+  int64_t row, count;     // the rows [row, row + count) of the task
+  int64_t ahead;          // the distance of prefetches in bytes
+};
+
+// Reads the blocks of a tile, and calls compute(part) for each Part. `dim` is key_dim or value_dim.
+template <typename T, typename Compute>
+NEREID_INLINE void for_each_part(const Shape& shape, const Task& task, const Tile& tile, int64_t dim, Reader<T>& reader,
+                                 Compute compute) {
+  const int64_t size = shape.block_size, group = shape.num_heads / shape.num_kv_heads;
+  for (int64_t block = 0; block < tile.end - tile.start; block += size) {
+    const auto visit = reader.next_block();
+    const int64_t ahead = reader.prefetch_distance();
+    for (int64_t h = 0; h < task.num_heads; ++h)
+      for (int64_t t = std::max(tile.from, block); t < std::min(tile.to, block + size); t += kLanes)
+        for (int64_t g = 0; g < group; g += kMaxGroup)
+          compute(Part<T>{visit.at + h * dim * size, t, t - block, (visit.cell + h) * size + t - block, h * group + g,
+                          std::min<int64_t>(kMaxGroup, group - g), g == 0 ? ahead : 0});
+  }
+}
+
+// Multiplies the scores or weights of 16 tokens by the scales of the cache, for `count` rows.
+NEREID_INLINE void multiply_by_scales(const float* scales, float* at, int64_t count, int64_t stride) {
+  const Floats scale = load(scales);
+  for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * stride) *= scale;
+}
 
 // Computes the attention of one task. The result is in `sums` and `out` of the scratch memory, not normalised.
 template <typename T>
 void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>& scratch) {
   typedef Arithmetic<T> A;
-  constexpr bool kScaled = std::is_same<T, int8_t>::value;
+  constexpr bool kHasScales = std::is_same<T, int8_t>::value;
   constexpr auto kScores = scores_of<T>(std::make_integer_sequence<int, kMaxGroup>());
   constexpr auto kWeighs = weighs_of<T>(std::make_integer_sequence<int, kMaxGroup>());
   const Shape& shape = layer.shape;
-  const int64_t size = shape.block_size, group = shape.num_heads / shape.num_kv_heads, tile = tile_of(shape);
-  const int64_t rows = task.num_heads * group, width = padded(shape.value_dim);
-  const int64_t query_size = A::query_size(shape.key_dim);
-  float* scores = scratch.scores.data();
-  auto* weights = scratch.weights.data();
+  const int64_t size = shape.block_size, columns = tile_size(shape), width = padded(shape.value_dim);
+  const int64_t rows = task.num_heads * (shape.num_heads / shape.num_kv_heads);
   std::fill(scratch.sums.begin(), scratch.sums.end(), Sums{-INFINITY, 0.0f});
   std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
-  for (int64_t start = task.first / size * size; start < task.last; start += tile) {
-    const int64_t end = std::min(task.last, start + tile);
-    const int64_t from = std::max<int64_t>(0, task.first - start) / kLanes * kLanes;
-    const int64_t to = (end - start + kLanes - 1) / kLanes * kLanes;
-    for (int64_t place = 0; place < end - start; place += size) {
-      const auto visit = reader.next_block();
-      const int64_t ahead = reader.ahead();
-      for (int64_t h = 0; h < task.num_heads; ++h) {
-        const T* keys = visit.at + h * shape.key_dim * size;
-        for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
-          for (int64_t g = 0; g < group; g += kMaxGroup) {
-            const int64_t count = std::min<int64_t>(kMaxGroup, group - g), row = h * group + g;
-            float* at = scores + row * tile + t;
-            kScores[count - 1](keys + t - place, size, scratch.query.data() + row * query_size, shape.key_dim, at, tile,
-                               g == 0 ? ahead : 0);
-            if (kScaled) {
-              const Floats scale = load(layer.key_scales + (visit.cell + h) * size + t - place);
-              for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * tile) *= scale;
-            }
-          }
-      }
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-      to_weights<T>(shape, scores + row * tile, task.first - start, end - start, weights + row * tile,
-                    scratch.sums[row], scratch.out.data() + row * width);
-    }
-    for (int64_t place = 0; place < end - start; place += size) {
-      const auto visit = reader.next_block();
-      const int64_t ahead = reader.ahead();
-      for (int64_t h = 0; h < task.num_heads; ++h) {
-        const T* values = visit.at + h * shape.value_dim * size;
-        for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
-          for (int64_t g = 0; g < group; g += kMaxGroup) {
-            const int64_t count = std::min<int64_t>(kMaxGroup, group - g), row = h * group + g;
-            auto* at = weights + row * tile + t;
-            if constexpr (kScaled) {
-              const Floats scale = load(layer.value_scales + (visit.cell + h) * size + t - place);
-              for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * tile) *= scale;
-            }
-            kWeighs[count - 1](values + (t - place) * shape.value_dim, shape.value_dim, at, tile,
-                               static_cast<int>(std::min<int64_t>(kLanes, end - start - t)),
-                               scratch.out.data() + row * width, width, g == 0 ? ahead : 0);
-          }
-      }
-    }
+  for (int64_t start = task.first / size * size; start < task.last; start += columns) {
+    const int64_t end = std::min(task.last, start + columns);
+    const Tile tile = {start, end, std::max<int64_t>(0, task.first - start) / kLanes * kLanes,
+                       (end - start + kLanes - 1) / kLanes * kLanes};
+    for_each_part(shape, task, tile, shape.key_dim, reader, [&](const Part<T>& part) {
+      const auto* query = scratch.query.data() + part.row * A::query_size(shape.key_dim);
+      float* scores = scratch.scores.data() + part.row * columns + part.column;
+      kScores[part.count - 1](part.at + part.place, size, query, shape.key_dim, scores, columns, part.ahead);
+      if (kHasScales) multiply_by_scales(layer.key_scales + part.slot, scores, part.count, columns);
+    });
+    for (int64_t row = 0; row < rows; ++row)
+      to_weights<T>(shape, scratch.scores.data() + row * columns, task.first - start, end - start,
+                    scratch.weights.data() + row * columns, scratch.sums[row], scratch.out.data() + row * width);
+    for_each_part(shape, task, tile, shape.value_dim, reader, [&](const Part<T>& part) {
+      auto* weights = scratch.weights.data() + part.row * columns + part.column;
+      if constexpr (kHasScales) multiply_by_scales(layer.value_scales + part.slot, weights, part.count, columns);
+      const int count = static_cast<int>(std::min<int64_t>(kLanes, end - start - part.column));
+      kWeighs[part.count - 1](part.at + part.place * shape.value_dim, shape.value_dim, weights, columns, count,
+                              scratch.out.data() + part.row * width, width, part.ahead);
+    });
   }
 }
 
-// Returns the address of one query head of one sequence in the output.
+// Combines the segments of one query head of a sequence, and writes the normalised result to the output of the step.
+// The numbers of segment s are sums[s * stride] and partial[s * stride * width].
 template <typename Q>
-Q* out_row(const Shape& shape, const DecodeGroup& decodes, const Step& step, int64_t seq, int64_t query_head) {
-  const int64_t token = decodes.tokens ? decodes.tokens[seq] : seq;
-  return static_cast<Q*>(step.out) + (token * shape.num_heads + query_head) * shape.value_dim;
-}
-
-// Combines the sums of one query head over `count` segments, and writes the normalised result to `out`.
-template <typename Q>
-void combine_segments(const Sums* sums, const float* partial, int64_t sums_stride, int64_t count, const float* sink,
-                      int64_t dim, Q* out) {
-  const int64_t width = padded(dim);
+void write_output(const Shape& shape, const DecodeGroup& decodes, const LayerStep& step, int64_t seq, int64_t head,
+                  const Sums* sums, const float* partial, int64_t stride, int64_t num_segments) {
+  const int64_t dim = shape.value_dim, width = padded(dim), token = decodes.tokens ? decodes.tokens[seq] : seq;
+  const float* sink = step.sinks ? step.sinks + head : nullptr;
+  Q* out = static_cast<Q*>(step.out) + (token * shape.num_heads + head) * dim;
   float largest = sink ? *sink * kLog2E : -INFINITY;
-  for (int64_t s = 0; s < count; ++s) largest = std::max(largest, sums[s * sums_stride].largest);
+  for (int64_t s = 0; s < num_segments; ++s) largest = std::max(largest, sums[s * stride].largest);
   float total = sink ? std::exp2(*sink * kLog2E - largest) : 0.0f;
-  float factors[kMaxSplits];
-  for (int64_t s = 0; s < count; ++s) {
-    factors[s] = std::exp2(sums[s * sums_stride].largest - largest);
-    total += factors[s] * sums[s * sums_stride].total;
+  float factors[kMaxSegments];
+  for (int64_t s = 0; s < num_segments; ++s) {
+    factors[s] = std::exp2(sums[s * stride].largest - largest);
+    total += factors[s] * sums[s * stride].total;
   }
   const float inverse = 1.0f / total;
-  for (int64_t s = 0; s < count; ++s) factors[s] *= inverse;
+  for (int64_t s = 0; s < num_segments; ++s) factors[s] *= inverse;
   for (int64_t c = 0; c < dim; c += kLanes) {
     Floats value = load(partial + c) * factors[0];
-    for (int64_t s = 1; s < count; ++s) value += load(partial + s * sums_stride * width + c) * factors[s];
+    for (int64_t s = 1; s < num_segments; ++s) value += load(partial + s * stride * width + c) * factors[s];
     for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, dim - c); ++lane) from_float(value[lane], out + c + lane);
   }
 }
@@ -633,60 +649,88 @@ float quantise(const T* from, int64_t dim, int8_t* to, int64_t step) {
   return finite == 0.0f ? largest / 127.0f : NAN;
 }
 
+// The addresses of one token and head in the cache. The numbers of a key are block_size apart, those of a value are
+// contiguous.
+template <typename T>
+struct Slot {
+  T *keys, *values;
+  int64_t index;  // in the scales of the cache
+
+  Slot(const Layer& layer, int64_t slot, int64_t head) {
+    const int64_t size = layer.shape.block_size, cell = slot / size * layer.shape.num_kv_heads + head;
+    index = cell * size + slot % size;
+    keys = static_cast<T*>(layer.keys) + cell * layer.shape.key_dim * size + slot % size;
+    values = static_cast<T*>(layer.values) + index * layer.shape.value_dim;
+  }
+};
+
 // Stores the key and the value of one token and head in the cache.
 template <typename T, typename Q>
-void store_one(const Layer& layer, const Step& step, int64_t token, int64_t head) {
+void store_one(const Layer& layer, const LayerStep& step, int64_t token, int64_t head) {
   const Shape& shape = layer.shape;
-  const int64_t size = shape.block_size, place = step.slots[token] % size;
-  const int64_t cell = step.slots[token] / size * shape.num_kv_heads + head;
+  const Slot<T> to(layer, step.slots[token], head);
   const Q* key = static_cast<const Q*>(step.keys.at) + head * step.keys.head_stride + token * step.keys.token_stride;
   const Q* value =
       static_cast<const Q*>(step.values.at) + head * step.values.head_stride + token * step.values.token_stride;
-  T* keys = static_cast<T*>(layer.keys) + cell * shape.key_dim * size + place;
-  T* values = static_cast<T*>(layer.values) + (cell * size + place) * shape.value_dim;
   if constexpr (std::is_same<T, int8_t>::value) {
-    layer.key_scales[cell * size + place] = quantise(key, shape.key_dim, keys, size);
-    layer.value_scales[cell * size + place] = quantise(value, shape.value_dim, values, 1);
+    layer.key_scales[to.index] = quantise(key, shape.key_dim, to.keys, shape.block_size);
+    layer.value_scales[to.index] = quantise(value, shape.value_dim, to.values, 1);
   } else {
-    for (int64_t d = 0; d < shape.key_dim; ++d) keys[d * size] = key[d];
-    std::memcpy(values, value, shape.value_dim * sizeof(T));
+    for (int64_t d = 0; d < shape.key_dim; ++d) to.keys[d * shape.block_size] = key[d];
+    std::memcpy(to.values, value, shape.value_dim * sizeof(T));
   }
 }
 
 // Prefetches the memory that store_one will write to.
 template <typename T>
-NEREID_INLINE void prefetch_store(const Layer& layer, const Step& step, int64_t token, int64_t head) {
+NEREID_INLINE void prefetch_store(const Layer& layer, const LayerStep& step, int64_t token, int64_t head) {
   const Shape& shape = layer.shape;
-  const int64_t size = shape.block_size, place = step.slots[token] % size;
-  const int64_t cell = step.slots[token] / size * shape.num_kv_heads + head;
-  const char* keys = reinterpret_cast<const char*>(static_cast<T*>(layer.keys) + cell * shape.key_dim * size + place);
-  const char* values =
-      reinterpret_cast<const char*>(static_cast<T*>(layer.values) + (cell * size + place) * shape.value_dim);
-  const int64_t row = size * sizeof(T), step_bytes = std::max<int64_t>(64, row);
+  const Slot<T> to(layer, step.slots[token], head);
+  const char *keys = reinterpret_cast<const char*>(to.keys), *values = reinterpret_cast<const char*>(to.values);
+  const int64_t row = shape.block_size * sizeof(T), step_bytes = std::max<int64_t>(64, row);
   for (int64_t i = 0; i < shape.key_dim * row; i += step_bytes) __builtin_prefetch(keys + i, 1);
   for (int64_t i = 0; i < shape.value_dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(values + i, 1);
 }
 
+// Stores the keys and values of all tokens of a step.
+template <typename T, typename Q>
+void store_all(const Layer& layer, const LayerStep& step, int num_threads) {
+  const int64_t heads = layer.shape.num_kv_heads, stores = step.num_tokens * heads;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && stores > 256)
+  for (int64_t i = 0; i < stores; ++i) {
+    if (i + 1 < stores) prefetch_store<T>(layer, step, (i + 1) / heads, (i + 1) % heads);
+    store_one<T, Q>(layer, step, i / heads, i % heads);
+  }
+}
+
+// Writes the queries of a task into the scratch memory.
+template <typename T, typename Q>
+void pack_queries(const Shape& shape, const Task& task, const Rows& queries, int64_t token, Scratch<T>& scratch) {
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  for (int64_t h = 0; h < task.num_heads; ++h)
+    for (int64_t g = 0; g < group; g += kMaxGroup) {
+      const Q* from = static_cast<const Q*>(queries.at) + token * queries.token_stride +
+                      ((task.head + h) * group + g) * queries.head_stride;
+      Arithmetic<T>::pack(from, queries.head_stride, std::min<int64_t>(kMaxGroup, group - g), shape.key_dim,
+                          scratch.query.data() + (h * group + g) * Arithmetic<T>::query_size(shape.key_dim));
+    }
+}
+
 // Stores the new keys and values of one layer, and computes the attention of the decodes, if there are any.
 template <typename T, typename Q>
-void run(const Layer& layer, const DecodeGroup& decodes, const Step& step, int num_threads) {
+void run(const Layer& layer, const DecodeGroup& decodes, const LayerStep& step, int num_threads) {
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads, width = padded(shape.value_dim);
   const Plan plan = plan_tasks(shape, decodes, shape.block_size * shape.key_dim * sizeof(T), num_threads);
-  const int64_t rows = plan.heads_per_task * group, stores = step.num_tokens * shape.num_kv_heads;
-  std::vector<float> partial(plan.num_partials * rows * width);
+  const int64_t rows = plan.heads_per_task * group;
+  // The results of the tasks that compute one of several segments: [partial][row] and [partial][row][value_dim].
   std::vector<Sums> sums(plan.num_partials * rows);
+  std::vector<float> partials(plan.num_partials * rows * width);
   std::atomic<int64_t> next{0};
   // If the step contains only these decodes, each task stores its own keys and values, so that they are in the cache of
   // the core that reads them.
   const bool is_stored_first = step.num_tokens != decodes.num_seqs;
-  if (is_stored_first) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && stores > 256)
-    for (int64_t i = 0; i < stores; ++i) {
-      if (i + 1 < stores) prefetch_store<T>(layer, step, (i + 1) / shape.num_kv_heads, (i + 1) % shape.num_kv_heads);
-      store_one<T, Q>(layer, step, i / shape.num_kv_heads, i % shape.num_kv_heads);
-    }
-  }
+  if (is_stored_first) store_all<T, Q>(layer, step, num_threads);
   if (plan.tasks.empty()) return;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -698,43 +742,40 @@ void run(const Layer& layer, const DecodeGroup& decodes, const Step& step, int n
         for (int64_t h = 0; h < task->num_heads; ++h) prefetch_store<T>(layer, step, token, task->head + h);
         for (int64_t h = 0; h < task->num_heads; ++h) store_one<T, Q>(layer, step, token, task->head + h);
       }
-      for (int64_t h = 0; h < task->num_heads; ++h)
-        for (int64_t g = 0; g < group; g += kMaxGroup) {
-          const Q* from = static_cast<const Q*>(step.query.at) + token * step.query.token_stride +
-                          ((task->head + h) * group + g) * step.query.head_stride;
-          Arithmetic<T>::pack(from, step.query.head_stride, std::min<int64_t>(kMaxGroup, group - g), shape.key_dim,
-                              scratch.query.data() + (h * group + g) * Arithmetic<T>::query_size(shape.key_dim));
-        }
+      pack_queries<T, Q>(shape, *task, step.query, token, scratch);
       attend<T>(layer, *task, reader, scratch);
       if (task->partial >= 0) {
         std::copy(scratch.sums.begin(), scratch.sums.end(), sums.begin() + task->partial * rows);
-        std::copy(scratch.out.begin(), scratch.out.end(), partial.begin() + task->partial * rows * width);
+        std::copy(scratch.out.begin(), scratch.out.end(), partials.begin() + task->partial * rows * width);
         continue;
       }
-      for (int64_t row = 0; row < task->num_heads * group; ++row) {
-        const int64_t head = task->head * group + row;
-        combine_segments(&scratch.sums[row], &scratch.out[row * width], rows, 1,
-                         step.sinks ? step.sinks + head : nullptr, shape.value_dim,
-                         out_row<Q>(shape, decodes, step, task->seq, head));
-      }
+      for (int64_t row = 0; row < task->num_heads * group; ++row)
+        write_output<Q>(shape, decodes, step, task->seq, task->head * group + row, &scratch.sums[row],
+                        &scratch.out[row * width], rows, 1);
     }
   }
   for (const Merge& merge : plan.merges)
     for (int64_t row = 0; row < merge.num_heads * group; ++row) {
-      const int64_t head = merge.head * group + row, place = merge.partial * rows + row;
-      combine_segments(&sums[place], &partial[place * width], rows, merge.count,
-                       step.sinks ? step.sinks + head : nullptr, shape.value_dim,
-                       out_row<Q>(shape, decodes, step, merge.seq, head));
+      const int64_t index = merge.partial * rows + row;
+      write_output<Q>(shape, decodes, step, merge.seq, merge.head * group + row, &sums[index], &partials[index * width],
+                      rows, merge.count);
     }
 }
 
-// Computes the 16 outputs of one tile of integer weights, [dim][16], for G rows of x.
+// Computes one panel of 16 outputs of a layer with integer weights, [dim][16], for G rows of x.
 template <int G>
-void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_t dim, float* out, int64_t out_stride) {
-  alignas(64) float sums[G * kTile];
-  score<int8_t, G, false>(tile, kLanes, x, dim, sums, kTile, 0);
+void linear_panel(const int8_t* weights, const float* scales, const float* x, int64_t dim, float* out,
+                  int64_t out_stride) {
+  alignas(64) float sums[G * kLanes];
+  score<int8_t, G, false>(weights, kLanes, x, dim, sums, kLanes, 0);
   const Floats scale = load(scales);
-  for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kTile) * scale;
+  for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kLanes) * scale;
+}
+
+// Returns the functions that compute a panel, for 1, 2, ... rows.
+template <int... G>
+constexpr std::array<decltype(&linear_panel<1>), sizeof...(G)> linear_panels(std::integer_sequence<int, G...>) {
+  return {linear_panel<G + 1>...};
 }
 
 }  // namespace
@@ -742,54 +783,21 @@ void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_
 extern "C" {
 
 void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
-                        int64_t dim, int64_t num_tiles, int num_threads) {
-  const int64_t width = num_tiles * kLanes;
+                        int64_t dim, int64_t num_panels, int num_threads) {
+  constexpr auto kPanels = linear_panels(std::make_integer_sequence<int, kMaxGroup>());
+  const int64_t width = num_panels * kLanes;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const int8_t* from = weight + tile * dim * kLanes;
-    for (int64_t row = 0; row < num_rows; row += kMaxGroup) {
-      const float* rows = x + row * dim;
-      float* to = out + row * width + tile * kLanes;
-      switch (std::min<int64_t>(kMaxGroup, num_rows - row)) {
-#define NEREID_ROWS(G) \
-  case G:              \
-    linear_tile<G>(from, scales + tile * kLanes, rows, dim, to, width); \
-    break
-        NEREID_ROWS(1);
-        NEREID_ROWS(2);
-        NEREID_ROWS(3);
-        NEREID_ROWS(4);
-        NEREID_ROWS(5);
-        NEREID_ROWS(6);
-        NEREID_ROWS(7);
-        NEREID_ROWS(8);
-#undef NEREID_ROWS
-      }
-    }
-  }
+  for (int64_t panel = 0; panel < num_panels; ++panel)
+    for (int64_t row = 0; row < num_rows; row += kMaxGroup)
+      kPanels[std::min<int64_t>(kMaxGroup, num_rows - row) - 1](weight + panel * dim * kLanes, scales + panel * kLanes,
+                                                                x + row * dim, dim, out + row * width + panel * kLanes,
+                                                                width);
 }
 
-void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const void* query, int64_t query_head_stride,
-                   int64_t query_token_stride, const void* keys, int64_t key_head_stride, int64_t key_token_stride,
-                   const void* values, int64_t value_head_stride, int64_t value_token_stride, const int64_t* slots,
-                   int64_t num_tokens, const float* sinks, void* out, int num_threads) {
-  const Step step = {{query, query_head_stride, query_token_stride},
-                     {keys, key_head_stride, key_token_stride},
-                     {values, value_head_stride, value_token_stride},
-                     slots,
-                     num_tokens,
-                     sinks,
-                     out};
-  const DecodeGroup group = decodes ? *decodes : DecodeGroup{};
-  if (layer->key_scales && layer->is_bfloat16) {
-    run<int8_t, Bfloat16>(*layer, group, step, num_threads);
-  } else if (layer->key_scales) {
-    run<int8_t, float>(*layer, group, step, num_threads);
-  } else if (layer->is_bfloat16) {
-    run<Bfloat16, Bfloat16>(*layer, group, step, num_threads);
-  } else {
-    run<float, float>(*layer, group, step, num_threads);
-  }
+void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const LayerStep* step, int num_threads) {
+  with_types(*layer, [&](auto cache_number, auto query_number) {
+    run<decltype(cache_number), decltype(query_number)>(*layer, *decodes, *step, num_threads);
+  });
 }
 
 }  // extern "C"

@@ -49,6 +49,15 @@ struct Rows {
   int64_t head_stride, token_stride;
 };
 
+// The inputs and the output of a step in one layer.
+struct LayerStep {
+  Rows query, keys, values;  // the keys and values of the new tokens
+  const int64_t* slots;      // the slots of the new keys and values in the cache, [num_tokens]
+  int64_t num_tokens;        // the number of tokens whose keys and values are to be stored
+  const float* sinks;        // [num_heads]; null if the layer has no attention sinks
+  void* out;                 // [tokens of the step][num_heads][value_dim]
+};
+
 // A group of decodes: num_seqs sequences that add one token each.
 struct DecodeGroup {
   const int64_t* tokens;  // the rows of the tokens in the step; null if they are the first rows
@@ -68,17 +77,11 @@ struct Prefill {
 
 extern "C" {
 
-// Stores the keys and values of num_tokens tokens, and then computes the attention of the decodes, if decodes is not
-// null. The strides are those of the head and the token in query, new keys and new values.
-void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const void* query, int64_t query_head_stride,
-                   int64_t query_token_stride, const void* keys, int64_t key_head_stride, int64_t key_token_stride,
-                   const void* values, int64_t value_head_stride, int64_t value_token_stride, const int64_t* slots,
-                   int64_t num_tokens, const float* sinks, void* out, int num_threads);
+// Stores the new keys and values of a step, and then computes the attention of a group of decodes, which may be empty.
+void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const LayerStep* step, int num_threads);
 
-// Computes the attention of prefills whose keys and values are in the cache already. out is
-// [tokens of the step][num_heads][value_dim]. The strides are those of the head and the token in the query.
-void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t count, const void* query,
-                            int64_t query_head_stride, int64_t query_token_stride, const float* sinks, void* out,
+// Computes the attention of `count` prefills. nereid_attend must have stored their keys and values.
+void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t count, const LayerStep* step,
                             int num_threads);
 
 // Returns whether this build has the kernel nereid_linear.
@@ -107,9 +110,9 @@ void nereid_sample(int is_bfloat16, const void* logits, int64_t num_rows, int64_
 void nereid_likeliest(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
                       const float* scales, int64_t width, int64_t* tokens, float* probs, int num_threads);
 
-// Computes a linear layer with integer weights [num_tiles][dim][16]: x [num_rows][dim] to
-// out [num_rows][num_tiles * 16].
+// Computes a linear layer with integer weights, in panels of 16 outputs, [num_panels][dim][16]: x [num_rows][dim] to
+// out [num_rows][num_panels * 16].
 void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
-                        int64_t dim, int64_t num_tiles, int num_threads);
+                        int64_t dim, int64_t num_panels, int num_threads);
 
 }  // extern "C"

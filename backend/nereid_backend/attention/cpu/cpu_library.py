@@ -52,6 +52,22 @@ class NativePrefill(ctypes.Structure):
     )
 
 
+class NativeRows(ctypes.Structure):
+    """The struct `Rows` of cpu_kernels.h."""
+
+    _fields_ = (("at", c_void_p), ("head_stride", c_int64), ("token_stride", c_int64))
+
+
+class NativeLayerStep(ctypes.Structure):
+    """The struct `LayerStep` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, NativeRows) for name in ("query", "keys", "values")),
+        *(("slots", c_void_p), ("num_tokens", c_int64)),
+        *(("sinks", c_void_p), ("out", c_void_p)),
+    )
+
+
 class NativeForward(ctypes.Structure):
     """The struct `Forward` of cpu_shim.cpp."""
 
@@ -70,18 +86,11 @@ class KernelTimes(ctypes.Structure):
     _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
 
 
-_ROWS = (c_void_p, c_int64, c_int64)
 _LOGITS = (c_int, c_void_p, c_int64, c_int64, c_int64)
 # The argument types of the functions in cpu_kernels.h and cpu_shim.cpp, which return nothing.
 _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
-    "nereid_attend": (
-        *(c_void_p, c_void_p, *_ROWS, *_ROWS, *_ROWS),
-        *(c_void_p, c_int64, c_void_p, c_void_p, c_int),
-    ),
-    "nereid_attend_prefills": (
-        *(c_void_p, c_void_p, c_int64, *_ROWS),
-        *(c_void_p, c_void_p, c_int),
-    ),
+    "nereid_attend": (*[c_void_p] * 3, c_int),
+    "nereid_attend_prefills": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
     "nereid_serve": (c_void_p,),
     "nereid_linear": (c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int),
     "nereid_linear_int8": (*[c_void_p] * 4, *[c_int64] * 3, c_int),

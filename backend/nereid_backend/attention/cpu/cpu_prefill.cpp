@@ -2,14 +2,24 @@
 // Paged attention on a CPU for prefills (sequences that add several tokens). cpu_attention.py calls this function
 // through a plain C interface. cpu_kernels.h describes the layout of the cache.
 //
-// A task consists of some tokens of one sequence and all query heads that share a key-value head. A row is one token
-// and one query head. The task reads the keys to which its tokens attend in tiles. The keys and values of a tile are
-// first packed into the layout of the matrix products, once for all rows. Then scores, weights and sums of a few rows
-// at a time are computed, so that they stay in the L1 cache. A matrix product keeps kRows x 2 vectors of sums in
-// registers.
+// A task consists of some tokens of one sequence and the query heads that share a key-value head. A row is one token
+// and one query head: row = (index of the token in the task) * group + (index of the query head in its group). The task
+// reads the keys to which its tokens attend in tiles:
+//
+//                        tile (512 keys)   tile      tile
+//     rows 0 to 11      |scores           |scores   |scores      scores  = queries * keys
+//     rows 12 to 23     |                 |         |            weights = exp(scores - largest score so far)
+//     ...               |                 |         |            out    += weights * values
+//
+// The keys and values of a tile are first packed into the layout of the matrix products, once for all rows. Then the
+// scores, weights and sums of at most kRows rows at a time are computed, so that they stay in the L1 cache. A matrix
+// product keeps kRows x 2 vectors of sums in registers.
 //
 // Numbers are multiplied in float32, or in pairs of bfloat16 if the processor has such an instruction. The weights of
 // bfloat16 values are then rounded to bfloat16, both in the weighted sum and in the sum of weights. Sums are float32.
+//
+// Template parameters: T is the type of the numbers in the cache, Q the type of queries and outputs, U the arithmetic
+// (Singles or Pairs), R a number of rows, and P a number of panels. A panel is 16 columns of a matrix.
 
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
@@ -30,21 +40,13 @@ constexpr int kRowStep = 4;           // matrix products are compiled for 4, 8 a
 constexpr int64_t kTaskRows = 192;    // rows of a task; each tile is packed once for all of them
 constexpr int kTile = 512;            // keys of a tile
 
-// The prefills of a step, and the inputs and output of one layer.
-struct Prefills {
-  const Prefill* items;
-  int64_t count;
-  Rows query;
-  const float* sinks;
-  void* out;  // [tokens of the step][num_heads][value_dim]
-};
-
 // The arithmetic of matrix products in float32. A unit of a row is multiplied by one unit of each of 16 columns. A unit
-// is one number here, and two numbers in Pairs.
+// is one float here, and two bfloat16 numbers in Pairs.
 struct Singles {
   typedef float Unit;
   static constexpr int kNumbers = 1;
-  static inline Floats add(Floats sums, const Unit* column, Unit row) { return sums + load(column) * row; }
+  // Returns sums + columns * row, for one unit of 16 columns and one unit of a row.
+  static inline Floats add(Floats sums, const Unit* columns, Unit row) { return sums + load(columns) * row; }
   // Converts scores into weights. `count` is a multiple of 16. `to` may be the memory of the scores. Returns a vector
   // whose sum is the sum of the weights.
   static inline Floats to_weights(const float* scores, int64_t count, float largest, Unit* to) {
@@ -56,8 +58,10 @@ struct Singles {
     }
     return total;
   }
-  static inline void pack(Floats numbers, Floats, Unit* to) { *reinterpret_cast<Floats*>(to) = numbers; }
-  static inline Unit unit(float number, float) { return number; }
+  // Stores one unit of each of 16 columns. The second number of a unit exists only in Pairs.
+  static inline void pack(Floats first, Floats, Unit* to) { *reinterpret_cast<Floats*>(to) = first; }
+  // Returns one unit of a row.
+  static inline Unit unit(float first, float) { return first; }
 };
 
 #ifdef NEREID_PAIRS
@@ -71,9 +75,9 @@ inline Words rounded(Floats numbers) {
 struct Pairs {
   typedef uint32_t Unit;
   static constexpr int kNumbers = 2;
-  static inline Floats add(Floats sums, const Unit* column, Unit row) {
+  static inline Floats add(Floats sums, const Unit* columns, Unit row) {
     return reinterpret_cast<Floats>(
-        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), as_pairs(_mm512_loadu_si512(column)), one_pair(row)));
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), as_pairs(_mm512_loadu_si512(columns)), one_pair(row)));
   }
   // The rounded weights are summed, because values are multiplied by them.
   static inline Floats to_weights(const float* scores, int64_t count, float largest, Unit* to) {
@@ -158,9 +162,15 @@ struct Row {
 template <typename U>
 struct Scratch {
   typedef typename U::Unit Unit;
-  int64_t key_steps, width, panel_keys, panel_values;
-  std::vector<Unit> query, keys, values;
-  std::vector<float> scores, out;
+  int64_t key_steps;     // units of one key
+  int64_t width;         // numbers of one row of `out`
+  int64_t panel_keys;    // units of the keys of 16 tokens
+  int64_t panel_values;  // units of 16 dimensions of the values of a tile
+  std::vector<Unit> query;    // for each matrix product [key_steps][rows of the product]
+  std::vector<Unit> keys;     // [kTile / 16][key_steps][16 tokens]
+  std::vector<Unit> values;   // [width / 16][units of tokens][16 dimensions]
+  std::vector<float> scores;  // [kRows][kTile]; `to_weights` replaces them by weights
+  std::vector<float> out;     // [row][width]
   std::vector<Row> rows;
 
   Scratch(const Shape& shape, int64_t num_rows)
@@ -284,7 +294,8 @@ void to_weights(const Shape& shape, float* scores, int64_t start, int64_t from, 
     for (int64_t c = 0; c < width; c += kLanes) *reinterpret_cast<Floats*>(out + c) *= rescale;
 }
 
-// Computes R rows of a task, starting at `row`, over one tile.
+// Computes R rows of a task, starting at `row`, over the tile [start, end). Only the panels [from, to) of the tile are
+// computed. They contain all keys to which one of the rows attends.
 template <typename U, int R>
 void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t start, int64_t end, Scratch<U>& scratch) {
   const int64_t count = std::min<int64_t>(R, num_rows - row);
@@ -313,7 +324,7 @@ void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t star
 
 // Packs the queries of a task's rows. The queries of one matrix product are [step][rows of the product].
 template <typename Q, typename U>
-void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
+void pack_queries(const Shape& shape, const Rows& queries, const Task& task, Scratch<U>& scratch) {
   const int64_t group = shape.num_heads / shape.num_kv_heads, count = (task.last - task.first) * group;
   for (int64_t row = 0; row < count; row += kRows) {
     const int64_t product_rows = std::min<int64_t>(kRows, padded_rows(count - row));
@@ -321,8 +332,8 @@ void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task
     for (int64_t r = 0; r < product_rows; ++r) {
       const int64_t source = std::min(row + r, count - 1);  // padding rows repeat the last row
       const int64_t token = task.prefill->first + task.first + source / group;
-      const Q* from = static_cast<const Q*>(prefills.query.at) + token * prefills.query.token_stride +
-                      (task.head * group + source % group) * prefills.query.head_stride;
+      const Q* from = static_cast<const Q*>(queries.at) + token * queries.token_stride +
+                      (task.head * group + source % group) * queries.head_stride;
       for (int64_t k = 0; k < scratch.key_steps; ++k) {
         const int64_t d = k * U::kNumbers;
         const float second = U::kNumbers == 2 && d + 1 < shape.key_dim ? to_float(from[d + 1]) : 0.0f;
@@ -332,20 +343,38 @@ void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task
   }
 }
 
-// Computes the attention of one task and writes it to the output. T is the type of the numbers in the cache, Q the type
-// of queries and outputs, and U the arithmetic (Singles or Pairs).
+// Writes the normalised result of each row of a task to the output of the step.
+template <typename Q, typename U>
+void write_output(const Shape& shape, const LayerStep& step, const Task& task, const Scratch<U>& scratch) {
+  const int64_t group = shape.num_heads / shape.num_kv_heads, num_rows = (task.last - task.first) * group;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t head = task.head * group + row % group, token = task.prefill->first + task.first + row / group;
+    float total = scratch.rows[row].total, rescale = 1.0f;
+    if (step.sinks) {
+      const float sink = step.sinks[head] * kLog2E, largest = std::max(sink, scratch.rows[row].largest);
+      rescale = std::exp2(scratch.rows[row].largest - largest);
+      total = total * rescale + std::exp2(sink - largest);
+    }
+    const float* from = scratch.out.data() + row * scratch.width;
+    Q* to = static_cast<Q*>(step.out) + (token * shape.num_heads + head) * shape.value_dim;
+    const float factor = rescale / total;
+    for (int64_t c = 0; c < shape.value_dim; ++c) from_float(from[c] * factor, to + c);
+  }
+}
+
+// Computes the attention of one task and writes it to the output.
 template <typename T, typename Q, typename U>
-void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
+void attend(const Layer& layer, const LayerStep& step, const Task& task, Scratch<U>& scratch) {
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads, num_rows = (task.last - task.first) * group;
-  const int64_t before = task.prefill->num_cached;
-  pack_queries<Q>(shape, prefills, task, scratch);
+  const int64_t num_cached = task.prefill->num_cached;
+  pack_queries<Q>(shape, step.query, task, scratch);
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t position = before + task.first + row / group;
+    const int64_t position = num_cached + task.first + row / group;
     scratch.rows[row] = {first_visible(shape, position), position + 1, -INFINITY, 0.0f};
   }
   std::fill(scratch.out.begin(), scratch.out.begin() + padded_rows(num_rows) * scratch.width, 0.0f);
-  const int64_t end = before + task.last;
+  const int64_t end = num_cached + task.last;
   for (int64_t start = scratch.rows[0].begin / kLanes * kLanes; start < end; start += kTile) {
     const int64_t stop = std::min(end, start + kTile);
     pack_tile<T, U>(layer, task, start, stop, scratch);
@@ -363,32 +392,20 @@ void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scra
 #endif
       }
   }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t head = task.head * group + row % group, token = task.prefill->first + task.first + row / group;
-    float total = scratch.rows[row].total, rescale = 1.0f;
-    if (prefills.sinks) {
-      const float sink = prefills.sinks[head] * kLog2E, largest = std::max(sink, scratch.rows[row].largest);
-      rescale = std::exp2(scratch.rows[row].largest - largest);
-      total = total * rescale + std::exp2(sink - largest);
-    }
-    const float* from = scratch.out.data() + row * scratch.width;
-    Q* to = static_cast<Q*>(prefills.out) + (token * shape.num_heads + head) * shape.value_dim;
-    const float factor = rescale / total;
-    for (int64_t c = 0; c < shape.value_dim; ++c) from_float(from[c] * factor, to + c);
-  }
+  write_output<Q>(shape, step, task, scratch);
 }
 
-// Divides the prefills of a step into tasks for the threads, the longest task first.
-std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int num_threads) {
+// Divides `count` prefills into tasks for the threads, the longest task first.
+std::vector<Task> plan_tasks(const Shape& shape, const Prefill* prefills, int64_t count, int num_threads) {
   std::vector<Task> tasks;
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   int64_t total = 0;
-  for (int64_t i = 0; i < prefills.count; ++i) total += prefills.items[i].num_tokens;
+  for (int64_t i = 0; i < count; ++i) total += prefills[i].num_tokens;
   // Tasks have fewer rows if there would otherwise not be enough tasks for all threads.
   const int64_t share = total * shape.num_kv_heads / (4 * num_threads);
   const int64_t tokens = std::max<int64_t>(1, std::min(kTaskRows / group, num_threads > 1 ? share : kTaskRows));
-  for (int64_t i = 0; i < prefills.count; ++i) {
-    const Prefill& prefill = prefills.items[i];
+  for (int64_t i = 0; i < count; ++i) {
+    const Prefill& prefill = prefills[i];
     for (int64_t first = 0; first < prefill.num_tokens; first += tokens) {
       const int64_t last = std::min(prefill.num_tokens, first + tokens), end = prefill.num_cached + last;
       const int64_t work = (end - first_visible(shape, prefill.num_cached + first)) * (last - first);
@@ -400,19 +417,19 @@ std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int n
   return tasks;
 }
 
-// Computes the attention of all prefills of a step; see `attend` for the types.
+// Computes the attention of `count` prefills.
 template <typename T, typename Q, typename U>
-void run(const Layer& layer, const Prefills& prefills, int num_threads) {
+void run(const Layer& layer, const Prefill* prefills, int64_t count, const LayerStep& step, int num_threads) {
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads;
-  const std::vector<Task> tasks = plan_tasks(shape, prefills, num_threads);
+  const std::vector<Task> tasks = plan_tasks(shape, prefills, count, num_threads);
   int64_t max_rows = 0;
   for (const Task& task : tasks) max_rows = std::max(max_rows, padded_rows((task.last - task.first) * group));
   std::atomic<size_t> next{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Scratch<U> scratch(shape, max_rows);
-    for (size_t i = next++; i < tasks.size(); i = next++) attend<T, Q, U>(layer, prefills, tasks[i], scratch);
+    for (size_t i = next++; i < tasks.size(); i = next++) attend<T, Q, U>(layer, step, tasks[i], scratch);
   }
 }
 
@@ -420,24 +437,18 @@ void run(const Layer& layer, const Prefills& prefills, int num_threads) {
 
 extern "C" {
 
-void nereid_attend_prefills(const Layer* layer, const Prefill* items, int64_t count, const void* query,
-                            int64_t query_head_stride, int64_t query_token_stride, const float* sinks, void* out,
+void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t count, const LayerStep* step,
                             int num_threads) {
-  const Prefills prefills = {items, count, {query, query_head_stride, query_token_stride}, sinks, out};
 #ifdef NEREID_PAIRS
-  using Wide = Pairs;
+  using Bfloat16Arithmetic = Pairs;
 #else
-  using Wide = Singles;
+  using Bfloat16Arithmetic = Singles;
 #endif
-  if (layer->key_scales && layer->is_bfloat16) {
-    run<int8_t, Bfloat16, Wide>(*layer, prefills, num_threads);
-  } else if (layer->key_scales) {
-    run<int8_t, float, Singles>(*layer, prefills, num_threads);
-  } else if (layer->is_bfloat16) {
-    run<Bfloat16, Bfloat16, Wide>(*layer, prefills, num_threads);
-  } else {
-    run<float, float, Singles>(*layer, prefills, num_threads);
-  }
+  with_types(*layer, [&](auto cache_number, auto query_number) {
+    using Q = decltype(query_number);
+    using U = std::conditional_t<std::is_same_v<Q, float>, Singles, Bfloat16Arithmetic>;
+    run<decltype(cache_number), Q, U>(*layer, prefills, count, *step, num_threads);
+  });
 }
 
 }  // extern "C"

@@ -166,24 +166,24 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
   if (!to || num_rows < tokens) return 1;
   // The model may be called with more rows than the step has tokens. The outputs of these rows are zero.
   std::memset(to + tokens * width, 0, (num_rows - tokens) * width);
-  std::vector<float> wide;
+  std::vector<float> sink_scores;
   if (sinks) {
     const View view(*sinks);
     if (!view.data) return 1;
     for (int64_t i = 0; i < shape.num_heads; ++i)
-      wide.push_back(view.bytes() == 2 ? to_float(static_cast<const Bfloat16*>(view.data)[i * view.strides[0]])
-                                       : static_cast<const float*>(view.data)[i * view.strides[0]]);
+      sink_scores.push_back(view.bytes() == 2 ? to_float(static_cast<const Bfloat16*>(view.data)[i * view.strides[0]])
+                                              : static_cast<const float*>(view.data)[i * view.strides[0]]);
   }
-  const float* sink = sinks ? wide.data() : nullptr;
-  const int threads = static_cast<int>(current->num_threads);
   thread_local std::vector<char> copies[3];
-  const Rows q = rows_of(queries, copies[0]), k = rows_of(keys, copies[1]), v = rows_of(values, copies[2]);
-  for (int64_t i = 0; i < current->num_groups; ++i)
-    nereid_attend(&own, current->groups + i, q.at, q.head_stride, q.token_stride, k.at, k.head_stride, k.token_stride,
-                  v.at, v.head_stride, v.token_stride, current->slots, i == 0 ? tokens : 0, sink, to, threads);
+  LayerStep step = {rows_of(queries, copies[0]), rows_of(keys, copies[1]), rows_of(values, copies[2]), current->slots,
+                    tokens, sinks ? sink_scores.data() : nullptr, to};
+  const int threads = static_cast<int>(current->num_threads);
+  for (int64_t i = 0; i < current->num_groups; ++i) {
+    nereid_attend(&own, current->groups + i, &step, threads);
+    step.num_tokens = 0;  // the first call has stored the keys and values
+  }
   if (current->num_prefills > 0)
-    nereid_attend_prefills(&own, current->prefills, current->num_prefills, q.at, q.head_stride, q.token_stride, sink,
-                           to, threads);
+    nereid_attend_prefills(&own, current->prefills, current->num_prefills, &step, threads);
   return 0;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 numbers, with which the CPU kernels compute.
+// Vectors of 16 numbers, with which the CPU kernels compute, and the types and positions that all kernels share.
 
 #pragma once
 
@@ -84,6 +84,7 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
+// Returns the largest of 16 numbers.
 inline float largest_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
@@ -94,6 +95,7 @@ inline float largest_of(Floats x) {
 #endif
 }
 
+// Returns the sum of 16 numbers.
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
@@ -169,6 +171,18 @@ inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_
 
 #endif
 
+// Calls function(T{}, Q{}), where T is the type of the numbers in the layer's cache, and Q is the type of queries and
+// outputs.
+template <typename Function>
+inline void with_types(const Layer& layer, Function function) {
+  const bool has_integers = layer.key_scales != nullptr;
+  if (layer.is_bfloat16) {
+    has_integers ? function(int8_t{}, Bfloat16{}) : function(Bfloat16{}, Bfloat16{});
+  } else {
+    has_integers ? function(int8_t{}, float{}) : function(float{}, float{});
+  }
+}
+
 // Returns the first position that a token attends to.
 inline int64_t first_visible(const Shape& shape, int64_t position) {
   int64_t first = 0;
@@ -177,7 +191,7 @@ inline int64_t first_visible(const Shape& shape, int64_t position) {
   return first;
 }
 
-// Rounds a number of elements up to whole pairs of vectors.
+// Rounds a number of elements up to whole pairs of vectors. Example: padded(80) returns 96.
 inline int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
 
 }  // namespace

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory in which the postprocessor reports to the executor.
 
-The executor needs two facts that Triton server does not pass on: that a client has cancelled its
-request, and how many steps of a stream the postprocessor has consumed. The postprocessor knows
-both. It writes them into slots of shared memory. Each sequence of a stream has one slot with two
-64-bit words, which only the postprocessor writes:
+The executor needs two facts that Triton server does not pass on: whether a client has cancelled its
+request, and how many steps of a stream the postprocessor has consumed. The postprocessor writes
+these facts into slots of shared memory. Each sequence of a stream has one slot with two 64-bit
+words, which only the postprocessor writes:
 
     progress   serial << 32 | number of consumed steps
     signal     serial << 32 | Signal
@@ -52,8 +52,10 @@ class FeedbackReader:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """Return `count` free slots, or None if there are fewer. Only one thread may call this."""
-        # Other threads only release slots, so the number of free slots cannot shrink here.
+        """Return `count` free slots, or None if there are fewer.
+
+        Only one thread may call this method. Other threads may call `release`.
+        """
         if len(self._free) < count:
             return None
         return tuple(self._free.popleft() for _ in range(count))
@@ -64,13 +66,16 @@ class FeedbackReader:
 
     def consumed(self, slot: int, serial: int) -> int:
         """Return how many steps of the stream `serial` the postprocessor has consumed."""
-        word: int = self._words[slot * _WORDS]
-        return word & _LOW_32_BITS if word >> 32 == serial else 0
+        return self._value(slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
         """Return the signal for the sequence in `slot`; NONE if it is for an earlier stream."""
-        word: int = self._words[slot * _WORDS + 1]
-        return Signal(word & _LOW_32_BITS) if word >> 32 == serial else Signal.NONE
+        return Signal(self._value(slot * _WORDS + 1, serial))
+
+    def _value(self, index: int, serial: int) -> int:
+        """Return the lower half of the word at `index`; 0 if it is for another stream."""
+        word: int = self._words[index]
+        return word & _LOW_32_BITS if word >> 32 == serial else 0
 
     def close(self) -> None:
         """Release the memory."""

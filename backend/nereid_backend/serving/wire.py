@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between the three steps of the ensemble, and how they are packed.
+"""The messages between the three steps of the ensemble, and their conversion to bytes.
 
     tokenizer --- RequestEnvelope ---> executor --- StepState ---> postprocessor
                                           ^
                                           +-- RequestUpdate --- engine process
 
 In Triton server, the postprocessor can receive inputs only from the executor, because the executor
-is a decoupled step. The tokenizer therefore packs the postprocessor's part of a request
-(StreamContext) into the envelope, and the executor passes that part on unread with the first step.
-The executor also passes on the packed SamplingParams unread, to the engine process.
+is a decoupled step. The tokenizer therefore packs the part of a request that the postprocessor
+needs (StreamContext) into the envelope. The executor sends these bytes with the first step, without
+unpacking them. The executor also sends the packed SamplingParams to the engine process without
+unpacking them.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -87,13 +88,14 @@ class RequestEnvelope:
     """The message of the tokenizer to the executor about one request.
 
     Attributes:
-        params: the packed SamplingParams, which the executor sends to the engine process unread.
+        params: the packed SamplingParams, which only the engine process unpacks.
         n: the number of sequences, which is also in `params`.
-        context: a packed StreamContext, which the executor passes on unread.
+        context: a packed StreamContext, which only the postprocessor unpacks.
         grammar_field: the request's field from which the grammar was built, for error messages.
         timeout_s: the time limit of the whole request in seconds. 0 means no limit, None means the
             server's default.
-        queue_timeout_s: the time limit for waiting in the queue, with the same special values.
+        queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, None
+            means the server's default.
     """
 
     params: bytes
@@ -155,15 +157,17 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """The new tokens of one sequence in one step.
+    """The new tokens of one sequence in one step. Their ids are in a separate tensor.
+
+    Example: the deltas of the sequences 0 and 2 have 1 and 2 tokens. Then the tensor contains one
+    token id of sequence 0, followed by two token ids of sequence 2.
 
     Attributes:
         index: the index of the sequence in its request.
-        num_tokens: the number of the sequence's tokens in the step. The step's token ids are
-            ordered like its deltas.
-        cumulative_logprobs: for each of these tokens, the sum of the log-probabilities of the
-            sequence's tokens up to it.
-        logprobs: for each of these tokens the fields of a TokenLogprobs; None if not requested.
+        num_tokens: the number of new tokens.
+        cumulative_logprobs: for each new token, the sum of the log-probabilities of the sequence's
+            tokens up to this token.
+        logprobs: for each new token the fields of a TokenLogprobs; None if not requested.
         prompt_logprobs: for each prompt token the fields of a TokenLogprobs, and None for the first
             prompt token. Only the first delta of sequence 0 has them, and only if requested.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.

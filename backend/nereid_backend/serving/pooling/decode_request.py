@@ -114,7 +114,7 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
     Example: `{"text": "hello"}` returns `("text", "hello")`.
 
     Returns:
-        The field of PoolingItem and its value: ("text", str) or ("image", bytes).
+        The name of a field of PoolingItem, and its value: ("text", str) or ("image", bytes).
 
     Raises:
         RequestError: the element is neither a text nor an image, or the image is not base64.
@@ -138,6 +138,8 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
 
 def decode_image(text: str, where: str) -> bytes:
     """Return the bytes of an image that is a data: URL or plain base64 text.
+
+    Example: "data:image/png;base64,iVBORw==" and "iVBORw==" return the bytes 89 50 4E 47.
 
     Args:
         text: the URL or the base64 text.

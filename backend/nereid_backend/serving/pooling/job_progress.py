@@ -30,11 +30,12 @@ from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 # The limits of one slice: the number of inputs, and the sum of their characters or token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
-_MAX_SLICES = 2  # slices of one job in the engine at the same time
-_PREPARE_S = 0.01  # the time for preparing inputs between two steps of the engine
+# The largest number of slices of one job that are in the engine at the same time.
+_MAX_SLICES = 2
+# The time in which inputs are sent to the engine between two steps of the engine.
+_PREPARE_S = 0.01
 # The beginning of the engine's error messages, with the index of the input in its slice.
 _INPUT_PREFIX = re.compile(r"^input (\d+): ")
-_KINDS = {float: "score", dict: "sparse"}
 
 log = logging.getLogger("nereid")
 
@@ -46,7 +47,7 @@ class Engine(Protocol):
     def info(self) -> Any:  # noqa: ANN401 - any dataclass
         """A dataclass that describes the loaded model."""
 
-    def add(self, request_id: str, items: Sequence[PoolingItem]) -> object:
+    def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
         """Queue inputs. Raise a RequestError or a CapacityError if that is not possible."""
 
     def abort(self, request_id: str) -> None:
@@ -66,9 +67,9 @@ class _JobProgress:
         request_id: the id of the job's request.
         job: the job.
         num_sent: the number of inputs that were sent to the engine.
-        slices: the number of missing results of each slice in the engine, by the index of the
-            slice's first input.
-        num_left: the number of inputs without a result.
+        slices: the slices in the engine. The key is the index of the slice's first input, and the
+            value is the number of inputs of the slice that have no result yet.
+        num_left: the number of inputs of the job that have no result yet.
         values: the result of each input; None until it arrives.
         num_tokens: the number of tokens of each input; 0 until its result arrives.
     """
@@ -92,12 +93,19 @@ class _JobProgress:
         return f"{self.request_id}:{first}"
 
     def next_slice(self) -> list[PoolingItem]:
-        """Return the inputs of the next slice, and record the slice as sent."""
+        """Return the inputs of the next slice, and record the slice as sent.
+
+        Example: the first slice of a job with 300 short texts contains 256 texts, and the second
+        slice contains 44 texts.
+        """
         items: list[PoolingItem] = []
         size = 0
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
-            items.append(_item(name, value, self.job.options))
-            size += sum(map(len, value)) if name == "pair" else len(value)
+            is_pair = name == "pair"
+            # msgpack turns tuples into lists, but PoolingItem needs a tuple.
+            fields: dict[str, Any] = {name: tuple(value) if is_pair else value}
+            items.append(PoolingItem(**fields, **self.job.options))
+            size += sum(map(len, value)) if is_pair else len(value)
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)
@@ -131,7 +139,7 @@ class _JobProgress:
         index = first + (int(match[1]) if match else 0)
         text = text[match.end() :] if match else text
         if not text.startswith(("input: ", "image: ")):
-            return text  # The message is about an option, or about nothing in particular.
+            return text  # The message is not about the input itself, but for example an option.
         text = text.removeprefix("input: ")
         where = f"element {index}: " if len(self.values) > 1 else ""
         return f"{self.job.field}: {where}{text}"
@@ -179,7 +187,7 @@ class WorkerJobs:
             progress = next((job for job in self._jobs.values() if job.can_send_slice), None)
             if progress is None:
                 break
-            # The job's next turn comes after those of all other jobs.
+            # Move the job to the end, so that all other jobs send a slice before its next slice.
             self._jobs[progress.request_id] = self._jobs.pop(progress.request_id)
             self._send_slice(progress)
         if self._engine.has_work():
@@ -187,6 +195,7 @@ class WorkerJobs:
                 self._add_result(result)
 
     def _send_slice(self, progress: _JobProgress) -> None:
+        """Send the next slice of a job to the engine. If an error occurs, refuse the job."""
         first = progress.num_sent
         try:
             items = progress.next_slice()
@@ -201,6 +210,11 @@ class WorkerJobs:
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
     def _add_result(self, result: PoolingResult) -> None:
+        """Store the result of one input, and send the outcome of the job if it is complete.
+
+        Raises:
+            EngineError: the GPU is lost.
+        """
         request_id, _, first = result.request_id.rpartition(":")
         progress = self._jobs.get(request_id)
         if progress is None:
@@ -218,6 +232,7 @@ class WorkerJobs:
             self._send(["done", request_id, *progress.outcome().row()])
 
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
+        """Drop a job, and send the reason to the stub."""
         self.abort(progress.request_id)
         kind = EngineError.__name__
         if isinstance(error, RequestError | CapacityError):
@@ -225,14 +240,8 @@ class WorkerJobs:
         self._send(["refused", progress.request_id, kind, str(error)])
 
 
-def _item(name: str, value: Any, options: dict[str, Any]) -> PoolingItem:  # noqa: ANN401 - any input
-    # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-    values: dict[str, Any] = {name: tuple(value) if name == "pair" else value}
-    return PoolingItem(**values, **options)
-
-
 def _kind_of(value: Value) -> str:
-    """Return the kind of an outcome, derived from the type of one result."""
+    """Return the kind of an outcome (see Outcome.kind), derived from the type of one result."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
-    return _KINDS[type(value)]
+    return "sparse" if isinstance(value, dict) else "score"

@@ -56,7 +56,16 @@ class Outcome:
     def from_values(
         cls, kind: str, values: Sequence[Value], num_tokens: Sequence[int]
     ) -> "Outcome":
-        """Combine the values of all inputs to one outcome. `values` must not be empty."""
+        """Combine the values of all inputs to one outcome.
+
+        Example: the kind "dense", the values [array([1., 2.]), array([3., 4.])] and the token
+        counts [5, 6] return an Outcome with `values` of shape [2, 2] and `num_tokens` [5, 6].
+
+        Args:
+            kind: see Outcome.kind.
+            values: the value of each input; at least one.
+            num_tokens: the number of tokens of each input.
+        """
         counts = np.zeros(0, dtype=np.int32)
         weights: list[Weights] = []
         stacked = np.zeros((0, 0), dtype=np.float32)

@@ -23,7 +23,7 @@ MakeEngine = Callable[[PoolingConfig, Callable[[str], None]], Engine]
 
 
 class WorkerService:
-    """Passes jobs to an engine, and sends their outcomes.
+    """Passes jobs to an engine, and sends their outcomes to the stub.
 
     Args:
         engine: the engine.

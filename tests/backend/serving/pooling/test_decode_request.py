@@ -32,7 +32,7 @@ def test_wrong_options_are_refused_by_name(text, said):
         decode_request.parse_options(text, decode_request.EMBEDDING_OPTIONS)
 
 
-def test_text_that_is_no_utf8_is_refused_with_its_place():
+def test_text_that_is_not_utf8_is_refused_with_its_index():
     assert decode_request.decode_texts([b"a", "b"], "texts") == ["a", "b"]
     with pytest.raises(RequestError, match="texts: element 1 is not valid UTF-8"):
         decode_request.decode_texts([b"a", b"\xff"], "texts")
@@ -42,7 +42,7 @@ def ints(*values):
     return np.array(values, dtype=np.int32)
 
 
-def test_ids_are_one_input_or_cut_by_their_lengths():
+def test_ids_are_one_input_or_are_split_by_their_lengths():
     assert decode_request.split_token_ids(ints(1, 2, 3), None) == [[1, 2, 3]]
     assert decode_request.split_token_ids(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
     assert decode_request.split_token_ids(ints(), ints()) == []
@@ -52,7 +52,7 @@ def test_ids_are_one_input_or_cut_by_their_lengths():
     ("lengths", "said"),
     [(ints(1, 1), "sum of the lengths is 2"), (ints(3, 0), "at least 1, but one is 0")],
 )
-def test_lengths_that_do_not_fit_are_refused(lengths, said):
+def test_wrong_lengths_are_refused(lengths, said):
     with pytest.raises(RequestError, match=said):
         decode_request.split_token_ids(ints(1, 2, 3), lengths)
 
@@ -76,7 +76,7 @@ def test_a_part_is_a_text_or_an_image():
         ('{"image": "%"}', "not valid base64"),
     ],
 )
-def test_what_is_no_part_is_refused_with_its_place(text, said):
+def test_an_invalid_part_is_refused_with_its_index(text, said):
     with pytest.raises(RequestError, match=said):
         decode_request.parse_part(text, 2)
 

@@ -73,7 +73,7 @@ def test_a_small_job_is_done_long_before_a_large_one(work, sent):
     assert [message[1] for message in sent] == ["small", "large"]
 
 
-def test_a_wrong_input_refuses_its_job_alone_and_is_named_by_its_place(work, sent):
+def test_a_wrong_input_refuses_only_its_job_and_the_message_has_its_index(work, sent):
     count = job_progress._SLICE_INPUTS + 5
     work.add("a", texts(*["x"] * count, "bad"))
     work.add("b", texts("x"))
@@ -84,25 +84,25 @@ def test_a_wrong_input_refuses_its_job_alone_and_is_named_by_its_place(work, sen
     assert [message[1] for message in sent if message[0] == "done"] == ["b"]
 
 
-def test_a_single_wrong_input_needs_no_number(work, sent):
+def test_the_message_about_a_single_input_has_no_index(work, sent):
     work.add("a", texts("bad"))
     run(work)
     assert sent == [["refused", "a", "RequestError", "texts: has no tokens"]]
 
 
-def test_a_wrong_option_keeps_its_own_name(work, sent):
+def test_the_message_about_a_wrong_option_names_the_option(work, sent):
     work.add("a", Job("texts", [["text", "x"]] * 2, {"dimensions": 0}))
     run(work)
     assert sent[0][3] == "dimensions: must be from 1 to 4, got 0"
 
 
-def test_no_room_is_told_from_a_wrong_request(work, sent):
+def test_a_full_queue_is_reported_as_a_capacity_error(work, sent):
     work.add("a", texts("full"))
     run(work)
     assert sent == [["refused", "a", "CapacityError", "too many inputs wait"]]
 
 
-def test_an_input_without_a_value_is_our_error(work, sent):
+def test_an_input_without_a_value_is_an_engine_error(work, sent):
     work.add("a", texts("x", "nan"))
     run(work)
     assert sent == [
@@ -120,7 +120,7 @@ def test_an_aborted_job_leaves_nothing_in_the_engine(work, engine, sent):
     assert sent == []
 
 
-def test_a_lost_device_ends_the_worker_and_not_one_job_after_the_other(work, engine):
+def test_a_lost_device_ends_the_worker(work, engine):
     work.add("a", texts("one"))
     lost = PoolingResult("a:0", 0, None, 1, "the model failed: CUDA error: an illegal access")
     engine.step = lambda: [lost]
@@ -128,7 +128,7 @@ def test_a_lost_device_ends_the_worker_and_not_one_job_after_the_other(work, eng
         run(work)
 
 
-def test_an_unforeseen_error_in_preparing_a_job_ends_that_job_alone(work, engine, sent):
+def test_an_unexpected_error_while_a_job_is_prepared_ends_only_that_job(work, engine, sent):
     work.add("bad", texts("odd"))
     work.add("good", texts("even"))
     run(work)

@@ -16,7 +16,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_an_outcome_crosses_the_channel_whole(kind):
+def test_an_outcome_is_unchanged_after_packing_and_unpacking(kind):
     made = Outcome.from_values(kind, VALUES[kind], [5, 6])
     row = msgpack.unpackb(msgpack.packb(made.row(), use_bin_type=True), raw=False)
     read = Outcome.from_row(row)

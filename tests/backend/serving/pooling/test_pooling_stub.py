@@ -161,7 +161,7 @@ def test_a_worker_that_dies_is_restarted_after_each_death(model, tmp_path):
         stub.finalize()
 
 
-def test_a_worker_that_cannot_be_restarted_is_given_up_with_the_reason(tmp_path, capsys):
+def test_after_the_last_failed_restart_requests_are_refused_with_the_reason(tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
     stub = open_stub(model, tmp_path, max_restarts=1)

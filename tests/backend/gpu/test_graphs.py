@@ -17,9 +17,9 @@ from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import accelerate_path, path_variants, startup
-from nereid_backend.paths import compiled_forward, cuda_graphs, packed
+from nereid_backend.paths import compiled_forward, packed
 from nereid_backend.paths.cuda_capture import GraphMemoryError, capture_on, is_lost
-from nereid_backend.paths.cuda_graphs import DecodeGraphs, GraphShape, StaticStep, row_counts
+from nereid_backend.paths.cuda_graphs import DecodeGraphs, StaticStep, row_counts
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -55,7 +55,7 @@ def engine_of(folder_of, monkeypatch):
     """A function that opens an engine over a kind of cache, with graphs where capture is given."""
     opened = []
 
-    def make(name, capture=None, *, kind=SkippingCache, patience=0, **settings):
+    def make(name, capture=None, *, kind=SkippingCache, **settings):
         monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
         # The kernels' own check takes long in the interpreter, and has tests of its own.
         monkeypatch.setattr(path_variants, "proven_type", lambda kind, *_: kind)
@@ -66,7 +66,7 @@ def engine_of(folder_of, monkeypatch):
         if capture is not None:
             path, info = engine._runner._path, engine.info
             sizes = Sizes(info.num_blocks, info.block_size, info.max_num_seqs, info.max_model_len)
-            path.graphs = DecodeGraphs(path.run, capture, sizes, CPU, patience=patience)
+            path.graphs = DecodeGraphs(path.run, capture, sizes, CPU)
         return engine
 
     yield make
@@ -193,7 +193,7 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
 
     def build_padded(plan, device):
         batch = build(plan, device)
-        step = StaticStep(GraphShape(8, 8, 0), 16, padded.cache.null_block, device)
+        step = StaticStep(8, sizes_of(8, padded.cache.null_block), device)
         step._numbers[:3, :] = 2  # wrong slots where nothing is filled in
         step._table.zero_()
         step.fill(dataclasses.replace(batch, num_logits=len(lengths)))
@@ -207,6 +207,11 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
     torch.testing.assert_close(found[: len(lengths)], expected, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(padded.cache.tensors(), plain.cache.tensors(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+def sizes_of(width, null_block=9999):
+    """Sizes whose longest sequence has `width` blocks of 16 tokens."""
+    return Sizes(null_block, 16, 8, 16 * width)
 
 
 def decodes_of(lengths, device):
@@ -224,7 +229,7 @@ def decodes_of(lengths, device):
 
 @pytest.mark.parametrize("many", [[15, 16, 70, 1, 33, 120], [5, 158, 6, 1]])
 def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
-    used, fresh = (StaticStep(GraphShape(8, 10, 0), 16, 9999, device) for _ in range(2))
+    used, fresh = (StaticStep(8, sizes_of(10), device) for _ in range(2))
     used.fill(decodes_of(many, device))
     for step in (used, fresh):
         step.fill(decodes_of([40, 2], device))
@@ -239,7 +244,7 @@ def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 24])
 def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
-    step = StaticStep(GraphShape(rows, 33, 0), 16, 9999, device)
+    step = StaticStep(rows, sizes_of(33), device)
     batch = step.batch()
     decodes = batch.attention.device_rows.decodes
     read = [batch.input_ids, batch.position_ids, batch.attention.slots, batch.logits_index]
@@ -252,7 +257,7 @@ def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
     lengths = [3, 1500, 5, 1400, 2]  # two groups, which alternate
     batch = decodes_of(lengths, device)
     assert len(batch.attention.decodes) == 2
-    step = StaticStep(GraphShape(8, 128, 0), 16, 9999, device)
+    step = StaticStep(8, sizes_of(128), device)
     step.fill(batch)
     assert step._numbers[3].tolist() == [*lengths, 1, 1, 1]
     assert [row.tolist().index(9999) for row in step._table[:5]] == [1, 94, 1, 88, 1]
@@ -327,7 +332,7 @@ def test_a_replay_reads_nothing_from_the_device(engine_of, monkeypatch):
     forward = DecodeGraphs.forward
 
     def watched(self, batch):
-        if self.shape_of(batch) not in self._graphs:
+        if self.rows_of(batch) not in self._graphs:
             return forward(self, batch)
         with Recorder():  # raises when a number is read
             return forward(self, batch)
@@ -424,21 +429,26 @@ def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_o
     assert graphs_of(engine).failure is None
 
 
-def test_a_shape_is_captured_when_it_comes_again_and_the_one_used_longest_ago_is_dropped(
-    engine_of, monkeypatch
-):
-    monkeypatch.setattr(cuda_graphs, "_MAX_GRAPHS", 2)
-    engine = engine_of("llama", record, patience=1)
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
+def test_all_graphs_are_captured_at_load_and_none_in_service(engine_of):
+    engine = engine_of("llama", record, max_num_seqs=6)
+    found = graphs_of(engine)
+    found.capture_all()
+    assert sorted(found._graphs) == [1, 2, 4, 8]
+    assert run(engine, 0) == run(engine_of("llama", max_num_seqs=6), 0)
+    assert found.num_captures == 4
+    assert found.num_replays > 4
 
-    def batch_of(count):
-        engine.generate([[5 + i, 7] for i in range(count)], params)
-        return graphs_of(engine).num_captures
 
-    assert [batch_of(n) for n in (1, 2, 1, 2)] == [1, 2, 2, 2]
-    assert batch_of(4) == 3  # the graph of one row goes
-    assert [batch_of(n) for n in (2, 4, 1)] == [3, 3, 4]
-    assert sorted(shape.rows for shape in graphs_of(engine)._graphs) == [1, 4]
+def test_one_graph_serves_sequences_of_all_lengths(engine_of):
+    engine = engine_of("llama", record)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for prompts in ([[5] * 3, [6] * 90], [[7] * 60, [8] * 2]):
+        expected = engine_of("llama").generate(prompts, params)
+        outputs = engine.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            o.outputs[0].token_ids for o in expected
+        ]
+    assert graphs_of(engine).num_captures == 1
 
 
 def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
@@ -455,39 +465,41 @@ def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
 @pytest.mark.parametrize(
     "window", [LayerWindow(), LayerWindow(size=700), LayerWindow(chunk=4096)], ids=str
 )
-def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(window, monkeypatch):
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
-    rng = random.Random(0)
-    nothing = torch.zeros(1, dtype=torch.int64)
-    for _ in range(200):
-        shape = GraphShape(rng.choice(row_counts(256)), 2 ** rng.randint(5, 13), rng.randint(0, 4))
-        bounds = shape.bounds(16)
-        assert sum(count for count, _ in bounds) == shape.rows
-        rows = DecodeRows(shape.rows, bounds, *[nothing] * 4)
-        tokens, parts = gpu_attention.split(rows, window, 8, 64, CPU)
-        limit = min(n for n in (window.size, window.chunk, 16 * shape.width) if n is not None)
-        assert tokens * parts >= limit
-        assert parts <= 128
-
-
-def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without_graphs(
-    monkeypatch,
-):
+def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window, monkeypatch):
     monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
     nothing = torch.zeros(1, dtype=torch.int64)
-    exact = [(1, 65536), (63, 1024)]
-    total = sum(count * length for count, length in exact)
-    skew = int(64 * 65536 / total).bit_length() // 2
-    parts = [
-        gpu_attention.split(DecodeRows(64, bounds, *[nothing] * 4), LayerWindow(), 8, 64, CPU)[1]
-        for bounds in (
-            exact,
-            GraphShape(64, 4096, skew).bounds(16),
-            GraphShape(64, 4096, 0).bounds(16),
-        )
-    ]
-    assert parts[0] / 4 <= parts[1] <= 4 * parts[0]
-    assert parts[2] == 1
+    for count in row_counts(256):
+        rows = DecodeRows(count, [(count, 32768)], *[nothing] * 4, longest=nothing)
+        parts = gpu_attention.captured_splits(rows, window, 8, 64, CPU)
+        limit = 32768 if window.limit is None else window.limit + 64
+        assert 1 <= parts <= 128
+        # There are enough programs, unless parts of two tiles already cover all tokens.
+        assert parts >= min(4, -(-limit // 128))
+        assert parts * count * 8 >= 528 or parts >= limit // 128
+
+
+@pytest.mark.parametrize(
+    "window", [LayerWindow(), LayerWindow(size=21), LayerWindow(chunk=32)], ids=str
+)
+def test_a_captured_launch_gives_every_length_what_a_launch_for_the_step_gives(window, device):
+    spec = dataclasses.replace(SPECS["three query heads a key head"], window=window)
+    for lengths in ([15, 170, 1], [17, 2, 40]):
+        plain, captured = [
+            Steps(GpuKVCache, spec, torch.float32, device, shapes=[(n, 1) for n in lengths]).fill()
+            for _ in range(2)
+        ]
+        expected = plain.run()
+        build = captured._builder.build
+
+        def build_captured(plan, device, build=build):
+            batch = build(plan, device)
+            rows = gpu_attention.gpu_batch(batch.attention)
+            rows.decodes.longest = rows.decodes.lens.amax(0, keepdim=True)
+            rows.decodes.bounds = [(3, 4096)]
+            return batch
+
+        captured._builder.build = build_captured
+        torch.testing.assert_close(captured.run(), expected, atol=1e-5, rtol=1e-5)
 
 
 # What a start says and does, with a stand-in where CUDA would capture.
@@ -502,6 +514,8 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     monkeypatch.setattr(
         "nereid_backend.engine.load", lambda config, hook, _: load(config, hook, lines.append)
     )
+    # All graphs are captured at load, so few rows keep these tests fast.
+    settings = {"max_num_seqs": 8, **settings}
     engine = open_engine(folder_of(name), device="cpu", prepack=False, **settings)
     return engine, "\n".join(lines)
 

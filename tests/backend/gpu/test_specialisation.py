@@ -37,7 +37,18 @@ print(json.dumps({
 # Tensors, whose addresses are multiples of 16 bytes.
 TENSORS = {
     *("query", "keys", "values", "key_scales", "value_scales", "out", "parts", "weights_log"),
-    *("sinks", "table", "table_starts", "tokens", "lens", "sequences", "tiles", "key", "value"),
+    *(
+        "sinks",
+        "table",
+        "table_starts",
+        "tokens",
+        "lens",
+        "longest",
+        "sequences",
+        "tiles",
+        "key",
+        "value",
+    ),
     *("slots", "logits", "raw", "settings", "token_ids", "logprobs", "has_allowed"),
 }
 

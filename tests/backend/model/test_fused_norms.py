@@ -1,8 +1,12 @@
 """RMSNorm modules are replaced by torch's fused function only where the numbers stay the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from nereid_backend.model import accelerate_path
 from nereid_backend.model.fused_norms import FusedRmsNorm, fuse_norms
+from nereid_backend.paths.model_call import UnfitError
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -66,3 +70,29 @@ def test_a_norm_with_another_epsilon_than_it_names_stays():
 
 def test_a_model_without_norms_is_not_changed():
     assert fuse_norms(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) is None
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind", "line"),
+    [
+        (False, FusedRmsNorm, "RMSNorm modules are computed by torch's fused function"),
+        (True, Qwen3RMSNorm, "RMSNorm modules are not replaced by torch's fused function: differs"),
+    ],
+)
+def test_norms_stay_replaced_only_if_the_path_still_gives_the_right_logits(
+    fails, kind, line, monkeypatch
+):
+    def check_path(*_):
+        if fails:
+            raise UnfitError("differs")
+
+    monkeypatch.setattr(accelerate_path, "check_path", check_path)
+    model = model_of(Qwen3RMSNorm(8))
+    model.dtype = torch.float32
+    chosen = SimpleNamespace(
+        spec=SimpleNamespace(build=lambda _: None), trial=SimpleNamespace(sizes=None)
+    )
+    lines = []
+    accelerate_path.use_fused_norms(SimpleNamespace(model=model), chosen, lines.append)
+    assert type(model[1]["norm"]) is kind
+    assert lines == [line]

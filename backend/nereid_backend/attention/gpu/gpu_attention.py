@@ -38,6 +38,11 @@ _MAX_SPLITS = 128
 # The number of programs that a decode launch has for each multiprocessor, if there is enough work.
 # With this number, the last programs end at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
+# A captured launch has up to this many times as many programs as the multiprocessors need, and at
+# least this many for each sequence. It serves steps in which one sequence is much longer than the
+# others. Programs without work end at once.
+_CAPTURED_FACTOR = 2
+_MIN_CAPTURED_SPLITS = 4
 # Tests on a machine without a GPU simulate a GPU with this number of multiprocessors.
 _SIMULATED_PROCESSORS = 4
 # Products and sums use one rounding, as the hardware's fused instructions do. Triton warns if this
@@ -187,7 +192,12 @@ def decode(
     # One program computes all heads of a large group, so that their keys are read only once.
     num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
     num_programs = spec.num_kv_heads * -(-call.group_size // num_rows)
-    split_tokens, num_splits = split(rows, spec.window, num_programs, tuning.tile, query.device)
+    if rows.longest is None:
+        split_tokens, num_splits = split(rows, spec.window, num_programs, tuning.tile, query.device)
+    else:
+        # The kernel computes the tokens of a part from the longest sequence of each step.
+        split_tokens = 0
+        num_splits = captured_splits(rows, spec.window, num_programs, tuning.tile, query.device)
     is_split = num_splits > 1
     # The kernel needs pointers also for the arguments that it does not read: the parts of a
     # sequence that is not divided, and the sinks of a layer without sinks.
@@ -204,10 +214,12 @@ def decode(
         **call.window_constants(),
         "TILE": tuning.tile,
         "HAS_SINKS": call.sinks is not None,
+        "READS_LONGEST": rows.longest is not None,
     }
+    longest = rows.lens if rows.longest is None else rows.longest
     decode_kernel[(rows.count, num_programs, num_splits)](
         *(query, *call.cache_tensors, out, parts, weights_log, sinks),
-        *(rows.table, rows.table_starts, rows.tokens, rows.lens),
+        *(rows.table, rows.table_starts, rows.tokens, rows.lens, longest),
         *(query.stride(0), query.stride(1), *call.score_factors),
         *split_arguments,
         GROUP=call.group_size,
@@ -222,7 +234,7 @@ def decode(
     )
     if is_split:
         reduce_kernel[(rows.count, spec.num_heads)](
-            *(out, parts, weights_log, sinks, rows.tokens, rows.lens),
+            *(out, parts, weights_log, sinks, rows.tokens, rows.lens, longest),
             *split_arguments,
             NUM_HEADS=spec.num_heads,
             SPLITS_PADDED=_MAX_SPLITS,
@@ -299,6 +311,22 @@ def split(
     # A power of two times the tile gives few different launches, so that steps can share graphs.
     split_tokens = tile * next_power_of_two(-(-min_tokens // tile))
     return split_tokens, -(-longest // split_tokens)
+
+
+def captured_splits(
+    rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
+) -> int:
+    """Return the largest number of parts of a sequence in a captured launch.
+
+    The number depends on nothing that differs between steps. The arguments are those of `split`.
+    """
+    longest = max(length for _, length in rows.bounds)
+    if window.limit is not None:
+        longest = min(longest, window.limit + tile)
+    most = -(-longest // (2 * tile))
+    wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
+    wanted = -(-_CAPTURED_FACTOR * wanted_programs // (rows.count * num_programs))
+    return max(1, min(most, _MAX_SPLITS, max(wanted, _MIN_CAPTURED_SPLITS)))
 
 
 @functools.cache

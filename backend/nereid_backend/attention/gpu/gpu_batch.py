@@ -29,6 +29,8 @@ class DecodeRows:
         table_starts: [count] int64, the index in `table` of each sequence's first block.
         tokens: [count] int64, the index of each decode in the packed step.
         lens: [count] int64, the length of each sequence, including the new token.
+        longest: [1] int64, the length of the longest sequence, if the launches are captured for
+            sequences of any length up to the bounds; None if they are only for this step.
     """
 
     count: int
@@ -37,6 +39,7 @@ class DecodeRows:
     table_starts: Tensor
     tokens: Tensor
     lens: Tensor
+    longest: Tensor | None = None
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def workspace(self, shape: tuple[int, ...]) -> Tensor:

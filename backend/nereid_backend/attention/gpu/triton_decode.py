@@ -31,12 +31,33 @@ def first_visible(
     return first, first // TILE * TILE
 
 
+@triton.jit
+def part_tokens(
+    longest, window, chunk, max_splits,
+    TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the tokens of a part if the longest sequence has at most max_splits parts.
+
+    longest points at the length of the longest sequence of the step. A captured launch reads the
+    length from memory, because its scalar arguments are those of the step that was captured.
+
+    Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
+    """
+    length = tl.load(longest).to(tl.int32)
+    if HAS_WINDOW:
+        length = tl.minimum(length, window + TILE)
+    if HAS_CHUNK:
+        length = tl.minimum(length, chunk + TILE)
+    num_tiles = (length + TILE - 1) // TILE
+    return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
+
+
 # These arguments differ between steps. Triton would otherwise compile further kernels for special
 # values, such as 1 and multiples of 16.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
-    table, table_starts, tokens, lens,
+    table, table_starts, tokens, lens, longest,
     query_head_stride, query_token_stride,
     scale, cap, window, chunk, split_tokens, max_splits,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -46,14 +67,14 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr, READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS query heads that share a key head, over one part of a sequence.
 
     Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
     with the first tile that the token attends to, so keys before the window are not read. Each part
-    has split_tokens tokens. A program whose part begins after the end of the sequence returns at
-    once.
+    has split_tokens tokens, or with READS_LONGEST as many as part_tokens returns. A program whose
+    part begins after the end of the sequence returns at once.
 
     Shapes: out [num_tokens, num_heads, VALUE_DIM]. With IS_SPLIT, the kernel instead writes parts
     [num_sequences, num_heads, max_splits, VALUE_DIM] float32, the attention of each part, and
@@ -64,6 +85,8 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     split = tl.program_id(2)
     length = tl.load(lens + sequence).to(tl.int32)
     first, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    if READS_LONGEST:
+        split_tokens = part_tokens(longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK)
     start = base + split * split_tokens
     if start >= length:
         return
@@ -124,11 +147,12 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
 
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def reduce_kernel(
-    out, parts, weights_log, sinks, tokens, lens,
+    out, parts, weights_log, sinks, tokens, lens, longest,
     window, chunk, split_tokens, max_splits,
     NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one sequence and head. Grid: (num_sequences, NUM_HEADS).
 
@@ -138,6 +162,8 @@ def reduce_kernel(
     head = tl.program_id(1)
     length = tl.load(lens + sequence).to(tl.int32)
     _, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    if READS_LONGEST:
+        split_tokens = part_tokens(longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK)
     num_splits = (length - base + split_tokens - 1) // split_tokens
     place = (sequence * NUM_HEADS + head) * max_splits
     splits = tl.arange(0, SPLITS_PADDED)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers for CPUs with weights of 8-bit integers.
 
-Each output has a scale. Activations are not quantised. The weights take a quarter of float32's
-memory, or half of bfloat16's. A C++ kernel reads each weight once, as it is stored. For many rows
-in bfloat16, whose speed is limited by arithmetic, the weights are converted to bfloat16 for each
-call. docs/history/cpu-kernels.md has the measurements.
+Each output has a scale: weight[o][i] = integer[o][i] * scale[o]. Activations are not quantised. The
+weights take a quarter of the memory of float32, or half of the memory of bfloat16. A C++ kernel
+reads the integers directly. The speed of bfloat16 with many rows is limited by arithmetic, so the
+weights are then converted to bfloat16 for each call, and torch computes the product.
+docs/history/cpu-kernels.md has the measurements.
 """
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
+from nereid_backend.linear.native_linear import LANES
 from nereid_backend.linear.prepack import free_weight, shared_weights
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The number of outputs in one panel, whose weights fit into one vector.
-_LANES = 16
 # The largest stored integer.
 _LARGEST = 127
 # The smallest scale that is used as a divisor, so that a row of zeros is not divided by zero.
@@ -118,7 +118,10 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise(layer: nn.Module, *, keep: bool, is_native: bool) -> None:
-    """Convert one layer.
+    """Convert one layer to an Int8Linear.
+
+    Example: the weights [0.5, -1.27] of one output become the integers [50, -127] and the scale
+    0.01.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
@@ -129,10 +132,10 @@ def _quantise(layer: nn.Module, *, keep: bool, is_native: bool) -> None:
     weight = layer.weight.detach().float()
     scales = weight.abs().amax(1) / _LARGEST
     integers = (weight / scales.clamp(min=_MIN_SCALE).unsqueeze(1)).round()
-    pad = -weight.shape[0] % _LANES
+    pad = -weight.shape[0] % LANES
     integers = functional.pad(integers, (0, 0, 0, pad)).to(torch.int8)
     # The weights of 16 outputs for one input are contiguous, so that one vector can load them.
-    packed = integers.view(-1, _LANES, weight.shape[1]).transpose(1, 2).contiguous()
+    packed = integers.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
     if not keep:
         free_weight(layer)
     layer.__class__ = Int8Linear

@@ -4,21 +4,25 @@
 Examples are the layers that compute queries, keys and values.
 
 The groups are found by running the model once, not by the names of layers. In a forward pass, the
-first layer of a group computes the outputs of all its layers. Each other layer returns its part if
-its input is the same tensor object. Otherwise it computes its own output, so the model is correct
-even if its code calls the layers in a different way.
+first layer of a group computes the outputs of all layers of the group:
+
+    x -> q_proj   computes x * [q | k | v], returns the q part, and stores the other parts
+    x -> k_proj   returns the stored k part
+    x -> v_proj   returns the stored v part
+
+A later layer returns its stored part only if its input is the same tensor object. Otherwise the
+layer computes its own output, so the model is correct even if its code calls the layers in a
+different way.
 """
 
+import collections
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.linear.native_linear import NativeLinear, linear
-
-# The number of outputs in one panel of packed weights.
-_LANES = 16
+from nereid_backend.linear.native_linear import LANES, NativeLinear, linear
 
 # A call of a layer: the name of the module that contains the layer, the layer, and its input.
 _Call = tuple[str, nn.Linear, Tensor]
@@ -74,7 +78,7 @@ class _Group:
         self._parts = list(torch.split(output, self._sizes, dim=-1))
 
     def take(self, place: int, x: Tensor) -> Tensor | None:
-        """Return the output of the layer at index `place`, and remove it from this group.
+        """Return the stored output of the layer at index `place`, and remove the output.
 
         Return None if `x` is not the input for which the outputs were computed.
         """
@@ -89,7 +93,14 @@ class _Group:
 
 
 class _Merged(nn.Linear):
-    """A layer of a merged group. It supports only inference, one forward pass at a time."""
+    """A layer of a merged group. It supports only inference, one forward pass at a time.
+
+    Attributes:
+        group: the group of the layer.
+        place: the index of the layer in its group.
+        merged: the weights of all layers of the group. Only the first layer has this buffer.
+        merged_bias: the biases of all layers of the group. Only the first layer has this buffer.
+    """
 
     group: _Group
     place: int
@@ -139,9 +150,7 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
             groups[-1].append(call)
         else:
             groups.append([call])
-    counts: dict[int, int] = {}
-    for _, layer, _ in calls:
-        counts[id(layer)] = counts.get(id(layer), 0) + 1
+    counts = collections.Counter(id(layer) for _, layer, _ in calls)
     # A layer that is called twice may have different inputs in a later run, so it is not merged.
     merged = [
         [layer for _, layer, _ in group]
@@ -195,7 +204,7 @@ def _can_merge(last: _Call, call: _Call) -> bool:
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
         # The weights of the next packed layer must begin at the start of a panel.
-        and (not isinstance(layer, NativeLinear) or layer.out_features % _LANES == 0)
+        and (not isinstance(layer, NativeLinear) or layer.out_features % LANES == 0)
     )
 
 

@@ -2,9 +2,10 @@
 """Linear layers in a C++ kernel (cpu_linear.cpp), for CPUs with 512-bit vectors.
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
-is limited by reading the weights. One layout serves one row and many. A row gives the same bits
-alone and together with other rows. The kernel is a torch operator, so models that use it can be
-traced and compiled. Compiled models call the kernel without Python (attention/cpu/cpu_shim.cpp).
+is limited by reading the weights. The layout of the weights is the same for any number of rows. The
+output of a row is the same bit for bit, whether the row is computed alone or with other rows. The
+kernel is a torch operator, so models that use it can be traced and compiled. Compiled models call
+the kernel without Python (attention/cpu/cpu_shim.cpp).
 """
 
 import functools
@@ -16,8 +17,8 @@ from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
-# The number of outputs in one panel of packed weights.
-_LANES = 16
+# The number of outputs in one panel of packed weights, which one vector contains.
+LANES = 16
 
 
 class NativeLinear(nn.Linear):
@@ -58,10 +59,10 @@ def pack(weight: Tensor) -> Tensor:
     Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs, of which the
     last 12 are zero.
     """
-    padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _LANES))
+    padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % LANES))
     if weight.dtype == torch.bfloat16:
-        return padded.view(-1, _LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return padded.view(-1, _LANES, weight.shape[1]).transpose(1, 2).contiguous()
+        return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return padded.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -77,10 +78,10 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
         ValueError: if the dtype or the number of features of x does not fit the weight.
     """
     dim = x.shape[-1]
-    if x.dtype != packed.dtype or dim * _LANES != packed.stride(0):
+    if x.dtype != packed.dtype or dim * LANES != packed.stride(0):
         raise ValueError(
             f"The input has {dim} features of {x.dtype}, but the weight has "
-            f"{packed.stride(0) // _LANES} features of {packed.dtype}."
+            f"{packed.stride(0) // LANES} features of {packed.dtype}."
         )
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
@@ -111,9 +112,9 @@ def is_available() -> bool:
 
 @functools.cache
 def _has_tiles() -> bool:
-    """Return whether the processor multiplies bfloat16 in tiles (AMX).
+    """Return whether the processor has instructions for bfloat16 tiles (AMX).
 
-    oneDNN does; this kernel does not.
+    With these instructions, oneDNN is faster than this kernel, which does not use them.
     """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of linear layers: converts weights once after loading into the layout of CPU kernels.
+"""Packs linear layers: converts the weights once after loading into the layout of CPU kernels.
 
-On a CPU, torch computes float32 products in a library that does not use the widest vectors of every
-processor and converts the weight's layout in every call. With 512-bit vectors, the kernel of
-native_linear.py computes the products instead; on other processors, oneDNN does.
+On a CPU, torch computes float32 products with a library that does not use the widest vectors of
+every processor, and that converts the layout of the weight in every call. Packed layers avoid both.
+If the processor has 512-bit vectors, the kernel of native_linear.py computes the products. On other
+processors, oneDNN computes the products.
 docs/history/cpu-kernels.md has the measurements.
 """
 

@@ -6,7 +6,7 @@ the files of sentence-transformers (modules.json and the files that it names), a
 `task` and `pooling`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ _LEGACY_POOLERS = {
 # The settings of the transformers model. The name of the file contains the architecture, as in
 # sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
-# Settings that are stored together with the variables of the chat template, but are for the
-# tokenizer.
+# The settings of the tokenizer that are stored together with the variables of the chat template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 
@@ -84,8 +83,8 @@ class CheckpointSpec:
     config: PretrainedConfig
     architecture: str
     task: str
-    kinds: tuple[str, ...]
-    loader: str
+    kinds: tuple[str, ...] = ()
+    loader: str = BASE
     poolers: tuple[str, ...] = ()
     include_prompt: bool = True
     token_modules: tuple[ModuleSpec, ...] = ()
@@ -121,12 +120,13 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     saved = read_json(root / "config_sentence_transformers.json")
     task = choose_task(settings, architecture, modules, config, folder)
-    common = _common(folder, config, architecture, task, saved)
+    # The functions below set the fields `kinds` and `loader` of `base`.
+    base = _read_base(folder, config, architecture, task, saved)
     if task != "embed":
-        return _scoring(modules, saved, common)
+        return _describe_scoring(base, modules, saved)
     if settings.pooling is not None or not is_embedder(modules):
         modules = []
-    return _embedding(settings, root, modules, common)
+    return _describe_embedding(base, settings, root, modules)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -144,21 +144,17 @@ def _read_config(folder: Path) -> PretrainedConfig:
         ) from error
 
 
-def _common(
+def _read_base(
     folder: Path,
     config: PretrainedConfig,
     architecture: str,
     task: str,
     saved: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the fields of CheckpointSpec that every task has.
+) -> CheckpointSpec:
+    """Return a description with only the fields that every task has.
 
-    Args:
-        folder: the folder of the transformers model.
-        config: the model's config.
-        architecture: the name of the model's class in the config.
-        task: "embed", "rerank" or "classify".
-        saved: the content of config_sentence_transformers.json.
+    `saved` is the content of config_sentence_transformers.json. The other arguments are fields of
+    the description.
 
     Raises:
         UnsupportedModelError: the checkpoint embeds texts with a chat template.
@@ -182,47 +178,44 @@ def _common(
         )
     length = settings.get("max_seq_length")
     template = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
-    return {
-        "folder": folder,
-        "config": config,
-        "architecture": architecture,
-        "task": task,
-        "prompts": prompts,
-        "default_prompt_name": saved.get("default_prompt_name"),
-        "max_seq_length": length if isinstance(length, int) and length > 0 else None,
-        "lower_case": bool(settings.get("do_lower_case")),
-        "refused_prompts": refused,
-        "template_kwargs": {k: v for k, v in template.items() if k not in _NOT_FOR_TEMPLATES},
-    }
+    return CheckpointSpec(
+        folder,
+        config,
+        architecture,
+        task,
+        prompts=prompts,
+        default_prompt_name=saved.get("default_prompt_name"),
+        max_seq_length=length if isinstance(length, int) and length > 0 else None,
+        lower_case=bool(settings.get("do_lower_case")),
+        refused_prompts=refused,
+        template_kwargs={k: v for k, v in template.items() if k not in _NOT_FOR_TEMPLATES},
+    )
 
 
-def _scoring(
-    modules: list[ModuleSpec], saved: dict[str, Any], common: dict[str, Any]
+def _describe_scoring(
+    base: CheckpointSpec, modules: list[ModuleSpec], saved: dict[str, Any]
 ) -> CheckpointSpec:
     """Return the description of a reranker or classifier."""
-    config: PretrainedConfig = common["config"]
-    activation = _activation(config, saved)
-    if common["architecture"].endswith(SEQUENCE_HEAD):
-        if config.num_labels != 1:
-            kinds: tuple[str, ...] = ("classify",)
-        elif common["task"] == "classify":
-            kinds = ("classify", "score")
-        else:
-            kinds = ("score", "classify")
-        default = "sigmoid" if config.num_labels == 1 else "softmax"
-        return CheckpointSpec(
-            kinds=kinds, loader=SEQUENCE, activation=activation or default, **common
+    activation = _activation(base.config, saved)
+    if base.architecture.endswith(SEQUENCE_HEAD):
+        has_one_label = base.config.num_labels == 1
+        kinds = ("score", "classify") if has_one_label else ("classify",)
+        return replace(
+            base,
+            kinds=kinds[::-1] if base.task == "classify" else kinds,
+            loader=SEQUENCE,
+            activation=activation or ("sigmoid" if has_one_label else "softmax"),
         )
     answer_tokens = None
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
         answer_tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))
-    return CheckpointSpec(
+    return replace(
+        base,
         kinds=("score",),
         loader=CAUSAL,
         activation=activation or "sigmoid",
         answer_tokens=answer_tokens,
-        **common,
     )
 
 
@@ -250,47 +243,46 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     return known[name]
 
 
-def _embedding(
-    settings: PoolingConfig, root: Path, modules: list[ModuleSpec], common: dict[str, Any]
+def _describe_embedding(
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, modules: list[ModuleSpec]
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
     Args:
+        base: the fields that every task has.
         settings: the settings.
         root: the folder of the checkpoint.
-        modules: the modules of the checkpoint; empty if the pooling method is set.
-        common: the fields that every task has.
+        modules: the modules of the checkpoint; empty if the setting `pooling` replaces them.
     """
     if settings.pooling == "splade":
-        return CheckpointSpec(kinds=("sparse",), loader=MASKED, **common)
+        return replace(base, kinds=("sparse",), loader=MASKED)
+    # The modules after the transformers model.
     later = [module for module in modules[1:] if module.kind != "Dropout"]
     splade = find_config(later, "SpladePooling")
     if splade is not None:
         num_log1p = 2 if splade.get("activation_function") == "log1p_relu" else 1
         strategy = str(splade.get("pooling_strategy", "max"))
-        return CheckpointSpec(
-            kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p), **common
-        )
-    if _has_towers(common["config"]):
+        return replace(base, kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p))
+    if _has_towers(base.config):
         normalizes = ends_with_normalize(later)
-        return CheckpointSpec(kinds=("dense",), loader=TOWERS, normalizes=normalizes, **common)
-    common["token_modules"] = tuple(
+        return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)
+    token_modules = tuple(
         module
         for module in later
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
+    base = replace(base, token_modules=token_modules)
     if later and find_config(later, "Pooling") is None:
-        return _multi_vector(root, later, common)
-    return _dense(settings, root, later, common)
+        return _describe_multi_vector(base, root, later)
+    return _describe_dense(base, settings, root, later)
 
 
-def _multi_vector(root: Path, later: list[ModuleSpec], common: dict[str, Any]) -> CheckpointSpec:
+def _describe_multi_vector(
+    base: CheckpointSpec, root: Path, later: list[ModuleSpec]
+) -> CheckpointSpec:
     """Return the description of a checkpoint with only multi-vector output.
 
-    Args:
-        root: the folder of the checkpoint.
-        later: the modules after the transformers model. There is no Pooling module among them.
-        common: the fields that every task has, and `token_modules`.
+    The modules `later` after the transformers model do not include a Pooling module.
     """
     mask = find_config(later, "MultiVectorMask")
     if mask is None and not any(module.maps_tokens for module in later):
@@ -303,20 +295,17 @@ def _multi_vector(root: Path, later: list[ModuleSpec], common: dict[str, Any]) -
         raise UnsupportedModelError(
             f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
         )
-    skip_words = tuple(mask.get("skiplist_words") or ())
-    return CheckpointSpec(kinds=("multi_vector",), loader=BASE, skip_words=skip_words, **common)
+    return replace(
+        base, kinds=("multi_vector",), skip_words=tuple(mask.get("skiplist_words") or ())
+    )
 
 
-def _dense(
-    settings: PoolingConfig, root: Path, later: list[ModuleSpec], common: dict[str, Any]
+def _describe_dense(
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with dense output and possibly further outputs.
 
-    Args:
-        settings: the settings.
-        root: the folder of the checkpoint.
-        later: the modules after the transformers model; empty if the checkpoint has no modules.
-        common: the fields that every task has, and `token_modules`.
+    The list `later` of the modules after the transformers model may be empty.
     """
     pooling = next((module for module in later if module.kind == "Pooling"), None)
     vector_modules = tuple(
@@ -327,19 +316,14 @@ def _dense(
         # The vectors are scaled after they are truncated to `dimensions`, so the last module is not
         # applied as a layer.
         vector_modules = vector_modules[:-1]
-    kinds = ["dense"]
-    if (root / SPARSE_FILE).is_file():
-        kinds.append("sparse")
-    if (root / MULTI_VECTOR_FILE).is_file():
-        kinds.append("multi_vector")
-    return CheckpointSpec(
-        kinds=tuple(kinds),
-        loader=BASE,
+    further_kinds = {"sparse": SPARSE_FILE, "multi_vector": MULTI_VECTOR_FILE}
+    return replace(
+        base,
+        kinds=("dense", *(kind for kind, file in further_kinds.items() if (root / file).is_file())),
         poolers=(settings.pooling,) if settings.pooling else _poolers(pooling),
         include_prompt=bool(pooling.config.get("include_prompt", True)) if pooling else True,
         vector_modules=vector_modules,
         normalizes=normalizes,
-        **common,
     )
 
 

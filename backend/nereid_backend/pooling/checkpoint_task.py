@@ -9,9 +9,9 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
 
-# The ends of the names of generative architectures.
+# The names of generative architectures end with one of these texts.
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# The end of the names of architectures with a head for scores.
+# The names of architectures with a head for scores end with this text.
 SEQUENCE_HEAD = "ForSequenceClassification"
 
 

@@ -7,7 +7,6 @@ packed, padded, or batches of texts with equal lengths. A model for which none w
 choice does not depend on the model's name, because a wrong result must never be returned silently.
 """
 
-import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +22,15 @@ from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedForward, RowsForward
 
-_LENS = (5, 5, 13, 21)
-# A text that tests a window is this many tokens longer than the window.
+# The lengths of the texts in the mixed batch, in tokens.
+SELF_CHECK_LENS = (5, 5, 13, 21)
+# A sliding window is tested with a text that is this many tokens longer than the window.
 _BEYOND_WINDOW = 6
-# A sliding window is tested with a text that is longer than the window. Such a text has at most
-# this many tokens.
+# The largest number of tokens of a text that tests a window. Longer windows are not tested.
 _LONGEST_TEXT = 160
-# Differences are root mean squares, relative to that of the vectors. If a later token changes and
-# the vectors of earlier tokens differ by less than _CAUSAL_TOLERANCE, the model is causal. If a
-# batch differs by more than _TOLERANCE from each text alone, the method is not exact.
+# The limits of relative differences (see row_errors). If a later token changes, and the vectors of
+# the earlier tokens differ by less than _CAUSAL_TOLERANCE, the model is causal. If the vectors of a
+# batch differ by more than _TOLERANCE from those of each text alone, the method is not exact.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -75,7 +74,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: no method is exact.
     """
-    lens = tuple(min(n, max_len) for n in _LENS)
+    lens = tuple(min(n, max_len) for n in SELF_CHECK_LENS)
     batch = random_batch(encoder, lens)
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
@@ -116,7 +115,7 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
     Raises:
         UnsupportedModelError: the head's output always differs from that of the whole model.
     """
-    batch = random_batch(encoder, tuple(min(n, max_len) for n in _LENS))
+    batch = random_batch(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
     reason = ""
@@ -147,9 +146,10 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
     """
     rows = []
     with _own_attention(encoder, chosen):
-        for ids, types in _singles(batch):
-            extra = {} if types is None else {"token_type_ids": types}
-            rows.append(encoder.model(input_ids=ids, **extra).logits[0].float())
+        for text in batch.split():
+            extra = {} if text.type_ids is None else {"token_type_ids": text.type_ids[None]}
+            logits = encoder.model(input_ids=text.token_ids[None], **extra).logits
+            rows.append(logits[0].float())
     return torch.stack(rows)
 
 
@@ -178,7 +178,9 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the root mean square difference of each row, relative to that of `expected`.
+    """Return the root mean square of each row's difference, relative to that of all of `expected`.
+
+    Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]] return [0, 0.1].
 
     Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """
@@ -195,23 +197,15 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 
 
 def _offsets(encoder: Encoder) -> list[int]:
-    """Return the possible position ids of a text's first token, the most likely one first."""
+    """Return the possible position ids of a text's first token, the most likely one first.
+
+    Some models number positions from the index after that of the padding embedding. Example: a
+    table of position embeddings with padding_idx 1 returns [2, 0].
+    """
     table = position_table(encoder)
     if table is None or table.padding_idx is None:
         return [0]
     return [table.padding_idx + 1, 0]
-
-
-def _singles(batch: TokenBatch) -> list[tuple[Tensor, Tensor | None]]:
-    """Return each text as a batch of one: token ids [1, n], and type ids [1, n] or None."""
-    starts = batch.starts
-    return [
-        (
-            batch.token_ids[start:end][None],
-            None if batch.type_ids is None else batch.type_ids[start:end][None],
-        )
-        for start, end in itertools.pairwise(starts)
-    ]
 
 
 def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
@@ -221,13 +215,7 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
     """
     forward = PaddedForward(encoder)
     try:
-        parts = [
-            forward(
-                TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))
-            ).float()
-            for ids, types in _singles(batch)
-        ]
-        vectors = torch.cat(parts)
+        vectors = torch.cat([forward(text).float() for text in batch.split()])
     except _MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} is not supported: the model fails for a single text: "
@@ -242,20 +230,20 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
 
 
 def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
-    """Return whether a change of a text's last token leaves the other token vectors unchanged.
+    """Return whether the vectors of earlier tokens stay the same if the last token changes.
 
     Args:
         encoder: the model.
         batch: the texts. The last text is changed.
         expected: the token vectors of the texts, [num_tokens, hidden_size].
     """
-    length = batch.lens[-1]
-    ids = batch.token_ids[-length:].clone()
+    text = batch.split()[-1]
+    length = text.lens[0]
+    ids = text.token_ids.clone()
     ids[-1] = batch.token_ids[0]
     if ids[-1] == batch.token_ids[-1]:
         ids[-1] = batch.token_ids[1]
-    types = None if batch.type_ids is None else batch.type_ids[-length:]
-    changed = PaddedForward(encoder)(TokenBatch(ids, types, (length,))).float()
+    changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
     if length < 2:
         return False
     # Compare the median row, because a mixture-of-experts model may choose other experts for a few
@@ -287,7 +275,9 @@ def _batch_beyond_windows(
 
 
 def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
-    """Return the difference between a batch and each text alone, and a clause that describes it.
+    """Return the difference between the batched and the single texts, and a clause about it.
+
+    Example: (0.5, "the vectors differ by 0.5 (relative)").
 
     Args:
         forward: the method that computes the batch.

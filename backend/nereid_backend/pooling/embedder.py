@@ -20,7 +20,20 @@ Input = str | list[int] | dict[str, Any]
 class _OfflineModel:
     """The common part of Embedder and Reranker: an engine that computes one request at a time."""
 
-    def __init__(self, config: PoolingConfig) -> None:
+    _task: str
+
+    def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
+        """Load the checkpoint.
+
+        Args:
+            model: the folder of the checkpoint.
+            settings: fields of PoolingConfig.
+
+        Raises:
+            ConfigError: a setting is wrong, or the checkpoint is not for this class's task.
+            ModelError: the checkpoint is missing, broken or not supported.
+        """
+        config = PoolingConfig(str(model), **{"task": self._task, **settings})
         self._engine = PoolingEngine(config, progress=lambda _: None)
         self._numbers = itertools.count()
 
@@ -31,8 +44,8 @@ class _OfflineModel:
 
     def _run(self, items: list[PoolingItem]) -> list[Value]:
         """Compute items, and return their values in order."""
-        name = str(next(self._numbers))
-        self._engine.add(name, items)
+        request_id = str(next(self._numbers))
+        self._engine.add(request_id, items)
         values: dict[int, Value] = {}
         try:
             while self._engine.has_work():
@@ -41,25 +54,14 @@ class _OfflineModel:
                         raise EngineError(f"input {result.index}: {result.error}")
                     values[result.index] = result.value
         finally:
-            self._engine.abort(name)
+            self._engine.abort(request_id)
         return [values[index] for index in range(len(items))]
 
 
 class Embedder(_OfflineModel):
     """A model that converts texts to vectors."""
 
-    def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
-        """Load the checkpoint.
-
-        Args:
-            model: the folder of the checkpoint.
-            settings: fields of PoolingConfig.
-
-        Raises:
-            ConfigError: a setting is wrong or does not fit the checkpoint.
-            ModelError: the checkpoint is missing, broken or not supported.
-        """
-        super().__init__(PoolingConfig(str(model), **{"task": "embed", **settings}))
+    _task = "embed"
 
     def encode(
         self,
@@ -123,18 +125,7 @@ class Embedder(_OfflineModel):
 class Reranker(_OfflineModel):
     """A model that scores how relevant documents are for a query."""
 
-    def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
-        """Load the checkpoint.
-
-        Args:
-            model: the folder of the checkpoint.
-            settings: fields of PoolingConfig.
-
-        Raises:
-            ConfigError: a setting is wrong, or the checkpoint is not a reranker.
-            ModelError: the checkpoint is missing, broken or not supported.
-        """
-        super().__init__(PoolingConfig(str(model), **{"task": "rerank", **settings}))
+    _task = "rerank"
 
     def score(
         self,

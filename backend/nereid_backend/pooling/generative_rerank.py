@@ -3,8 +3,9 @@
 
 The score of a pair is computed from the logits of "yes" and "no" after the prompt. The prompt is
 rendered with the checkpoint's chat template. If the template supports messages with the roles
-"query" and "document", it gets these. Otherwise it gets a user message with an instruction, the
-query and the document, as documented in the model card of Qwen3-Reranker (June 2025).
+"query" and "document", the query and the document are two such messages. Otherwise one user message
+contains an instruction, the query and the document, as documented in the model card of
+Qwen3-Reranker (June 2025).
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ _SPARE_TOKENS = (0, 4, 16)
 
 
 class GenerativeReranker:
-    """Builds the prompt of a pair, and has the tokens of the two answers.
+    """Builds the prompt of a pair, and stores the token ids of the two answers.
 
     Attributes:
         yes: the token id of "yes". Its logit is the score.
@@ -60,8 +61,8 @@ class GenerativeReranker:
         self._tokenizer = tokenizer
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         self._template_kwargs = template_kwargs
-        # sentence-transformers writes the answer tokens into the checkpoint's files. Without a chat
-        # template it tokenises the query and the document as a pair, without a prompt.
+        # If the files name the answer tokens, the checkpoint is for sentence-transformers. Without
+        # a chat template, that library tokenises the query and the document as a pair.
         self._uses_pair = answers is not None and not tokenizer.chat_template
         self._has_roles = False
         if tokenizer.chat_template:
@@ -71,6 +72,9 @@ class GenerativeReranker:
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
     ) -> list[int]:
         """Return the token ids of the prompt for a pair.
+
+        Example: if the prompt has 120 tokens, of which 100 are the document's, and the limit is 80,
+        only the first 60 tokens of the document stay in the prompt.
 
         Args:
             pair: the query and the document.
@@ -127,8 +131,8 @@ class GenerativeReranker:
         """Return whether the template renders messages with the roles "query" and "document".
 
         Args:
-            must_be_known: whether the result is False for a template that renders the two roles in
-                the same way as unknown roles. Many templates copy any role into the prompt.
+            must_be_known: whether the template must distinguish the two roles from unknown ones.
+                Many templates copy any role into the prompt. If True, the result is False for them.
         """
         probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
         text = self._render_roles(*probes, None)

@@ -1,21 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with a text encoder and an image encoder (towers) whose vectors share one space."""
 
-import itertools
+import io
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoImageProcessor
 
-from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.errors import ModelError, RequestError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.pooling.choose_forward import random_batch, relative_difference
+from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
+from nereid_backend.pooling.choose_forward import SELF_CHECK_LENS, random_batch, relative_difference
 from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import TokenBatch
 
-_LENS = (5, 5, 13, 21)
+# If the vectors of a padded batch differ by more from those of each text alone, the model is
+# refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
+# The limits of an image: the size of the file in bytes, and the number of pixels.
+_MAX_BYTES = 32 * 2**20
+_MAX_PIXELS = 64 * 10**6
+
+
+class ImageReader:
+    """Decodes image files and prepares their pixels with the checkpoint's image processor."""
+
+    def __init__(self, spec: CheckpointSpec) -> None:
+        """Load the image processor.
+
+        Raises:
+            ModelError: the processor is missing or broken, or pillow is not installed.
+        """
+        try:
+            import PIL.Image
+
+            self._images = PIL.Image
+            load: Any = AutoImageProcessor.from_pretrained
+            self._processor: Any = load(spec.folder, local_files_only=True, trust_remote_code=False)
+        except ImportError as error:
+            raise ModelError(
+                f"{spec.folder} needs a package for images that is not installed: {error}"
+            ) from error
+        except (ValueError, OSError, KeyError) as error:
+            raise ModelError(
+                f"the image processor in {spec.folder} cannot be loaded: {error}"
+            ) from error
+
+    def __call__(self, data: bytes) -> Tensor:
+        """Return the pixels of one image file, float32 [channels, height, width].
+
+        Raises:
+            RequestError: the data is not a readable image, or the image is too large.
+        """
+        if len(data) > _MAX_BYTES:
+            raise RequestError(
+                f"image: the file has {len(data)} bytes, but the limit is {_MAX_BYTES}."
+            )
+        try:
+            with warnings.catch_warnings():
+                # Pillow warns about large images, but they are refused below.
+                warnings.simplefilter("ignore")
+                image = self._images.open(io.BytesIO(data))
+                width, height = image.size
+                if width * height > _MAX_PIXELS:
+                    raise RequestError(
+                        f"image: the image has {width} x {height} pixels, but the limit is "
+                        f"{_MAX_PIXELS} pixels."
+                    )
+                processed = self._processor(images=image.convert("RGB"), return_tensors="pt")
+        except RequestError:
+            raise
+        except Exception as error:
+            # Boundary: the request ends here, because image decoders can raise any exception for a
+            # broken file.
+            raise RequestError(f"image: the image cannot be decoded: {error}") from error
+        pixels: Tensor = processed["pixel_values"][0]
+        return pixels.to(torch.float32)
 
 
 def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
@@ -41,12 +104,17 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Check that a batch of texts has the same vectors as each text alone.
+    """Check that the vectors of a padded batch of texts equal those of each text alone.
 
     Mutates: the layout of the model's linear layers.
 
+    Args:
+        encoder: the loaded model.
+        name: the name of the architecture, for error messages.
+        max_len: the length limit of inputs in tokens.
+
     Returns:
-        The largest relative difference between the two.
+        The largest relative difference between the vectors of the batch and of each text alone.
 
     Raises:
         ModelError: the vectors are not finite numbers.
@@ -56,13 +124,8 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
         raise UnsupportedModelError(
             f"{name} is not supported: the model has no method get_text_features."
         )
-    batch = _random_texts(encoder, tuple(min(n, max_len) for n in _LENS))
-    starts = batch.starts
-    parts = [
-        text_vectors(encoder, TokenBatch(batch.token_ids[start:end], None, (end - start,)))
-        for start, end in itertools.pairwise(starts)
-    ]
-    alone = torch.cat(parts)
+    batch = _random_texts(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
+    alone = torch.cat([text_vectors(encoder, text) for text in batch.split()])
     if not alone.isfinite().all():
         raise ModelError(
             f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
@@ -71,8 +134,7 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), alone)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
-    # NaN is refused, too.
-    if not difference <= tolerance:
+    if not difference <= tolerance:  # The negation also refuses NaN.
         raise UnsupportedModelError(
             f"{name} is not supported: the vectors of a padded batch differ from those of each "
             f"text alone by {difference:.2g} (relative)."
@@ -81,7 +143,10 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
 
 
 def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Return random texts that end with the end-of-sequence token, whose vector is the text's."""
+    """Return random texts that end with the end-of-sequence token.
+
+    A text encoder returns the vector of this token as the vector of the text.
+    """
     batch = random_batch(encoder, lens)
     end = encoder.tokenizer.eos_token_id
     if end is not None:

@@ -117,8 +117,8 @@ def load_encoder(
     model.train(False)
     text = model.config.get_text_config()
     if spec.loader == SEQUENCE and text.pad_token_id is None:
-        # Heads that search the last token before the padding need a padding token. No token has the
-        # id -1, so they find the last token.
+        # Some heads search for the last token that is not the padding token, and fail without a
+        # padding token. No token has the id -1, so these heads find the last token.
         text.pad_token_id = -1
     base: Any = model if spec.loader == BASE else model.base_model
     if spec.loader == TOWERS:
@@ -203,7 +203,10 @@ def quiet() -> Iterator[None]:
 
 
 def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: str) -> bool:
-    """Return whether the model accepts the attention named `attention`. Its own one is restored."""
+    """Return whether the model accepts the attention implementation named `attention`.
+
+    The attention implementation `own_attention` is set again before the function returns.
+    """
     with quiet():
         try:
             model.set_attn_implementation(attention)

@@ -3,7 +3,8 @@
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
-Neighbouring texts of the same length form a group, whose attention is computed in one call.
+Neighbouring texts of the same length form a group, whose attention is computed in one call. Here
+the texts a and b form a group that begins at token 0 and has 2 texts of 3 tokens.
 """
 
 import itertools
@@ -16,13 +17,14 @@ from torch.nn import functional
 
 from nereid_backend.attention.interface import scale_of, sinks_of
 
-# With bfloat16 on a CPU, torch's fused attention takes twice the time of separate matrix products,
-# up to this number of scores.
-_FAST_SCORES = 2**23
+# If a call has at most this many scores in bfloat16 on a CPU, separate matrix products are used,
+# because torch's fused attention takes twice their time.
+_MAX_STEPWISE_SCORES = 2**23
 # If attention is computed with separate matrix products, at most this many scores are in memory at
 # the same time.
 _MAX_SCORES = 2**24
-# With fewer queries in one call, the additional calls cost more than they save.
+# The smallest number of queries in one call. With fewer, the additional calls cost more time than
+# the skipped keys save.
 _MIN_BLOCK = 128
 
 
@@ -80,6 +82,18 @@ class TokenBatch:
             start += count * length
         return groups
 
+    def split(self) -> list["TokenBatch"]:
+        """Return each text as a batch of its own."""
+        types = self.type_ids
+        return [
+            TokenBatch(
+                self.token_ids[start:end],
+                None if types is None else types[start:end],
+                (end - start,),
+            )
+            for start, end in itertools.pairwise(self.starts)
+        ]
+
     def positions(self, offset: int) -> Tensor:
         """Return the position id of each token, int64 [num_tokens]. Texts begin at `offset`."""
         starts = torch.tensor(self.starts[:-1], device=self.token_ids.device)
@@ -93,7 +107,10 @@ class TokenBatch:
         return torch.arange(max(self.lens), device=lens.device) < lens[:, None]
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
-        """Convert packed values [num_tokens, ...] to a padded batch [num_texts, longest, ...]."""
+        """Convert packed values [num_tokens, ...] to a padded batch [num_texts, longest, ...].
+
+        Example: the lens (2, 1) and the values [5, 6, 7] return [[5, 6], [7, 0]].
+        """
         mask = self.mask()
         out = values.new_full((*mask.shape, *values.shape[1:]), filling)
         out[mask] = values
@@ -193,7 +210,10 @@ class _GroupAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
-        """Return the range of keys to which the queries from `start` to `end` can attend."""
+        """Return the range [first, last) of the keys to which the queries [start, end) can attend.
+
+        Example: for a window of 3 without causality, the queries [10, 12) return (8, 14).
+        """
         first = 0
         last = length
         if self.window is not None:
@@ -220,7 +240,7 @@ class _GroupAttention:
             return True
         if query.device.type != "cpu" or query.dtype != torch.bfloat16:
             return False
-        return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _FAST_SCORES
+        return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _MAX_STEPWISE_SCORES
 
     def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
         """Return the mask, bool [rows, columns]. True means that the query attends to the key.
@@ -247,6 +267,7 @@ class _GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
+        """Compute the attention of a block of queries; shapes as for `attend`."""
         if self._is_stepwise(query):
             return self._stepwise(query, key, value, mask)
         return functional.scaled_dot_product_attention(

@@ -27,8 +27,8 @@ _READ_ERRORS = (
     *(pickle.UnpicklingError, safetensors.SafetensorError),
 )
 
-# For each text, the index of the first pooled token and of the token after the last one. No range
-# is empty.
+# For each text, the index of its first pooled token and the index after its last pooled token. No
+# range is empty. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4, and the tokens 6 to 8.
 Ranges = list[tuple[int, int]]
 
 

@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an embedding model or reranker."""
 
-from collections.abc import Mapping
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from pydantic import PositiveInt
 
-from nereid_backend.settings_schema import (
-    CheckpointPath,
-    Device,
-    Dtype,
-    check_names,
-    from_texts,
-    setting_names,
-    settings_class,
-)
+from nereid_backend.settings_schema import CheckpointPath, Device, Dtype, settings_class
 
 _Pooler = Literal[
     "cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade"
@@ -67,17 +58,3 @@ class PoolingConfig:
     num_threads: PositiveInt | None = None
     """The number of CPU threads for tensor operations. By default, the model uses
     all CPUs but one."""
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, str]) -> Self:
-        """Return a configuration built from text values, such as environment variables.
-
-        Args:
-            settings: text values by field name, in lower case and without a prefix. An empty text
-                means the field's default.
-
-        Raises:
-            ConfigError: a name is unknown or a value is wrong.
-        """
-        check_names(settings, setting_names(cls))
-        return from_texts(cls, settings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of embedding models and rerankers. It has no KV cache and no sampling.
 
-prepare (validate, tokenise) -> add -> step: take items up to the token budget, compute, return
+add: validate, tokenise, queue -> step: take items up to the token budget, compute, return
 """
 
 import sys
@@ -11,23 +11,11 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, PoolingResult, Value
 from nereid_backend.pooling.pooling_model import NOT_FINITE, PoolingModel
-from nereid_backend.pooling.prepare_items import Prepared
 from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
-
-__all__ = [
-    "PoolingConfig",
-    "PoolingEngine",
-    "PoolingInfo",
-    "PoolingItem",
-    "PoolingResult",
-    "Prepared",
-]
 
 
 class PoolingEngine:
-    """A model and its waiting requests.
-
-    Only one thread may use the engine. Other threads may call `prepare` and `prepare_many`.
+    """A model and its waiting requests. Only one thread may use the engine.
 
     Attributes:
         config: the settings.
@@ -53,42 +41,25 @@ class PoolingEngine:
         self.info: PoolingInfo = self._model.info
         self._queue = TokenQueue()
 
-    def prepare(self, item: PoolingItem) -> Prepared:
-        """Validate and tokenise one item.
-
-        Raises:
-            RequestError: the item is wrong.
-        """
-        return self.prepare_many([item])[0]
-
-    def prepare_many(self, items: Sequence[PoolingItem]) -> list[Prepared]:
-        """Validate and tokenise the items of a request. All texts are tokenised in one call.
-
-        Raises:
-            RequestError: there are no items, or an item is wrong. The message names its index.
-        """
-        if not items:
-            raise RequestError("input: the list is empty. Send at least one input.")
-        return self._model.preparer.prepare(items)
-
-    def add(self, request_id: str, items: Sequence[PoolingItem | Prepared]) -> int:
-        """Add a request to the waiting requests.
+    def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
+        """Add a request to the waiting requests. All its texts are tokenised in one call.
 
         Args:
             request_id: an id that no waiting request has.
-            items: the inputs, prepared or not.
-
-        Returns:
-            The number of tokens of all inputs.
+            items: the inputs.
 
         Raises:
-            RequestError: an item is wrong, or a waiting request has the same id. Nothing is added.
+            RequestError: there are no items, an item is wrong, or a waiting request has the same
+                id. Nothing is added. If there are several items, the message contains the index of
+                the wrong one.
             CapacityError: too many inputs are waiting.
         """
         if request_id in self._queue:
             raise RequestError(
                 f"a request with the id {request_id!r} is already waiting. Use another id."
             )
+        if not items:
+            raise RequestError("input: the list is empty. Send at least one input.")
         limit = self.config.max_num_waiting
         if self._queue.num_items + len(items) > limit:
             raise CapacityError(
@@ -96,12 +67,7 @@ class PoolingEngine:
                 f"more, but the limit is {limit} (max_num_waiting). Try again later or send fewer "
                 "inputs."
             )
-        if items and all(isinstance(item, Prepared) for item in items):
-            prepared = [item for item in items if isinstance(item, Prepared)]
-        else:
-            prepared = self.prepare_many([i.item if isinstance(i, Prepared) else i for i in items])
-        self._queue.add(request_id, prepared)
-        return sum(one.num_tokens for one in prepared)
+        self._queue.add(request_id, self._model.preparer.prepare(items))
 
     def step(self) -> list[PoolingResult]:
         """Compute the next items of the waiting requests.
@@ -130,7 +96,7 @@ class PoolingEngine:
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
         except Exception as error:  # noqa: BLE001
-            # Boundary: a request ends here, and the error of the model is its result.
+            # Boundary: the inputs end here, and the error of the model is their result.
             if len(queued_items) > 1:
                 # Compute each item alone, so that only the items that cause an error fail.
                 return [result for queued in queued_items for result in self._compute([queued])]

@@ -46,9 +46,10 @@ class PackedForward:
         return self.run(batch, PackedAttention(batch.groups(), self.is_causal))
 
     def run(self, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-        """Return the token vectors of a batch. `attention` serves the attention calls."""
+        """Return the token vectors of a batch. `attention` computes the attention calls."""
         base = self.encoder.base
-        arguments = _arguments(base, batch.token_ids[None], batch.type_ids, packed=True)
+        types = None if batch.type_ids is None else batch.type_ids[None]
+        arguments = _arguments(base, batch.token_ids[None], types)
         if accepts(base.forward, "position_ids"):
             arguments["position_ids"] = batch.positions(self.position_offset)[None]
         with self.hook.serving(attention):
@@ -64,12 +65,8 @@ class PaddedForward:
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         """Return the token vectors of a batch, [num_tokens, hidden_size]."""
-        base, mask = self.encoder.base, batch.mask()
-        types = None if batch.type_ids is None else batch.pad(batch.type_ids)
-        padding = getattr(self.encoder.tokenizer, "pad_token_id", None) or 0
-        arguments = _arguments(base, batch.pad(batch.token_ids, padding), types, packed=False)
-        hidden: Tensor = base(attention_mask=mask.long(), **arguments)[0]
-        return hidden[mask]
+        hidden: Tensor = _run_padded(self.encoder, self.encoder.base, batch)[0]
+        return hidden[batch.mask()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,8 @@ class Head:
             batch: the texts.
         """
         if self.rows == "whole":
-            return self._whole(batch)
+            whole: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
+            return whole
         assert hidden is not None
         if self.rows == "all":
             padding = self.encoder.model.config.get_text_config().pad_token_id or 0
@@ -129,15 +127,6 @@ class Head:
         with base_returns(self.encoder, rows):
             out = self.encoder.model(input_ids=ids, attention_mask=mask)
         logits: Tensor = out.logits
-        return logits
-
-    def _whole(self, batch: TokenBatch) -> Tensor:
-        """Return the logits of the whole model on a padded batch."""
-        model = self.encoder.model
-        padding = getattr(self.encoder.tokenizer, "pad_token_id", None) or 0
-        types = None if batch.type_ids is None else batch.pad(batch.type_ids)
-        arguments = _arguments(model, batch.pad(batch.token_ids, padding), types, packed=False)
-        logits: Tensor = model(attention_mask=batch.mask().long(), **arguments).logits
         return logits
 
     def _tokens(self, batch: TokenBatch) -> list[int]:
@@ -187,13 +176,22 @@ def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
         del base.forward
 
 
-def _arguments(
-    base: torch.nn.Module, ids: Tensor, types: Tensor | None, *, packed: bool
-) -> dict[str, Any]:
-    """Return the arguments for `base`, without those that it does not accept."""
+def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> Any:  # noqa: ANN401 - a model's output
+    """Run a model, such as the base of `encoder`, on a padded batch."""
+    padding = getattr(encoder.tokenizer, "pad_token_id", None) or 0
+    types = None if batch.type_ids is None else batch.pad(batch.type_ids)
+    arguments = _arguments(model, batch.pad(batch.token_ids, padding), types)
+    return model(attention_mask=batch.mask().long(), **arguments)
+
+
+def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
+    """Return the arguments for a call of `model`, without those that the model does not accept.
+
+    Shapes: ids and types [num_texts, length].
+    """
     arguments: dict[str, Any] = {"input_ids": ids}
-    if types is not None and accepts(base.forward, "token_type_ids"):
-        arguments["token_type_ids"] = types[None] if packed else types
-    if accepts(base.forward, "use_cache"):
+    if types is not None and accepts(model.forward, "token_type_ids"):
+        arguments["token_type_ids"] = types
+    if accepts(model.forward, "use_cache"):
         arguments["use_cache"] = False
     return arguments

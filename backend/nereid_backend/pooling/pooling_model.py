@@ -28,8 +28,12 @@ from nereid_backend.pooling.choose_forward import (
     position_table,
 )
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
-from nereid_backend.pooling.image_reader import ImageReader
-from nereid_backend.pooling.image_text_towers import check_towers, image_vectors, text_vectors
+from nereid_backend.pooling.image_text_towers import (
+    ImageReader,
+    check_towers,
+    image_vectors,
+    text_vectors,
+)
 from nereid_backend.pooling.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.output_layers import load_output_layers
 from nereid_backend.pooling.packed_texts import TokenBatch
@@ -84,30 +88,27 @@ class PoolingModel:
         """
         started = time.monotonic()
         torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
-        spec = read_checkpoint_spec(config)
-        device = choose_device(config.device)
-        self._spec = spec
+        self._spec = spec = read_checkpoint_spec(config)
         self._hook = AttentionHook()
-        encoder = load_encoder(
-            spec, dtype=config.dtype, device=device, attention=self._hook.name, progress=progress
+        self._encoder = encoder = load_encoder(
+            spec,
+            dtype=config.dtype,
+            device=choose_device(config.device),
+            attention=self._hook.name,
+            progress=progress,
         )
-        self._encoder = encoder
-        limit = _length_limit(config, spec, encoder)
+        max_len = _length_limit(config, spec, encoder)
         progress("comparing a batch of texts with each text alone")
-        self._head: Head | None = None
+        # A model with a text and an image tower has neither a chosen forward pass nor a head.
         self._chosen: ChosenForward | None = None
-        images = None
+        self._head: Head | None = None
         if spec.loader == TOWERS:
-            path = "padded"
-            difference = check_towers(encoder, spec.architecture, limit)
-            images = (ImageReader(spec), _image_tokens(encoder))
+            difference = check_towers(encoder, spec.architecture, max_len)
         else:
-            self._chosen = choose_forward(encoder, self._hook, spec.architecture, limit)
-            path = self._chosen.path
+            self._chosen = choose_forward(encoder, self._hook, spec.architecture, max_len)
             difference = self._chosen.difference
-            if spec.loader == SEQUENCE:
-                self._head = choose_head(encoder, self._chosen, spec.architecture, limit)
-                path = "padded" if self._head.rows == "whole" else path
+        if self._chosen is not None and spec.loader == SEQUENCE:
+            self._head = choose_head(encoder, self._chosen, spec.architecture, max_len)
         self._poolers, self._normalizes = self._choose_pooling()
         self._layers = load_output_layers(Path(config.model), spec, encoder)
         self._reranker = None
@@ -116,14 +117,14 @@ class PoolingModel:
                 encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
             )
         self.info = self._describe(
-            config, limit, path, difference, load_seconds=time.monotonic() - started
+            config, max_len, difference, load_seconds=time.monotonic() - started
         )
         self.preparer = ItemPreparer(
             spec,
             self.info,
             encoder.tokenizer,
             reranker=self._reranker,
-            images=images,
+            images=(ImageReader(spec), _image_tokens(encoder)) if spec.loader == TOWERS else None,
         )
 
     def close(self) -> None:
@@ -150,7 +151,8 @@ class PoolingModel:
         """Divide a batch into smaller batches, as lists of the indices of their items.
 
         All images are one batch. Packed texts are one batch. Padded texts are divided into batches
-        of similar lengths, so that there is little padding.
+        of similar lengths, so that there is little padding. Example: padded texts with 50, 6 and 5
+        tokens return [[2, 1], [0]].
         """
         images = [i for i, prepared in enumerate(batch) if prepared.pixels is not None]
         texts = [i for i, prepared in enumerate(batch) if prepared.pixels is None]
@@ -183,7 +185,11 @@ class PoolingModel:
         return dense_outputs(vectors, items, normalizes=self._normalizes)
 
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
-        """Compute the outputs of texts as one batch."""
+        """Compute the outputs of texts as one batch.
+
+        The loaded model determines which computation follows: projection (towers), whole model or
+        head (classifier), answer tokens (generative reranker), SPLADE, or pooling.
+        """
         batch = TokenBatch.of(
             [prepared.token_ids for prepared in items],
             [prepared.type_ids for prepared in items],
@@ -250,17 +256,12 @@ class PoolingModel:
         return [outputs[i] for i in range(len(items))]
 
     def _describe(
-        self,
-        config: PoolingConfig,
-        limit: int,
-        path: str,
-        difference: float,
-        *,
-        load_seconds: float,
+        self, config: PoolingConfig, max_len: int, difference: float, *, load_seconds: float
     ) -> PoolingInfo:
         """Return the description of the loaded model."""
         spec = self._spec
         encoder = self._encoder
+        runs_whole_model = self._head is not None and self._head.rows == "whole"
         default_tokens = _CPU_TOKENS if encoder.device.type == "cpu" else _GPU_TOKENS
         return PoolingInfo(
             model=config.model,
@@ -268,12 +269,12 @@ class PoolingModel:
             task=spec.task,
             kinds=spec.kinds,
             dimension=self._dimension(),
-            max_model_len=limit,
+            max_model_len=max_len,
             vocab_size=encoder.vocab_size,
             pooling=self._describe_pooling(),
             normalizes=self._normalizes,
             activation=spec.activation if spec.task != "embed" else "none",
-            path=path,
+            path="padded" if self._chosen is None or runs_whole_model else self._chosen.path,
             labels=_labels(spec),
             prompts=dict(spec.prompts),
             default_prompt_name=spec.default_prompt_name,
@@ -343,7 +344,10 @@ def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
 
 
 def _image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that an image counts as: its patches and one more."""
+    """Return the number of tokens that an image counts as: one for each patch, and one more.
+
+    Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
+    """
     vision = encoder.model.config.vision_config
     side = getattr(vision, "image_size", 224) // max(1, getattr(vision, "patch_size", 16))
     return int(side * side + 1)

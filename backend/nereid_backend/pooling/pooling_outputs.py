@@ -74,6 +74,9 @@ def splade_outputs(
 ) -> list[Value | None]:
     """Return the SPLADE weights of each text by token id, without weights of 0.
 
+    The weight of a vocabulary entry is the largest (or the sum) of log1p(relu(logit)) over the
+    tokens of the text.
+
     Args:
         logit_slices: the logits over the vocabulary of all tokens, in slices of consecutive tokens:
             pairs of the index of the first token and its logits [n, vocab_size].
@@ -110,7 +113,8 @@ def sparse_output(
 ) -> Value | None:
     """Return the weights of a text by token id; None if a weight is not finite.
 
-    A token that occurs several times gets its largest weight.
+    A token that occurs several times gets its largest weight. Example: the tokens [7, 9, 7] with
+    the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -159,7 +163,10 @@ def _array(values: Tensor) -> Floats:
 
 
 def _nonzero_weights(row: Tensor) -> Value | None:
-    """Return the weights that are not 0 by token id; None if a weight is not finite."""
+    """Return the nonzero weights as a dict by token id; None if a weight is not finite.
+
+    Example: [0, 0.5, 0, 2] returns {1: 0.5, 3: 2.0}.
+    """
     if not row.isfinite().all():
         return None
     token_ids = row.nonzero().squeeze(1)
@@ -167,6 +174,7 @@ def _nonzero_weights(row: Tensor) -> Value | None:
 
 
 def _log1p(values: Tensor, times: int) -> Tensor:
+    """Apply log1p to the values `times` times."""
     for _ in range(times):
         values = values.log1p()
     return values

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates items and tokenises them. The model itself is not needed."""
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,9 @@ from nereid_backend.errors import RequestError
 from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
+
+# The index of an item in its request, its token ids, and its type ids (see Prepared.type_ids).
+_Tokens = tuple[int, list[int], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Prepared:
 
 
 class ItemPreparer:
-    """Validates and tokenises items. Several threads may use it."""
+    """Validates and tokenises items."""
 
     def __init__(
         self,
@@ -65,8 +68,6 @@ class ItemPreparer:
         self._reranker = reranker
         self._images = images
         self._prompt_lens: dict[str, int] = {}
-        # Truncation changes the state of the tokenizer, so only one thread may call it at a time.
-        self._lock = threading.Lock()
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
@@ -75,35 +76,22 @@ class ItemPreparer:
         """Validate and tokenise items. All texts are tokenised in one call.
 
         Raises:
-            RequestError: an item is wrong. The message names its index.
+            RequestError: an item is wrong. The message contains its index if there are several.
         """
-        with self._lock:
-            return self._prepare(items)
-
-    def _prepare(self, items: Sequence[PoolingItem]) -> list[Prepared]:
-        """Prepare items; see `prepare`. The caller has the lock."""
-        checked = []
+        checked: dict[int, PoolingItem] = {}
+        prepared: dict[int, Prepared] = {}
         for index, item in enumerate(items):
-            try:
-                checked.append(self._check(item))
-            except RequestError as error:
-                raise _at(index, len(items), error) from error
-        prepared: list[Prepared | None] = [None] * len(checked)
-        texts: list[int] = []
-        for index, item in enumerate(checked):
-            if item.text is not None or item.pair is not None:
-                texts.append(index)
-                continue
-            try:
-                prepared[index] = self._without_text(item)
-            except RequestError as error:
-                raise _at(index, len(items), error) from error
-        for index, ids, types in self._tokenise(checked, texts):
-            try:
-                prepared[index] = self._with_text(checked[index], ids, types)
-            except RequestError as error:
-                raise _at(index, len(items), error) from error
-        return [one for one in prepared if one is not None]
+            with _error_index(index, len(items)):
+                checked[index] = self._check(item)
+        for index, item in checked.items():
+            if not _has_text(item):
+                with _error_index(index, len(items)):
+                    prepared[index] = self._without_text(item)
+        texts = {index: item for index, item in checked.items() if _has_text(item)}
+        for index, ids, types in self._tokenise(texts):
+            with _error_index(index, len(items)):
+                prepared[index] = self._with_text(texts[index], ids, types)
+        return [prepared[index] for index in range(len(items))]
 
     def _check(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return it with its kind and its prompt filled in."""
@@ -130,8 +118,7 @@ class ItemPreparer:
         if item.image is not None and not info.accepts_images:
             raise RequestError(f"image: {info.architecture} does not accept images.")
         prompt = self._prompt(item)
-        fields = {name: getattr(item, name) for name in PoolingItem.__slots__}
-        return PoolingItem(**{**fields, "kind": kind, "prompt": prompt, "prompt_name": None})
+        return replace(item, kind=kind, prompt=prompt, prompt_name=None)
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise RequestError if an option of an item is wrong or does not fit the model."""
@@ -214,55 +201,40 @@ class ItemPreparer:
             ids = ids[: self._info.max_model_len]
         return Prepared(item, list(ids), num_tokens=len(ids))
 
-    def _tokenise(
-        self, items: list[PoolingItem], wanted: list[int]
-    ) -> list[tuple[int, list[int], list[int] | None]]:
-        """Return (index, token ids, type ids) of the items at the indices `wanted`."""
-        tokenised: list[tuple[int, list[int], list[int] | None]] = []
-        single = [i for i in wanted if items[i].pair is None]
-        paired = [i for i in wanted if items[i].pair is not None]
-        if self._reranker is not None:
-            for index in wanted:
-                pair = items[index].pair
-                assert pair is not None
-                limit = self._info.max_model_len if items[index].truncate else None
-                instruction = items[index].instruction or items[index].prompt
-                ids = self._reranker.tokens(pair, instruction, limit)
-                tokenised.append((index, ids, None))
-            return tokenised
-        if single:
-            texts = [(items[i].prompt or "") + (items[i].text or "") for i in single]
-            tokenised += self._call(single, texts)
-        if paired:
-            pairs = [items[i].pair or ("", "") for i in paired]
-            firsts = [
-                (items[i].prompt or "") + query for i, (query, _) in zip(paired, pairs, strict=True)
-            ]
-            tokenised += self._call(paired, firsts, [document for _, document in pairs])
-        return tokenised
+    def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
+        """Yield the tokens of texts and pairs.
 
-    def _call(
-        self, indices: list[int], *texts: list[str]
-    ) -> list[tuple[int, list[int], list[int] | None]]:
-        """Tokenise texts, or pairs if two lists are given, and return (index, ids, type ids)."""
-        encoded: Any = self._tokenizer(
-            *texts,
-            return_attention_mask=False,
-            return_token_type_ids=self._wants_types,
-            verbose=False,
-        )
-        types = encoded.get("token_type_ids") or [None] * len(indices)
-        return list(zip(indices, encoded["input_ids"], types, strict=True))
+        Args:
+            items: the items by their index in the request. Each has a text or a pair.
+        """
+        if self._reranker is not None:
+            for index, item in items.items():
+                assert item.pair is not None
+                limit = self._info.max_model_len if item.truncate else None
+                instruction = item.instruction or item.prompt
+                yield index, self._reranker.tokens(item.pair, instruction, limit), None
+            return
+        # One call tokenises either texts or pairs.
+        for has_pair in (False, True):
+            some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
+            if some:
+                columns = zip(*(_texts_of(item) for item in some.values()), strict=True)
+                encoded: Any = self._tokenizer(
+                    *(list(column) for column in columns),
+                    return_attention_mask=False,
+                    return_token_type_ids=self._wants_types,
+                    verbose=False,
+                )
+                types = encoded.get("token_type_ids") or [None] * len(some)
+                yield from zip(some, encoded["input_ids"], types, strict=True)
 
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
         """Truncate or refuse a text that is too long, and return the prepared item."""
         limit = self._info.max_model_len
         if len(ids) > limit:
             self._refuse_length(item, len(ids))
-            texts = [item.text or ""] if item.pair is None else list(item.pair)
-            texts[0] = (item.prompt or "") + texts[0]
             encoded: Any = self._tokenizer(
-                *texts,
+                *_texts_of(item),
                 truncation="longest_first",
                 max_length=limit,
                 return_token_type_ids=self._wants_types,
@@ -299,9 +271,30 @@ class ItemPreparer:
         return length
 
 
-def _at(index: int, count: int, error: RequestError) -> RequestError:
-    """Return the error with the index of the input, if there are several inputs.
+@contextmanager
+def _error_index(index: int, count: int) -> Iterator[None]:
+    """Add the index of the input to a RequestError inside the with statement.
 
-    Example: "input: the text is empty" becomes "input 3: input: the text is empty".
+    Example: with several inputs, "input: the text is empty" becomes "input 3: input: the text is
+    empty". With one input, the message does not change.
     """
-    return error if count == 1 else RequestError(f"input {index}: {error}")
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"input {index}: {error}") from error
+
+
+def _has_text(item: PoolingItem) -> bool:
+    """Return whether an item has a text or a pair of texts."""
+    return item.text is not None or item.pair is not None
+
+
+def _texts_of(item: PoolingItem) -> tuple[str, ...]:
+    """Return the text, or the two texts of a pair, with the prompt before the first one.
+
+    Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
+    """
+    first, *rest = item.pair or (item.text or "",)
+    return ((item.prompt or "") + first, *rest)

@@ -28,8 +28,11 @@ class TokenQueue:
 
     A step takes one item of each request in turn until the token budget is used up. The next step
     continues with the next request. So a request with a thousand texts uses whole steps while it is
-    the only one, but does not delay a request with one text. Within a request short texts come
+    the only one, but does not delay a request with one text. Within a request, short texts come
     first, because texts of the same length are computed as one batch.
+
+    Example: request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens.
+    `take(22)` returns the items a5, b9 and a6, and the next call returns a7.
 
     Attributes:
         num_items: the number of waiting items.
@@ -65,14 +68,14 @@ class TokenQueue:
                 more tokens, it is returned alone.
         """
         taken: list[QueuedItem] = []
-        left = budget
+        num_left = budget  # tokens
         while self._waiting:
             request_id, queued_items = next(iter(self._waiting.items()))
-            if taken and queued_items[0].prepared.num_tokens > left:
+            if taken and queued_items[0].prepared.num_tokens > num_left:
                 break
             queued = queued_items.popleft()
             taken.append(queued)
-            left -= queued.prepared.num_tokens
+            num_left -= queued.prepared.num_tokens
             if queued_items:
                 self._waiting.move_to_end(request_id)
             else:

@@ -9,12 +9,9 @@ from backend.pooling.tiny import copy_of, text
 from nereid_backend import CapacityError, ConfigError, Embedder, ModelError, RequestError
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import PackedLinear, prepack_linears
-from nereid_backend.pooling.pooling_engine import (
-    PoolingConfig,
-    PoolingEngine,
-    PoolingItem,
-    Prepared,
-)
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.pooling_engine import PoolingEngine
+from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import load_file, save_file
 
 
@@ -80,7 +77,7 @@ def test_an_aborted_request_is_forgotten(folder):
     assert [one.request_id for one in engine.step()] == ["a"]
 
 
-def test_a_waiting_name_and_a_full_queue_are_refused(folder):
+def test_a_request_id_that_is_waiting_and_a_full_queue_are_refused(folder):
     engine = engine_of(folder, max_num_waiting=3)
     engine.add("a", items(2))
     with pytest.raises(RequestError, match="the id 'a' is already waiting"):
@@ -112,14 +109,14 @@ def test_an_empty_text_has_the_vector_of_its_special_tokens(embedder):
     np.testing.assert_allclose(embedder.encode(""), embedder.encode([[0, 2]]), atol=1e-6)
 
 
-def test_no_inputs_are_no_vectors_offline_and_an_error_in_a_request(folder, embedder):
+def test_an_empty_list_returns_no_vectors_offline_and_is_an_error_in_a_request(folder, embedder):
     assert embedder.encode([]).shape == (0, 48)
     with pytest.raises(RequestError, match="input: the list is empty"):
         engine_of(folder).add("a", [])
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 49, 10**9, True, 8.0])
-def test_dimensions_beyond_the_models_are_refused(dimensions, embedder):
+def test_dimensions_larger_than_those_of_the_model_are_refused(dimensions, embedder):
     with pytest.raises(RequestError, match="dimensions: the value must be an integer from 1 to 48"):
         embedder.encode("w1", dimensions=dimensions)
 
@@ -139,16 +136,16 @@ def test_bad_token_ids_are_refused(ids, message, embedder):
         embedder.encode(ids)
 
 
-def test_what_the_model_does_not_give_is_refused(folder):
+def test_options_that_the_model_does_not_support_are_refused(folder):
     engine = engine_of(folder)
     with pytest.raises(RequestError, match="BertModel supports dense, but the request has sparse"):
-        engine.prepare(PoolingItem("sparse", text="w1"))
+        engine.add("a", [PoolingItem("sparse", text="w1")])
     with pytest.raises(
         RequestError, match="the kind dense requires one text, but the request has a pair"
     ):
-        engine.prepare(PoolingItem(pair=("w1", "w2")))
+        engine.add("a", [PoolingItem(pair=("w1", "w2"))])
     with pytest.raises(RequestError, match="requires a generative reranker"):
-        engine.prepare(PoolingItem(text="w1", instruction="w2"))
+        engine.add("a", [PoolingItem(text="w1", instruction="w2")])
 
 
 def change_weights(folder, target, change):
@@ -168,7 +165,7 @@ def test_weights_that_are_not_numbers_are_found_at_load(encoder_of, tmp_path):
         Embedder(change_weights(encoder_of("bert"), tmp_path, change))
 
 
-def test_a_text_whose_vector_is_not_finite_is_an_error_of_its_own(encoder_of, tmp_path):
+def test_a_text_whose_vector_is_not_finite_fails_without_the_other_texts(encoder_of, tmp_path):
     def change(weights):
         weights["embeddings.word_embeddings.weight"][4] = float("inf")
 
@@ -181,20 +178,18 @@ def test_a_text_whose_vector_is_not_finite_is_an_error_of_its_own(encoder_of, tm
     assert np.isfinite(found[2].value).all()
 
 
-def test_an_input_that_the_model_fails_on_does_not_take_others_with_it(folder):
+def test_an_input_for_which_the_model_fails_does_not_fail_other_inputs(folder):
     engine = engine_of(folder)
-    bad = Prepared(PoolingItem("dense", token_ids=[10**6]), [10**6], num_tokens=1)
-    engine.add("a", [engine.prepare(PoolingItem(text="w1")), bad])
+    engine.add("a", [PoolingItem(text="w1"), PoolingItem(token_ids=[3])])
+    # The model fails on a token id that it does not have.
+    bad = next(one for one in engine._queue._waiting["a"] if one.index == 1)
+    bad.prepared.token_ids[0] = 10**6
     found = {one.index: one for one in engine.step()}
     assert found[0].value.shape == (48,)
     assert "the model failed: IndexError" in found[1].error
 
 
-def test_settings_come_from_text_and_wrong_ones_are_named(folder):
-    config = PoolingConfig.from_settings({"model": folder, "task": "embed", "num_threads": "1"})
-    assert (config.task, config.num_threads, config.max_model_len) == ("embed", 1, None)
-    with pytest.raises(ConfigError, match="Did you mean pooling"):
-        PoolingConfig.from_settings({"model": folder, "poolin": "cls"})
+def test_wrong_settings_are_named(folder):
     with pytest.raises(ConfigError, match="task: the value must be 'auto', 'embed', "):
         PoolingConfig(folder, task="embedding")
     with pytest.raises(ConfigError, match="max_batch_tokens: the value must be greater than 0"):
@@ -203,14 +198,14 @@ def test_settings_come_from_text_and_wrong_ones_are_named(folder):
         Embedder(folder, max_model_len=161)
 
 
-def test_positions_that_begin_behind_the_padding_bound_the_length(encoder_of):
+def test_position_ids_that_begin_after_the_padding_index_limit_the_length(encoder_of):
     roberta = str(encoder_of("roberta"))
     assert Embedder(roberta, num_threads=1, max_model_len=158).info.max_model_len == 158
     with pytest.raises(ConfigError, match="must be at most 158"):
         Embedder(roberta, max_model_len=159)
 
 
-def test_an_encoder_that_cannot_be_had_without_its_decoder_is_refused_by_name(encoder_of, tmp_path):
+def test_an_encoder_that_cannot_be_loaded_without_its_decoder_is_refused(encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert"), tmp_path)
     config = folder / "config.json"
     changed = config.read_text().replace('"BertModel"', '"BartModel"').replace('"bert"', '"bart"')
@@ -222,7 +217,7 @@ def test_an_encoder_that_cannot_be_had_without_its_decoder_is_refused_by_name(en
         Embedder(str(folder))
 
 
-def test_prepacked_layers_give_the_same_and_leave_shared_weights_alone():
+def test_packed_layers_compute_the_same_and_shared_weights_are_not_packed():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(30, 16), torch.nn.Linear(16, 24), torch.nn.Linear(24, 16, bias=False)

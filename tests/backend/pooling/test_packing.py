@@ -34,7 +34,9 @@ def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale
 @pytest.mark.parametrize("window", [None, 7, 200])
 @pytest.mark.parametrize("extra", ["", "softcap", "sinks"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_packed_attention_is_that_of_each_text(is_causal, window, extra, kv_heads):
+def test_packed_attention_equals_the_attention_of_each_text_alone(
+    is_causal, window, extra, kv_heads
+):
     torch.manual_seed(0)
     lens = (1, 3, 3, 40, 300, 300, 517)
     total = sum(lens)
@@ -70,7 +72,7 @@ def test_packed_attention_is_that_of_each_text(is_causal, window, extra, kv_head
         )
 
 
-def test_positions_begin_anew_with_each_text():
+def test_position_ids_start_again_at_each_text():
     batch = TokenBatch.of([[5, 6], [7], [8, 9, 5]], [None] * 3, torch.device("cpu"))
     assert batch.positions(2).tolist() == [2, 3, 2, 2, 3, 4]
     assert batch.groups() == [(0, 1, 2), (2, 1, 1), (3, 1, 3)]

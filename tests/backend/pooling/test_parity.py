@@ -46,7 +46,9 @@ REPRESENTATIVE = (
         for family in FAMILIES
     ],
 )
-def test_vectors_equal_the_models_own_alone_and_in_a_mixed_batch(family, encoder_of, texts):
+def test_vectors_of_single_texts_and_of_a_mixed_batch_equal_those_of_transformers(
+    family, encoder_of, texts
+):
     folder = encoder_of(family.name)
     embedder = Embedder(str(folder), pooling="mean", num_threads=1)
     assert embedder.info.path == family.path
@@ -97,7 +99,7 @@ def test_a_plain_encoder_is_mean_pooled_as_sentence_transformers_does(encoder_of
     assert cosines(found, wanted).min() >= 0.99999
 
 
-def test_an_architecture_of_another_name_runs_if_all_its_weights_have_a_place(
+def test_an_architecture_of_another_name_runs_if_all_its_weights_are_used(
     encoder_of, texts, tmp_path
 ):
     folder = copy_of(encoder_of("bert"), tmp_path)
@@ -129,7 +131,7 @@ def test_a_generative_checkpoint_becomes_an_embedder_of_the_last_token(encoder_o
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_of_experts_is_seen_to_be_causal_in_every_dtype(dtype, texts, tmp_path):
+def test_a_mixture_of_experts_is_recognised_as_causal_in_every_dtype(dtype, texts, tmp_path):
     extra = {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2}
     family = Family("experts", "qwen3_moe", {**extra, "moe_intermediate_size": 24}, decodes=True)
     embedder = Embedder(str(family.save(tmp_path)), dtype=dtype, num_threads=1)

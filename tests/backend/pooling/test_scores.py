@@ -7,7 +7,9 @@ import pytest
 import torch
 from backend.pooling.tiny import BY_NAME, VOCABULARY, add_modules, copy_of, save_tokenizer, text
 from nereid_backend import ConfigError, ModelError, RequestError, Reranker
-from nereid_backend.pooling.pooling_engine import PoolingConfig, PoolingEngine, PoolingItem
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.pooling_engine import PoolingEngine
+from nereid_backend.pooling.pooling_items import PoolingItem
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,7 +109,7 @@ def judge_folder(tmp_path_factory):
     return make
 
 
-def test_a_generative_checkpoint_judges_through_its_template(judge_folder, pairs):
+def test_a_generative_checkpoint_scores_with_its_template(judge_folder, pairs):
     folder = judge_folder(TEMPLATE)
     found = Reranker(str(folder), num_threads=1).score(pairs)
     np.testing.assert_allclose(
@@ -117,7 +119,7 @@ def test_a_generative_checkpoint_judges_through_its_template(judge_folder, pairs
     np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
 
 
-def test_an_instruction_reaches_the_judge(judge_folder, pairs):
+def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(judge_folder, pairs):
     folder = judge_folder(TEMPLATE)
     found = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
     prompts = [f"w7 w8 query : {q} no : {d} yes :" for q, d in pairs]
@@ -157,7 +159,7 @@ def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
     np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
 
 
-def test_a_long_document_is_cut_and_the_question_about_it_stays(judge_folder):
+def test_a_long_document_is_truncated_and_the_text_after_it_stays(judge_folder):
     folder = judge_folder(TEMPLATE)
     reranker = Reranker(str(folder), num_threads=1)
     rng = random.Random(1)
@@ -174,7 +176,7 @@ def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):
         Reranker(str(encoder_of("bert")))
 
 
-def test_a_generative_checkpoint_says_what_it_must_be_told(encoder_of):
+def test_a_generative_checkpoint_without_a_task_is_refused_with_the_remedy(encoder_of):
     folder = str(encoder_of("llama", "causal"))
     with pytest.raises(ConfigError, match=r"Set task=embed .* or task=rerank"):
         PoolingEngine(PoolingConfig(folder), progress=lambda _: None)

@@ -16,7 +16,9 @@ from backend.pooling.tiny import (
     text,
 )
 from nereid_backend import Embedder, ModelError, RequestError, UnsupportedModelError
-from nereid_backend.pooling.pooling_engine import PoolingConfig, PoolingEngine, PoolingItem
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.pooling_engine import PoolingEngine
+from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import save_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
@@ -97,7 +99,9 @@ def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path)
         Embedder(str(folder))
 
 
-def test_dimensions_mixed_in_one_batch_are_cut_and_then_brought_to_length_one(encoder_of, texts):
+def test_vectors_with_different_dimensions_in_one_batch_are_truncated_and_then_normalised(
+    encoder_of, texts
+):
     folder = encoder_of("qwen3")
     whole = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)
     sizes = [None, 8, 1, 48, 20, 8, None, 3]
@@ -139,7 +143,7 @@ def test_prompts_equal_those_of_sentence_transformers(include_prompt, encoder_of
         embedder.encode("w1", prompt_name="qury")
 
 
-def test_token_ids_are_taken_as_they_are(encoder_of, texts):
+def test_no_special_tokens_are_added_to_token_ids(encoder_of, texts):
     folder = encoder_of("roberta")
     embedder = Embedder(str(folder), num_threads=1)
     ids = AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
@@ -160,7 +164,9 @@ def test_splade_vectors_equal_those_of_sentence_transformers(encoder_of, texts):
 
 @pytest.mark.parametrize("strategy", ["max", "sum"])
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
-def test_saved_splade_modules_are_followed(strategy, activation, encoder_of, texts, tmp_path):
+def test_the_settings_of_saved_splade_modules_are_used(
+    strategy, activation, encoder_of, texts, tmp_path
+):
     folder = copy_of(encoder_of("distilbert", "masked"), tmp_path)
     kind = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
     config = {"pooling_strategy": strategy, "activation_function": activation}
@@ -281,7 +287,7 @@ def png(seed, size=(40, 50)):
     return out.getvalue()
 
 
-def test_texts_and_images_meet_in_the_models_space(clip_folder):
+def test_vectors_of_texts_and_images_equal_those_of_transformers(clip_folder):
     from PIL import Image
 
     rng = random.Random(0)
@@ -314,7 +320,7 @@ def test_a_broken_image_is_an_error_and_the_next_one_works(data, clip_folder):
     assert embedder.encode({"image": png(3)}).shape == (1, 24)
 
 
-def test_a_model_without_eyes_says_so(encoder_of):
+def test_a_model_without_an_image_encoder_refuses_images(encoder_of):
     embedder = Embedder(str(encoder_of("bert")), num_threads=1)
     with pytest.raises(RequestError, match="BertModel does not accept images"):
         embedder.encode({"image": png(1)})

@@ -29,6 +29,7 @@ from nereid_client.errors import BackendError
 _RECONNECT_MS = 1000  # the longest time between two attempts to connect
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
+_CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32}
 
 
@@ -101,11 +102,11 @@ class TritonCalls:
         try:
             return await asyncio.shield(response)
         except asyncio.CancelledError:
-            error = _error_for_cancellation()
-            if isinstance(error, asyncio.CancelledError):
-                Call.cancel(call)
-                self._run_detached(_wait_for_end(response))
-            raise error from None
+            if not _is_task_cancelled():
+                raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
+            Call.cancel(call)
+            self._run_detached(_wait_for_end(response))
+            raise
 
     def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that runs a coroutine to its end. Only `close` waits for this task."""
@@ -175,7 +176,9 @@ class Stream:
                 self._responses.append(response)
                 self._changed.set()
         except asyncio.CancelledError:
-            raise _error_for_cancellation() from None
+            if not _is_task_cancelled():
+                raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
+            raise
         finally:
             self._changed.set()
 
@@ -229,16 +232,13 @@ def decode_strings(raw: bytes) -> list[bytes]:
     return strings
 
 
-def _error_for_cancellation() -> BaseException:
-    """Return the exception to raise for a CancelledError that was raised by an awaited gRPC call.
+def _is_task_cancelled() -> bool:
+    """Return whether the current task was cancelled, and not only the gRPC call that it awaits.
 
-    If the current task was cancelled, the exception is a CancelledError. Otherwise, the server
-    cancelled only the call, so the exception is a BackendError, which does not end the task.
+    In both cases, the task gets a CancelledError.
     """
     task = asyncio.current_task()
-    if task is None or not task.cancelling():
-        return BackendError("CANCELLED", "The Triton server cancelled the request")
-    return asyncio.CancelledError()
+    return task is not None and task.cancelling() > 0
 
 
 async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library

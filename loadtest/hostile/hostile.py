@@ -192,6 +192,7 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
     with tempfile.TemporaryDirectory() as folder, canary() as (canary_port, visits):
         keys = Path(folder) / "keys.toml"
         keys.write_text(_KEYS)
+        tensors.CANARY_FILE.write_bytes(bytes(4096))
         environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
         served = Served(environment=environment, arguments=["--log-level=warning"])
         with limited_memory(memory_limit):
@@ -213,6 +214,9 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
             memory.stop()
             after = {role: process.pid for role, process in processes.roles(served).items()}
             log = served.output + served.server_log
+    if tensors.CANARY_FILE.read_bytes() != bytes(4096):
+        visits.append("a file that a request names was changed")
+    tensors.CANARY_FILE.unlink()
     gone = [role for role, pid in before.items() if after.get(role) != pid]
     return report(results, neighbour, memory, gone, visits, started, log)
 
@@ -283,7 +287,7 @@ def report(  # noqa: PLR0913 - everything that was observed
     if gone:
         faults.append(f"these processes were restarted: {', '.join(gone)}")
     if visits:
-        faults.append(f"the server connected to an address in a request, {len(visits)} times")
+        faults.append(f"the server used an address or a file in a request: {visits}")
     lines += _neighbour_line(neighbour)
     lines.append(
         f"memory of all processes: {first:.0f} MiB at the start, {most:.0f} MiB at the peak"

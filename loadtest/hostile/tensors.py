@@ -4,8 +4,10 @@ import json
 import os
 import queue
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,6 +36,8 @@ _INPUTS = {
 }
 _OTHER_INPUTS = {"executor": ("prompt_token_ids", "INT32"), "postprocessor": ("token_ids", "INT32")}
 _DECODED = ("llm", "executor", "postprocessor")
+CANARY_FILE = Path(tempfile.gettempdir()) / "nereid-hostile-canary"
+"""A file of zeros that no model may change."""
 Tensor = tuple[str, str, Sequence[int], bytes]
 
 
@@ -151,7 +155,7 @@ def _states() -> dict[str, bytes]:
         "empty": b"",
         "a row that is too short": msgpack.packb([1]),
         "no opening": msgpack.packb((0, 99_999, 7, [], False, None)),
-        "a feedback file of the system": opening("/etc/passwd", (0,)),
+        "a feedback file of somebody else": opening(str(CANARY_FILE), (0,)),
         "a feedback file in a missing folder": opening("/nowhere/x", (0,)),
         "a slot of 2**40": opening("/dev/shm/nothing", (2**40,)),
         "a negative slot": opening("/dev/shm/nothing", (-1,)),

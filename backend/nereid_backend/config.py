@@ -38,8 +38,7 @@ class EngineConfig:
 
     weight_dtype: Literal["auto", "int8"] = "auto"
     """The data type in which linear layers store their weights: `auto` or `int8`. `auto` means
-    `dtype`, or the data type of a quantised checkpoint. `int8` works only on CPUs and changes the
-    output slightly."""
+    `dtype`. `int8` works only on CPUs and changes the output slightly."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
@@ -50,14 +49,13 @@ class EngineConfig:
     and the memory of the KV cache determine the limit."""
 
     kv_cache_memory: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] | None = None
-    """The size of the KV cache, for example `2GiB`. By default, the KV cache gets a
-    share of the free memory: on a CPU a quarter, but at most 4 GiB."""
+    """The size of the KV cache, for example `2GiB`. By default, it is a share of the free memory:
+    on a CPU a quarter, but at most 4 GiB."""
 
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """The data type of the KV cache: `auto`, `int8` or `fp8` (e4m3). `auto` means `dtype`.
-    `int8` and `fp8` need about half the memory of bfloat16 and change the output slightly.
-    `int8` is more accurate for most models. `fp8` suits models with large outliers, and is slow on
-    a CPU."""
+    """The data type of the KV cache: `auto`, `int8` or `fp8` (e4m3). `auto` means `dtype`. `int8`
+    and `fp8` need about half the memory of bfloat16 and change the output slightly. `fp8` suits
+    models with large outliers, and is slow on a CPU."""
 
     block_size: PositiveInt = 16
     """The number of tokens in one block of the KV cache."""
@@ -66,8 +64,8 @@ class EngineConfig:
     """The largest number of sequences that run at the same time."""
 
     max_num_batched_tokens: PositiveInt | None = None
-    """The largest number of tokens that the model processes in one step. Longer prompts are
-    processed in chunks. By default, the limit is 512 on a CPU and 4096 on a GPU."""
+    """The largest number of tokens that the model processes in one step. By default, the limit is
+    512 on a CPU and 4096 on a GPU."""
 
     max_num_waiting: PositiveInt = 4096
     """The largest number of requests in the waiting queue. Further requests are refused."""
@@ -88,30 +86,27 @@ class EngineConfig:
     the server's other processes."""
 
     prepack: bool = True
-    """Whether the weights of linear layers are rearranged when the checkpoint is loaded, which
-    makes matrix products several times as fast on a CPU. An output layer that shares its
-    weights with the embedding layer then needs its memory twice."""
+    """Whether the weights of linear layers are rearranged at load, which makes matrix products
+    several times as fast on a CPU. An output layer with shared weights then needs its memory
+    twice."""
 
     compile_forward: bool = False
-    """Whether the forward pass of the model is compiled, which avoids the cost of Python and of
-    small operations. The first start takes at least half a minute longer; later starts load the
-    compiled library from disk. Not tested on GPUs."""
+    """Whether the forward pass of the model is compiled, which makes the first start at least half
+    a minute longer. Later starts load the compiled library from disk. Not tested on GPUs."""
 
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed, so that kernels
-    are not launched one by one."""
+    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same
     tokens."""
 
     async_scheduling: bool = False
-    """Whether a step starts before the tokens of the previous step are read, so that a GPU does not
-    wait for the host. CPUs do not become faster. Not tested on GPUs."""
+    """Whether a step starts before the tokens of the previous step are read, so that a GPU does
+    not wait for the host. Not tested on GPUs."""
 
     sampling_kernel: bool = False
-    """Whether one GPU kernel samples all tokens of a step, without sorting and without waiting
-    for the host. The speed of the kernel has not been measured."""
+    """Whether one GPU kernel samples all tokens of a step. Its speed has not been measured."""
 
     num_speculative_tokens: NonNegativeInt = 0
     """The largest number of draft tokens for each sequence and step, copied from earlier text

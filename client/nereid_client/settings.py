@@ -118,27 +118,26 @@ class Settings:
     language model has the name of the checkpoint's folder."""
 
     api_key: str = Field(default="", repr=False)
-    """The API key. If this setting is set, each request needs the header
-    `Authorization: Bearer KEY` or `api-key: KEY`."""
+    """The API key, which each request needs in the header `Authorization: Bearer KEY` or `api-key:
+    KEY`."""
 
     api_key_file: str = ""
-    """The path of a TOML file with one table for each client: the client's API key, its weight and
-    its limits. The file is read again when it changes."""
+    """The path of a TOML file with the API keys, weights and limits of clients."""
 
     cors_origins: str = ""
-    """The origins whose web pages may call the API, separated by commas. `*` allows all origins. If
-    this setting is not set, no origin may call the API."""
+    """The origins whose web pages may call the API, separated by commas. `*` allows all origins.
+    By default, no origin may call the API."""
 
     max_body_bytes: _Bytes = 64 * 1024 * 1024
     """The largest size of a request body. Larger bodies are rejected with the status 413."""
 
     max_total_body_bytes: _Bytes = 512 * 1024 * 1024
-    """The largest size of the bodies of all requests that run at the same time. Further requests
-    are rejected with the status 429."""
+    """The largest size of the bodies of all running requests. Further requests are rejected with
+    the status 429."""
 
     receive_timeout_s: NonNegativeInt = 60
-    """The longest time in which a client may send the headers of a request, and the longest time in
-    which it may send the body, in seconds. `0` means no limit."""
+    """The longest time for sending the headers of a request, and the longest time for sending the
+    body. `0` means no limit."""
 
     max_prompts: PositiveInt = 128
     """The largest number of prompts in a request to `/v1/completions`."""

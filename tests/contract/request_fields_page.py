@@ -22,11 +22,11 @@ HEAD = """# Request fields
 
 The tables list every field that `/v1/chat/completions`, `/v1/completions` and `/v1/responses` accept or reject.
 
-- The column "Origin" names the API that introduced the field.
-- A request with a wrong value or a rejected field gets status 400. The error names the field in `param`, and gives the value and the limit in `message`.
+- The column "Origin" names the API that introduced the field, if this is not OpenAI's API.
+- A request with a wrong value or a rejected field gets status 400.
 - A field with the value `null` counts as omitted.
-- Unknown fields are ignored. However, a field is rejected if its name is almost the name of a known field, for example `max_token` or `maxTokens`. The message suggests the known name.
-- Triton clients send the same fields in the tensors `chat_request` and `sampling_parameters`. In these tensors, numbers and booleans can be given as text, such as `"0.7"`. An unknown field in `sampling_parameters` is rejected.
+- Unknown fields are ignored. However, a name that is almost the name of a known field is rejected, for example `max_token` or `maxTokens`.
+- Triton clients send the same fields in the tensors `chat_request` and `sampling_parameters`. There, numbers and booleans can be given as text, such as `"0.7"`, and unknown fields in `sampling_parameters` are rejected.
 """  # noqa: E501 - one line of the page for each paragraph
 
 GRAMMARS = """
@@ -49,11 +49,11 @@ ANSWER = """
 
 | Field | Origin | Meaning |
 |---|---|---|
-| `finish_reason` | OpenAI | The reason why generation ended: `stop`, `length`, `tool_calls` or `abort`. |
+| `finish_reason` |  | The reason why generation ended: `stop`, `length`, `tool_calls` or `abort`. |
 | `stop_reason`, `matched_stop` | vLLM, SGLang | The stop string or token id that ended generation. |
 | `reasoning`, `reasoning_content` | vLLM, SGLang | The reasoning text, under both names. |
-| `usage` | OpenAI | Token counts, including `cached_tokens` and `reasoning_tokens`. |
-| `error` | OpenAI | An object with `message`, `type`, `param` and `code`. |
+| `usage` |  | Token counts, including `cached_tokens` and `reasoning_tokens`. |
+| `error` |  | An object with `message`, `type`, `param` and `code`. |
 """  # noqa: E501 - as above
 
 TYPES = {
@@ -76,7 +76,7 @@ def field_table(fields: Mapping[str, FieldInfo]) -> str:
     """Return the table of these fields."""
     lines = ["| Field | Origin | Value | Meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
-        origins = [one.value for one in field.metadata if isinstance(one, Origin)] or ["OpenAI"]
+        origins = [one.value for one in field.metadata if isinstance(one, Origin)]
         meaning = " ".join((field.description or "").split())
         lines.append(f"| `{name}` | {', '.join(origins)} | {value_of(field)} | {meaning} |")
     return "\n".join(lines) + "\n"

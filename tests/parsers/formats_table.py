@@ -16,7 +16,7 @@ The tables on this page list the names that `NEREID_REASONING_PARSER`, `NEREID_T
 
 Upper and lower case are equal, and so are the characters `-`, `_` and `.`. In Python, `get_format("name")` returns the format that has the given name, and `get_format(reasoning="...", tools="...")` combines two formats.
 
-`python tests/parsers/formats_table.py` generates this page. `python -m nereid_parsers formats --table` also prints the chat template or model card from which each format was taken.
+`python tests/parsers/formats_table.py` generates this page.
 
 """  # noqa: E501 - one line of the page for each paragraph
 

@@ -23,18 +23,16 @@ class PoolingConfig:
 
     model: CheckpointPath
     """The folder of a Hugging Face or sentence-transformers checkpoint with safetensors weights.
-    The value `none` disables the model. A relative path in `config.pbtxt` is relative to the model
-    repository, and is ignored if the folder does not exist."""
+    `none` disables the model."""
 
     task: Literal["auto", "embed", "rerank", "classify"] = "auto"
-    """`auto`, `embed`, `rerank` or `classify`. `auto` means the task in the checkpoint's files. The
-    files of a generative checkpoint contain no task. Such a model can embed (it returns the vector
-    of the last token) or rerank (it answers yes or no)."""
+    """`auto`, `embed`, `rerank` or `classify`. `auto` means the task in the checkpoint's files,
+    which a generative checkpoint does not have."""
 
     pooling: _Pooler | None = None
-    """The method that turns the token vectors of a text into one vector: `cls`, `lasttoken`,
-    `mean`, `weightedmean`, `mean_sqrt_len_tokens`, `max` or `splade`. By default,
-    the checkpoint's files determine the method."""
+    """How the token vectors of a text become one vector: `cls`, `lasttoken`, `mean`,
+    `weightedmean`, `mean_sqrt_len_tokens`, `max` or `splade`. By default, the checkpoint's files
+    determine the method."""
 
     dtype: Dtype = "auto"
     """The data type of the weights: `auto`, `float32`, `bfloat16` or `float16`. `auto` means the
@@ -45,8 +43,8 @@ class PoolingConfig:
     GPU."""
 
     max_batch_tokens: PositiveInt | None = None
-    """The largest number of tokens in one step. A longer input is computed alone. If this setting
-    is not set, the limit is 1024 on a CPU and 16384 on a GPU."""
+    """The largest number of tokens in one step. By default, the limit is 1024 on a CPU and 16384
+    on a GPU. A longer input is computed alone."""
 
     max_model_len: PositiveInt | None = None
     """The largest number of tokens in one input. By default, the checkpoint's files

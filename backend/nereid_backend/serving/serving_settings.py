@@ -39,17 +39,17 @@ class ServingSettings:
     """The folder of the checkpoint, as in EngineConfig."""
 
     reasoning_parser: str = ""
-    """The name of the format in which the checkpoint writes reasoning. By default,
-    the format is derived from the chat template. `none` leaves reasoning in the content."""
+    """The name of the format of reasoning. By default, the format is derived from the chat
+    template. `none` leaves reasoning in the content."""
 
     tool_parser: str = ""
-    """The name of the format in which the checkpoint writes tool calls. By default,
-    the format is derived from the chat template. `none` leaves tool calls in the content."""
+    """The name of the format of tool calls. By default, the format is derived from the chat
+    template. `none` leaves tool calls in the content."""
 
     parser_policy: Literal["", "lenient", "strict"] = ""
-    """`lenient` keeps text around tool calls and forwards tool call arguments that are not valid
-    JSON. `strict` accepts tool calls only directly after the reasoning, and repairs or drops
-    invalid arguments. By default, the format determines the policy."""
+    """`lenient` keeps text around tool calls and forwards invalid arguments. `strict` accepts tool
+    calls only directly after the reasoning, and repairs or drops invalid arguments. By default,
+    the format determines the policy."""
 
     responses_per_second: NonNegativeInt = 0
     """The largest number of responses per second, for all streams together. `0` means 160 for each
@@ -61,11 +61,11 @@ class ServingSettings:
 
     keepalive_ms: NonNegativeInt = 0
     """If a stream has no new tokens, the server sends an empty response at this interval, so that
-    the Triton server's HTTP endpoint detects a disconnected client. `0` means never."""
+    Triton's HTTP endpoint detects a disconnected client. `0` means never."""
 
     stale_after_ms: PositiveInt = 5_000
     """The time after which a stream is aborted if the Triton server accepts no response of the
-    stream. Some server versions drop the responses of a cancelled stream without reporting it."""
+    stream."""
 
     max_streams: PositiveInt = 4096
     """The largest number of running and waiting sequences."""
@@ -74,8 +74,8 @@ class ServingSettings:
     """The longest time for loading a checkpoint."""
 
     max_engine_restarts: NonNegativeInt = 3
-    """If the engine process restarts this number of times without finishing a request, the server
-    rejects all further requests."""
+    """The number of engine restarts without a finished request after which all requests are
+    refused."""
 
     engine_hang_timeout_s: NonNegativeInt = 60
     """The longest time of one step. An engine process that exceeds this time is killed and

@@ -73,11 +73,10 @@ class GenerationRequest(RequestBody):
     model: Annotated[str | None, FRONTEND_ONLY] = None
     """The name of the served model, as listed by `/v1/models`. It may be left out."""
     stream: Annotated[bool | None, FRONTEND_ONLY] = False
-    """Whether the response is sent as server-sent events while it is generated. The last event is
-    `[DONE]`."""
+    """Whether the response is sent as server-sent events. The last event is `[DONE]`."""
     stream_options: Annotated[StreamOptions | None, FRONTEND_ONLY] = None
     """`include_usage` adds a last chunk with the token counts, and `continuous_usage_stats` adds
-    the counts to each chunk. Requires `stream: true`."""
+    them to each chunk."""
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     """The number of choices to generate for each prompt."""
     max_tokens: Annotated[int | None, Field(ge=1, lt=INT64_LIMIT)] = None
@@ -86,20 +85,18 @@ class GenerationRequest(RequestBody):
     min_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT), VLLM] = None
     """The number of tokens before which no stop token is sampled."""
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    """The sampling temperature. 0 always selects the most likely token. The default is the value in
+    """The sampling temperature. 0 always selects the most likely token. The default is in
     `generation_config.json`, or 1."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Sample only from the most likely tokens whose probabilities together reach this number."""
+    """Sample only from the most likely tokens whose probabilities reach this sum."""
     top_k: Annotated[int | None, Field(ge=-1, lt=INT64_LIMIT), VLLM] = None
     """Sample only from this number of most likely tokens. -1 and 0 allow all tokens."""
     min_p: Annotated[float | None, Field(ge=0, le=1), VLLM] = None
-    """Exclude tokens whose probability is below `min_p` times the probability of the most likely
-    token."""
+    """Exclude tokens that are less likely than `min_p` times the most likely token."""
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     """Subtracted once from the logit of each token that the answer already contains."""
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    """Subtracted from the logit of a token once for each time that the answer contains the
-    token."""
+    """Subtracted from the logit of a token for each time that the answer contains it."""
     repetition_penalty: Annotated[float | None, Field(gt=0), VLLM] = None
     """Values above 1 lower the logits of tokens that the prompt or the answer contains."""
     logit_bias: dict[str, float] | None = None
@@ -109,7 +106,7 @@ class GenerationRequest(RequestBody):
     bad_words: Annotated[list[str] | None, VLLM] = None
     """Up to 128 texts that cannot be generated."""
     seed: Annotated[int | None, Field(ge=-INT64_LIMIT, lt=INT64_LIMIT)] = None
-    """The seed of the sampling. Equal requests with equal seeds get equal tokens."""
+    """The seed of the sampling."""
     stop: str | list[str] | None = None
     """A string, or up to 16 strings, before which the answer ends."""
     stop_token_ids: Annotated[list[int] | None, VLLM] = None
@@ -125,8 +122,7 @@ class GenerationRequest(RequestBody):
     ignore_eos: Annotated[bool | None, VLLM] = None
     """Whether generation continues after an end-of-sequence token."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), VLLM] = None
-    """The number of likely tokens to report for each prompt token. Not allowed with
-    `stream: true`."""
+    """The number of likely tokens to report for each prompt token. Requires `stream: false`."""
     response_format: dict[str, Any] | None = None
     """The form of the answer. The key `type` is `text`, `json_object`, `json_schema` or
     `structural_tag`."""
@@ -149,8 +145,7 @@ class GenerationRequest(RequestBody):
     """An object with the key `thinking_budget`, which has the meaning of
     `thinking_token_budget`."""
     include_reasoning: Annotated[bool | None, VLLM] = None
-    """Whether the answer contains the reasoning. The default is `true`. A completion is not parsed,
-    so this field has no effect on a completion."""
+    """Whether the answer contains the reasoning. The default is `true`."""
     separate_reasoning: Annotated[bool | None, SGLANG] = None
     """Whether the reasoning is a field of its own. If `false`, the reasoning stays in the
     content."""
@@ -168,18 +163,16 @@ class GenerationRequest(RequestBody):
     extra_key: Annotated[str | None, SGLANG] = None
     """SGLang's name of `cache_salt`."""
     add_special_tokens: Annotated[bool | None, VLLM] = None
-    """Whether the tokenizer adds its special tokens to the prompt. The default is `false` for
-    chats, and `true` for completions."""
+    """Whether the tokenizer adds its special tokens. The default is `false` for chats, and `true`
+    for completions."""
     return_token_ids: Annotated[bool | None, VLLM] = None
     """Whether the answer contains the token ids of the prompt and of each choice."""
     return_prompt_token_ids: Annotated[bool | None, SGLANG] = None
     """SGLang's name of `return_token_ids`."""
     return_tokens_as_token_ids: Annotated[bool | None, FRONTEND_ONLY, VLLM] = None
-    """Whether log-probabilities name a token by its id, for example `token_id:17`, instead of by
-    its text."""
+    """Whether log-probabilities name a token by its id, for example `token_id:17`."""
     request_id: Annotated[RequestId | None, FRONTEND_ONLY, VLLM] = None
-    """A text that becomes the end of the answer's id. The header `X-Request-Id` has the same
-    effect."""
+    """A text that becomes the end of the answer's id, as the header `X-Request-Id` does."""
     rid: Annotated[RequestId | None, FRONTEND_ONLY, SGLANG] = None
     """SGLang's name of `request_id`."""
     service_tier: Annotated[str | None, FRONTEND_ONLY] = None

@@ -56,7 +56,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     """The functions that the model may call. `strict` forces arguments to match the schema."""
     tool_choice: str | dict[str, Any] | None = None
-    """Which tools the model may or must call: `none`, `auto`, `required`, a named function or
+    """Which tools the model may or must call: `none`, `auto`, `required`, a function or
     `allowed_tools`."""
     parallel_tool_calls: bool | None = None
     """Whether the model may call several functions. The default is `true`."""
@@ -72,13 +72,13 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: Annotated[bool | None, VLLM] = None
     """Whether the answer continues the last message instead of starting a new one."""
     reasoning_effort: str | None = None
-    """A word such as `none`, `low` or `high`. The chat template must have a variable for it."""
+    """A word such as `none`, `low` or `high`, for templates with such a variable."""
     thinking: Annotated[Any, Origin.ANTHROPIC] = None
     """The key `type` turns reasoning on or off, and the key `budget_tokens` limits reasoning."""
     stream_reasoning: Annotated[bool | None, FRONTEND_ONLY, SGLANG] = None
     """`false` sends the whole reasoning in one chunk of the stream."""
     documents: Annotated[Any, VLLM] = None
-    """A list of documents for the chat template, which must have a variable for them."""
+    """A list of documents for the chat template."""
     metadata: Annotated[Any, FRONTEND_ONLY] = None
     """Accepted without effect."""
 
@@ -118,16 +118,13 @@ class CompletionRequest(GenerationRequest):
 
     # OpenAI's default is small, because a completion often has no natural end.
     max_tokens: Annotated[int | None, Field(ge=0, lt=INT64_LIMIT)] = 16
-    """The largest number of tokens to generate. The default is 16. 0 only evaluates the prompt, and
-    requires `echo: true`."""
+    """The largest number of tokens to generate. The default is 16. 0 requires `echo: true`."""
     prompt: Annotated[Any, FRONTEND_ONLY]
     """A string, a list of strings, a list of token ids, or a list of lists of token ids."""
     echo: Annotated[bool | None, FRONTEND_ONLY] = False
-    """Whether each choice starts with the prompt. With `max_tokens: 0`, the request only returns
-    the log-probabilities of the prompt."""
+    """Whether each choice starts with the prompt."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), FRONTEND_ONLY] = None
-    """Generate this number of choices, and return the `n` most likely choices. It can be larger
-    than `n` only without `stream: true`."""
+    """Generate this number of choices, and return the `n` most likely. Requires `stream: false`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """The number of likely tokens to report at each position."""
 

@@ -110,15 +110,15 @@ class ResponsesRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, alone or in namespaces."""
     tool_choice: str | dict[str, Any] | None = None
-    """Which tools the model may or must call: `none`, `auto`, `required`, a named function or
+    """Which tools the model may or must call: `none`, `auto`, `required`, a function or
     `allowed_tools`."""
     parallel_tool_calls: bool | None = None
     """Whether the model may call several functions. The default is `true`."""
     text: dict[str, Any] | None = None
     """The key `format` has the meaning of `response_format` in a chat request."""
     reasoning: dict[str, Any] | None = None
-    """The key `effort` has the meaning of `reasoning_effort` in a chat request. The key `summary`
-    returns the whole reasoning as a summary."""
+    """The key `effort` has the meaning of `reasoning_effort` in a chat. The key `summary` returns
+    the whole reasoning."""
     include: list[str] | None = None
     """`message.output_text.logprobs` returns log-probabilities. `reasoning.encrypted_content` has
     no effect."""
@@ -128,15 +128,13 @@ class ResponsesRequest(GenerationRequest):
     """`auto` removes the oldest turns of a conversation that is too long. The default is
     `disabled`."""
     store: bool | None = None
-    """Whether the response is stored, so that it can be retrieved and continued. The default is
-    `true`."""
+    """Whether the response is stored. The default is `true`."""
     background: bool | None = None
-    """Whether the server answers at once and generates the response in the background."""
+    """Whether the response is generated in the background."""
     metadata: dict[str, str] | None = None
     """Up to 16 pairs of strings, which the response repeats."""
     stream_options: Annotated[ResponseStreamOptions | None, FRONTEND_ONLY] = None
-    """`include_obfuscation` must be `false`. The last event of a stream always contains the token
-    counts."""
+    """`include_obfuscation` must be `false`."""
 
     @field_validator("input")
     @classmethod

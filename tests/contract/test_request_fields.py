@@ -19,7 +19,11 @@ from nereid_client.protocol.responses_request import ResponsesRequest
 ROOT = Path(__file__).resolve().parents[2]
 # For each supported field, the names of the tests that show its effect.
 FIELD_TESTS = json.loads((Path(__file__).parent / "data" / "field_tests.json").read_text())
-FIELDS_OF_ANSWERS = set(re.findall(r"`(\w+)`(?=[^|]*\| \w)", request_fields_page.ANSWER))
+FIELDS_OF_ANSWERS = {
+    name
+    for row in re.findall(r"^\| (`[^|]*)", request_fields_page.ANSWER, re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", row)
+}
 SUPPORTED = {
     *ChatCompletionRequest.model_fields,
     *CompletionRequest.model_fields,
@@ -46,6 +50,7 @@ def test_each_field_has_a_meaning():
 def test_the_frontend_knows_every_field_of_the_backend():
     known = {
         *SUPPORTED,
+        *refused.REFUSED,
         *refused.REFUSED_BY_BACKEND,
         *refused.REFUSED_IN_CHAT,
         *refused.REFUSED_IN_COMPLETIONS,
@@ -77,6 +82,10 @@ def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
 
 
 def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():
-    own = {*CompletionRequest.model_fields, *refused.REFUSED_IN_COMPLETIONS}
+    own = {
+        *CompletionRequest.model_fields,
+        *refused.REFUSED,
+        *refused.REFUSED_IN_COMPLETIONS,
+    }
     # A completion returns the raw text, so how reasoning is streamed has no meaning for it.
     assert backend_fields() - PASSED_ON - own == {"stream_reasoning"}

@@ -53,6 +53,9 @@ REFUSED = {
     "routed_dp_rank": Refusal(_ONE_SERVER),
     "disagg_prefill_dp_rank": Refusal(_ONE_SERVER),
     "data_parallel_rank": Refusal(_ONE_SERVER),
+    # Nereid
+    "client_id": Refusal("send the header X-Client-Id instead"),
+    "client_weight": Refusal("only the table of an API key sets the weight of a client"),
 }
 """Fields that chat completions, completions and responses refuse."""
 

@@ -105,8 +105,7 @@ def _run_parse(options: argparse.Namespace) -> int:
     """Parse a transcript, print the result, and return the exit status."""
     if options.stream is not None and options.stream < 1:
         raise ValueError(
-            "--stream is the number of characters in each piece, which must be at least 1, but is "
-            f"{options.stream}"
+            f"--stream {options.stream}: the number of characters in each piece must be at least 1"
         )
     paint = command.paint_for(options.colour)
     tools = _read_json(options.tools) if options.tools else None

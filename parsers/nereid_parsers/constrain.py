@@ -299,8 +299,8 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
         content_route = _first_route(layout, Stage.CONTENT)
         if content_route is None:
             raise ConstraintError(
-                f"The format {fmt.name!r} has no route with the stage CONTENT, so the model can "
-                "only call tools. Set tool_choice to required, or use a format with such a route."
+                f"The format {fmt.name!r} has no message type for an answer in text, so the model "
+                "can only call tools. Set tool_choice to required, or choose another format."
             )
         text = any_text() if request.answer is None else request.answer
         options.append(sequence(const(_header_text(layout, content_route)), text))

@@ -196,8 +196,8 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     triggers = response_format.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
         raise ConstraintError(
-            "response_format.triggers: the value must be a list of strings that are not empty, "
-            f"but is {shorten(triggers)}"
+            "response_format.triggers: the value must be a list of non-empty strings, but it is "
+            f"{shorten(triggers)}"
         )
     path = "response_format.structures"
     structures = _required_list(response_format.get("structures"), path)

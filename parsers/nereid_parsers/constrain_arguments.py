@@ -162,8 +162,8 @@ def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
     """
     if part.mark != _NESTED_MARK:
         raise ConstraintError(
-            f"The format writes {part.mark!r} before each tag of the arguments. Such arguments "
-            f"cannot be constrained, because xgrammar supports only tags after {_NESTED_MARK!r}."
+            f"The format begins each tag of the arguments with {part.mark!r}, but xgrammar can "
+            f"constrain only tags that begin with {_NESTED_MARK!r}."
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 

@@ -167,7 +167,8 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
         mode = allowed.get("mode", "auto")
         if mode not in ("auto", "required"):
             raise ConstraintError(
-                f"tool_choice: allowed_tools.mode must be auto or required, but is {shorten(mode)}"
+                f'tool_choice: allowed_tools.mode must be "auto" or "required", but it is '
+                f"{shorten(mode)}"
             )
         names = frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
         return _ToolChoice(mode, names)

@@ -274,7 +274,7 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
         ({"tool_choice": {"type": "custom"}}, "must be function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}},
-            "allowed_tools.mode must be auto or required",
+            'allowed_tools.mode must be "auto" or "required"',
         ),
         ({"response_format": {"type": "xml"}}, "type must be text, json_object, json_schema"),
         ({"tools": [{"type": "function", "function": {}}]}, "tool .* has no function name"),
@@ -299,7 +299,7 @@ def test_reasoning_without_an_end_cannot_be_constrained():
     for layout in (plain, Sections(tools=HERMES.layout.tools)):
         with pytest.raises(ConstraintError, match="no marker that ends the reasoning"):
             structural_tag(Format("m", layout), request, Stage.REASONING)
-    with pytest.raises(ConstraintError, match="no route with the stage CONTENT"):
+    with pytest.raises(ConstraintError, match="no message type for an answer in text"):
         Format("m", plain).structural_tag(response_format=ANSWER)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress
-from nereid_backend.errors import ConfigError
+from nereid_backend.errors import ConfigError, first_line
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.fused_norms import fuse_norms
 from nereid_backend.model.self_check import check_path
@@ -55,7 +55,8 @@ def use_compiled_forward(
         test_path.use(compiled)
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
     except Exception as error:
-        reason = _reason(error)
+        # torch's compiler can raise any exception. The path then runs without compiling.
+        reason = first_line(error)
         if is_lost(checkpoint.device):
             raise ConfigError(
                 f"compile_forward: the attempt to run a compiled forward pass made "
@@ -126,7 +127,8 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
         test_capture = capture_on(device)
         _check_graphs(checkpoint, chosen, compiled, sizes, test_capture)
     except Exception as error:
-        reason = _reason(error)
+        # Capturing a model's code can raise any exception. The path then runs without graphs.
+        reason = first_line(error)
         if is_lost(device):
             raise ConfigError(
                 f"cuda_graphs: the attempt to replay captured steps made {device} unusable "
@@ -169,8 +171,3 @@ def _check_graphs(
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if failures or graphs.num_replays <= graphs.num_captures:
         raise UnfitError(graphs.failure or next(iter(failures), "the check had no decode step"))
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error message, or the name of its class if it is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

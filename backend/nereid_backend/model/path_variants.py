@@ -118,8 +118,8 @@ def _packed(
     if limit is not None:
         if max_model_len is None or max_model_len > limit.num_tokens:
             raise UnfitError(
-                f"its attention is sparse beyond {limit.num_tokens} tokens ({limit.reason}), so "
-                f"this path requires a max_model_len of at most {limit.num_tokens}"
+                f"the model uses sparse attention for more than {limit.num_tokens} tokens "
+                f"({limit.reason}), so this path requires max_model_len <= {limit.num_tokens}"
             )
         # Up to this length, sparse attention selects every token. The model's code only requires
         # that there is a mask.

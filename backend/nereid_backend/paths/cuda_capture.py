@@ -55,8 +55,8 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
             needed = max(0, reserve_bytes - _cached_bytes(device)) + _SPARE_BYTES
             if free < needed:
                 raise GraphMemoryError(
-                    f"{free / 2**20:.0f} MiB of GPU memory are free, but {needed / 2**20:.0f} MiB "
-                    "must stay free for steps"
+                    f"only {free / 2**20:.0f} MiB of GPU memory are free, but the forward pass "
+                    f"needs {needed / 2**20:.0f} MiB"
                 )
             with torch.cuda.stream(stream), _without_collection():
                 # Libraries allocate workspaces in their first call on a stream. Such an allocation
@@ -88,7 +88,7 @@ def _cached_bytes(device: torch.device) -> int:
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) == (0, 0)
     )
 

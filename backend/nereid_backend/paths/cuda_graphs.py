@@ -187,8 +187,9 @@ class DecodeGraphs:
         difference = _difference(logits[:count], expected[:count])
         if not difference <= _TOLERANCE:
             raise UnfitError(
-                f"the logits of a replay differ from those of its step by {difference:.2g} of "
-                f"their spread, but the limit is {_TOLERANCE:g}"
+                "the logits of a replayed CUDA graph differ from the logits of the same step "
+                f"without a graph: the relative error is {difference:.2g}, but the limit is "
+                f"{_TOLERANCE:g}"
             )
         return step, replay
 

@@ -61,8 +61,8 @@ class PoolingRequest(RequestBody):
         if value is not None and value.lower() != "right":
             raise FieldError(
                 "truncation_direction",
-                'truncation_direction must be "right", because texts are cut at their end, but the '
-                f"request has {shown(value)}",
+                'truncation_direction must be "right", because only the end of a text can be '
+                f"removed, but the request has {shown(value)}",
             )
         return value
 

@@ -48,8 +48,8 @@ class RequestLimits:
         limit = max_prompts * self.max_request_bytes
         if num_bytes > limit:
             raise self._error(
-                f"the request body has {num_bytes} bytes, but a body whose prompts fit has at most "
-                f"{limit} bytes (max_request_bytes)",
+                f"the size of the request body is {num_bytes} bytes, but the limit is {limit} "
+                "bytes (max_request_bytes)",
                 None,
             )
 
@@ -74,8 +74,8 @@ class RequestLimits:
         for item in prompts:
             if isinstance(item, str) and len(item) > self.max_prompt_bytes:
                 raise self._error(
-                    f"prompt has {len(item)} characters, but at most {self.max_prompt_bytes} bytes "
-                    "fit (max_prompt_bytes)",
+                    f"the prompt has {len(item)} characters, but the limit is "
+                    f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
                     "prompt",
                 )
             if isinstance(item, list) and len(item) > self.max_model_len:

@@ -128,9 +128,9 @@ class ScoreRequest(PoolingRequest):
         if num_queries not in (1, num_documents):
             raise FieldError(
                 self.query_field,
-                f"{self.query_field} must have one text, or as many texts as "
-                f"{self.document_field}, but the request has {num_queries} and {num_documents} "
-                "texts",
+                f"{self.query_field} must contain one text, or one text for each text in "
+                f"{self.document_field}. The request has {num_queries} texts in {self.query_field} "
+                f"and {num_documents} texts in {self.document_field}.",
             )
         return self
 

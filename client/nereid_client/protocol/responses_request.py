@@ -181,14 +181,14 @@ class ResponsesRequest(GenerationRequest):
             if len(key) > _MAX_METADATA_KEY_CHARS:
                 raise FieldError(
                     "metadata",
-                    f"metadata must have keys of at most {_MAX_METADATA_KEY_CHARS} characters, but "
-                    f"the request has a key of {len(key)}: {shown(key)}",
+                    f"metadata: the key {shown(key)} has {len(key)} characters, but the limit is "
+                    f"{_MAX_METADATA_KEY_CHARS}",
                 )
             if len(text) > _MAX_METADATA_VALUE_CHARS:
                 raise FieldError(
                     "metadata",
-                    f"metadata must have values of at most {_MAX_METADATA_VALUE_CHARS} characters, "
-                    f"but the request has a value of {len(text)} for {shown(key)}",
+                    f"metadata: the value of {shown(key)} has {len(text)} characters, but the "
+                    f"limit is {_MAX_METADATA_VALUE_CHARS}",
                 )
         return value
 

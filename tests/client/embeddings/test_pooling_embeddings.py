@@ -312,7 +312,7 @@ async def test_tei_errors_name_its_own_field(ask):
     assert problem(await ask("/embed", inputs="b" * 13))["param"] == "inputs"
     error = problem(await ask("/embed", inputs="b", truncation_direction="Left"))
     assert (
-        'truncation_direction must be "right", because texts are cut at their end, but the'
+        'truncation_direction must be "right", because only the end of a text can be'
         in error["message"]
     )
 

@@ -241,11 +241,11 @@ async def test_an_embedding_model_scores_by_cosine(ask):
         ({"text_1": "a", "text_2": []}, "text_2 must not be an empty list"),
         (
             {"text_1": ["a", "b"], "text_2": ["c"]},
-            "text_1 must have one text, or as many texts as text_2, but the request has 2 and 1",
+            "text_1 must contain one text, or one text for each text in text_2. The request has 2",
         ),
         (
             {"queries": ["a", "b"], "documents": "c"},
-            "queries must have one text, or as many texts as documents, but the request has 2",
+            "queries must contain one text, or one text for each text in documents. The request",
         ),
     ],
 )

@@ -271,11 +271,11 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ({"truncation": "some"}, 'truncation must be auto or disabled, but the request has "some"'),
         (
             {"metadata": {"k": "v" * 513}},
-            "metadata must have values of at most 512 characters, but the request has a value of",
+            'metadata: the value of "k" has 513 characters, but the limit is 512',
         ),
         (
             {"metadata": {"k" * 65: "v"}},
-            "metadata must have keys of at most 64 characters, but the request has a key of 65:",
+            " has 65 characters, but the limit is 64",
         ),
         (
             {"metadata": {str(n): "v" for n in range(17)}},

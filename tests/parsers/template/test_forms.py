@@ -152,7 +152,7 @@ def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name):
     if analysis_of(name).supports.calls == "none":
         pytest.skip("this template makes no calls")
     if isinstance(fmt.layout, Sections) and isinstance(fmt.layout.tools.calls[0].body, NestedTags):
-        with pytest.raises(ConstraintError, match="before each tag of the arguments"):
+        with pytest.raises(ConstraintError, match="begins each tag of the arguments"):
             fmt.structural_tag(tools, "required")
         return
     assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))

@@ -68,9 +68,9 @@ class _Totals:
 class Choice:
     """The postprocessor's state of one choice.
 
-    Example: with the stop string "END", `add` gets the tokens "Hi", " E" and "ND". After the second
-    token, `take_output` returns the text "Hi ", because "E" may be the beginning of the stop
-    string. After the third token, `stop_string` is "END", and no more text follows.
+    Example: with the stop string "STOP", `add` gets the tokens "Hi", " ST" and "OP". After the
+    second token, `take_output` returns the text "Hi ", because "ST" may be the beginning of the
+    stop string. After the third token, `stop_string` is "STOP", and no more text follows.
 
     Attributes:
         context: the part of the request that the postprocessor needs.

@@ -12,17 +12,26 @@ words, which only the postprocessor writes:
 The progress of a stream, and the signal CANCELLED, are in the slot of the stream's first sequence.
 Each word contains the stream's serial number, so that a late write for an earlier stream in the
 same slot is ignored. Aligned 8-byte stores are atomic on the machines that Triton server supports.
+
+Clients of Triton server can call the postprocessor directly. The postprocessor therefore maps only
+a memfd whose name contains the random token of an executor, and writes only into existing slots.
 """
 
 import mmap
 import os
+import re
+import secrets
 from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum
 
+from nereid_backend.errors import RequestError
+
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
+# The process id of the executor, the number of the memfd in the executor, and the memfd's name.
+_ADDRESS = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(nereid-feedback-[0-9a-f]{32})", re.ASCII)
 
 
 class Signal(IntEnum):
@@ -39,17 +48,21 @@ class FeedbackReader:
     The memory is an anonymous file (memfd), which the kernel frees when both processes have ended.
 
     Attributes:
-        path: the path under which the postprocessor opens the memory.
+        address: the text with which the postprocessor finds the memory, for example
+            "4711/12/nereid-feedback-0f3c9a...". It consists of the process id of the executor, the
+            file descriptor in the executor, and the name of the file.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._fd = os.memfd_create("nereid-feedback")
+        # Clients cannot guess this name, and the kernel reports the names of open memfds.
+        name = f"nereid-feedback-{secrets.token_hex(16)}"
+        self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, num_slots * _BYTES_PER_SLOT)
         self._map = mmap.mmap(self._fd, num_slots * _BYTES_PER_SLOT)
         self._words = memoryview(self._map).cast("Q")
         # A queue, so that a released slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
         """Return `count` free slots, or None if there are fewer.
@@ -88,29 +101,86 @@ class FeedbackWriter:
     """The postprocessor's side. The first step of a stream names the memory to write to."""
 
     def __init__(self) -> None:
-        self._path = ""
-        self._words: memoryview | None = None
+        self._address = ""
+        self._words = memoryview(b"")
 
-    def attach(self, path: str) -> None:
-        """Map the memory at `path` unless it is mapped already.
+    def attach(self, address: str) -> None:
+        """Map the memory of the executor unless it is mapped already.
 
-        A new path means that the executor was restarted.
+        A new address means that the executor was restarted.
+
+        Args:
+            address: the attribute `address` of the executor's FeedbackReader.
+
+        Raises:
+            RequestError: the address is not that of an executor's feedback memory.
         """
-        if path == self._path:
+        if address == self._address:
             return
-        fd = os.open(path, os.O_RDWR)
         try:
-            self._words = memoryview(mmap.mmap(fd, os.fstat(fd).st_size)).cast("Q")
-        finally:
-            os.close(fd)
-        self._path = path
+            self._words = _map_memory(address)
+        except OSError as error:
+            raise _address_error(error.strerror) from None
+        self._address = address
+
+    def check_slot(self, slot: int) -> None:
+        """Raise a RequestError if the memory has no slot with the number `slot`."""
+        num_slots = len(self._words) // _WORDS
+        if not 0 <= slot < num_slots:
+            raise RequestError(
+                f"state: the feedback slot must be at least 0 and less than {num_slots}, but it is "
+                f"{slot}."
+            )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Write how many steps of the stream `serial` have been consumed."""
-        if self._words is not None:
-            self._words[slot * _WORDS] = serial << 32 | consumed
+        """Write how many steps of the stream `serial` have been consumed.
+
+        Raises:
+            RequestError: the memory has no such slot.
+        """
+        self.check_slot(slot)
+        self._words[slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
-        """Ask the executor to end the sequence in `slot`, or, for CANCELLED, the whole stream."""
-        if self._words is not None:
-            self._words[slot * _WORDS + 1] = serial << 32 | signal
+        """Ask the executor to end the sequence in `slot`, or, for CANCELLED, the whole stream.
+
+        Raises:
+            RequestError: the memory has no such slot.
+        """
+        self.check_slot(slot)
+        self._words[slot * _WORDS + 1] = serial << 32 | signal
+
+
+def _map_memory(address: str) -> memoryview:
+    """Return the 64-bit words of the feedback memory at `address`.
+
+    Raises:
+        OSError: the process or its file does not exist, or is not accessible.
+        RequestError: the file is not the feedback memory of an executor.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise _address_error("the text has the wrong form")
+    process, number, name = match.groups()
+    # O_PATH identifies the file without opening it, because opening a device has side effects. The
+    # second path leads to the same file, even if the executor has closed the file in between.
+    identified = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        link = f"/proc/self/fd/{identified}"
+        is_own = os.fstat(identified).st_uid == os.geteuid()
+        if not is_own or os.readlink(link) != f"/memfd:{name} (deleted)":
+            raise _address_error("the file is not a feedback memory")
+        opened = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(identified)
+    try:
+        return memoryview(mmap.mmap(opened, os.fstat(opened).st_size)).cast("Q")
+    finally:
+        os.close(opened)
+
+
+def _address_error(reason: str) -> RequestError:
+    return RequestError(
+        f"state: the address of the feedback memory is wrong: {reason}. Only the executor may send "
+        "requests to the postprocessor."
+    )

@@ -146,12 +146,12 @@ class Opening:
 
     Attributes:
         context: the packed StreamContext of the request.
-        feedback_path: the path of the shared memory in which the postprocessor reports.
+        feedback_address: the address of the shared memory in which the postprocessor reports.
         slots: the feedback slot of each sequence, ordered by the sequence's index.
     """
 
     context: bytes
-    feedback_path: str
+    feedback_address: str
     slots: tuple[int, ...]
 
 
@@ -227,7 +227,7 @@ class StepState:
     def pack(self) -> UInt8Array:
         """Return the state as a UINT8 array of shape [num_bytes]."""
         opening = self.opening
-        first = opening and (opening.context, opening.feedback_path, opening.slots)
+        first = opening and (opening.context, opening.feedback_address, opening.slots)
         deltas = [delta.row() for delta in self.deltas]
         row = (self.slot, self.serial, self.step, deltas, self.is_last, first)
         return np.frombuffer(_pack(row), dtype=np.uint8)

@@ -41,7 +41,7 @@ class Pipeline:
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
         self.params = unpack_params(envelope.params)
         slots = self.feedback.acquire(envelope.n)
-        opening = Opening(envelope.context, self.feedback.path, slots)
+        opening = Opening(envelope.context, self.feedback.address, slots)
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
         stream = Stream("1", None, 1, sequences, opening, 0.0)
         self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), self.params)

@@ -1,11 +1,13 @@
 import os
 
+import pytest
+from nereid_backend.errors import RequestError
 from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter, Signal
 
 
 def connected(num_slots=4):
     reader, writer = FeedbackReader(num_slots), FeedbackWriter()
-    writer.attach(reader.path)
+    writer.attach(reader.address)
     return reader, writer
 
 
@@ -53,4 +55,50 @@ def test_nothing_is_left_in_the_file_system():
     reader, _ = connected()
     assert set(os.listdir("/dev/shm")) == before
     reader.close()
-    assert not os.path.exists(reader.path)
+    with pytest.raises(RequestError, match="address of the feedback memory"):
+        FeedbackWriter().attach(reader.address)
+
+
+def test_a_writer_maps_only_the_memory_of_an_executor(tmp_path):
+    reader = FeedbackReader(4)
+    process, number, name = reader.address.split("/")
+    victim = tmp_path / name
+    victim.write_bytes(bytes(4096))
+    with open(victim, "r+b") as opened:
+        for address in (
+            str(victim),
+            f"{process}/{opened.fileno()}/{name}",
+            f"{process}/{number}/nereid-feedback-{'0' * 32}",
+            f"{process}/{number}/../{name}",
+            f"{process}/99999/{name}",
+            f"4000000000/{number}/{name}",
+            f"/proc/{process}/fd/{number}",
+            "/dev/shm/nothing",
+            "\0",
+            "",
+        ):
+            writer = FeedbackWriter()
+            with pytest.raises(RequestError):
+                writer.attach(address)
+                writer.report(0, serial=1, consumed=1)
+    assert victim.read_bytes() == bytes(4096)
+    reader.close()
+
+
+def test_a_refused_address_leaves_the_writer_with_its_memory():
+    reader, writer = connected()
+    with pytest.raises(RequestError):
+        writer.attach("/etc/passwd")
+    writer.report(1, serial=3, consumed=2)
+    assert reader.consumed(1, 3) == 2
+    reader.close()
+
+
+@pytest.mark.parametrize("slot", [-1, 4, 2**40])
+def test_a_slot_outside_the_memory_is_refused(slot):
+    reader, writer = connected(num_slots=4)
+    with pytest.raises(RequestError, match="less than 4"):
+        writer.report(slot, serial=1, consumed=1)
+    with pytest.raises(RequestError, match="less than 4"):
+        writer.raise_signal(slot, serial=1, signal=Signal.CANCELLED)
+    reader.close()

@@ -117,7 +117,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             sender=sender,
             serial=serial,
             sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
-            opening=Opening(envelope.context, self._feedback.path, slots),
+            opening=Opening(envelope.context, self._feedback.address, slots),
             last_sent=now,
             grammar_field=envelope.grammar_field,
             timing=timing,

@@ -72,7 +72,7 @@ class PostprocessorModel:
         """Return the response to one step; None if the step has no output for the client."""
         state = StepState.unpack(tensors.array(request, tensor_names.STATE))
         if state.opening is not None:
-            self._feedback.attach(state.opening.feedback_path)
+            self._feedback.attach(state.opening.feedback_address)
             self._streams[state.slot] = self._open(state.opening, state.serial)
         choices = self._streams.get(state.slot)
         self._feedback.report(state.slot, state.serial, state.step)

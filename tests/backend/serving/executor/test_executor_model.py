@@ -43,7 +43,7 @@ class Sender(Request):
 
     def _consume(self, state):
         if state.opening is not None:
-            self._feedback.attach(state.opening.feedback_path)
+            self._feedback.attach(state.opening.feedback_address)
         if self._consumes:
             self._feedback.report(state.slot, state.serial, state.step)
 

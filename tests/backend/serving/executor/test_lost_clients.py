@@ -8,7 +8,7 @@ class Line:
 
     def __init__(self):
         self.reader, self.writer, self.now = FeedbackReader(8), FeedbackWriter(), 100.0
-        self.writer.attach(self.reader.path)
+        self.writer.attach(self.reader.address)
         self.delivery = LostClientDetector(self.reader, patience_s=5.0)
         self.streams = []
 

@@ -11,6 +11,7 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, PoolingResult, Value
 from nereid_backend.pooling.pooling_model import NOT_FINITE, PoolingModel
+from nereid_backend.pooling.text_size import check_num_inputs
 from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 
@@ -49,9 +50,9 @@ class PoolingEngine:
             items: the inputs.
 
         Raises:
-            RequestError: there are no items, an item is wrong, or a waiting request has the same
-                id. Nothing is added. If there are several items, the message contains the index of
-                the wrong one.
+            RequestError: there are no items, there are more items than the queue can hold, an
+                item is wrong, or a waiting request has the same id. Nothing is added. If there are
+                several items, the message contains the index of the wrong one.
             CapacityError: too many inputs are waiting.
         """
         if request_id in self._queue:
@@ -61,6 +62,7 @@ class PoolingEngine:
         if not items:
             raise RequestError("input: the list is empty. Send at least one input.")
         limit = self.config.max_num_waiting
+        check_num_inputs("input", len(items), limit)
         if self._queue.num_items + len(items) > limit:
             raise CapacityError(
                 f"{self._queue.num_items} inputs are waiting, and this request has {len(items)} "

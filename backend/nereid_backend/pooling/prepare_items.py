@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates items and tokenises them. The model itself is not needed."""
+"""Validates items and tokenises them. The model itself is not needed.
+
+The sizes of texts and of lists of token ids are checked before anything is tokenised, because a
+text of 5 MB would occupy the tokenizer for seconds and take hundreds of MB of memory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +17,13 @@ from nereid_backend.errors import RequestError
 from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
+from nereid_backend.pooling.text_size import TextLimit
+from nereid_backend.text.prompt_encoder import PromptEncoder
 
 # The index of an item in its request, its token ids, and its type ids (see Prepared.type_ids).
 _Tokens = tuple[int, list[int], list[int] | None]
+# The largest number of prompts whose lengths are cached.
+_MAX_CACHED_PROMPTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,9 @@ class ItemPreparer:
         self._reranker = reranker
         self._images = images
         self._prompt_lens: dict[str, int] = {}
+        self._text_limit = TextLimit(
+            info.max_model_len, PromptEncoder(tokenizer).max_token_bytes, tokenizer.truncation_side
+        )
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
@@ -118,7 +129,23 @@ class ItemPreparer:
         if item.image is not None and not info.accepts_images:
             raise RequestError(f"image: {info.architecture} does not accept images.")
         prompt = self._prompt(item)
-        return replace(item, kind=kind, prompt=prompt, prompt_name=None)
+        for name, text in (("prompt", prompt), ("instruction", item.instruction)):
+            if text is not None:
+                self._text_limit.check(name, text)
+        return replace(self._limit_texts(item), kind=kind, prompt=prompt, prompt_name=None)
+
+    def _limit_texts(self, item: PoolingItem) -> PoolingItem:
+        """Refuse a text that is certainly too long, or truncate it if the item permits it."""
+        texts: tuple[str, ...] = item.pair or ((item.text,) if item.text is not None else ())
+        if all(self._text_limit.fits(text) for text in texts):
+            return item
+        if not item.truncate:
+            for text in texts:
+                self._text_limit.check("input", text, "Shorten the input, or send truncate=true.")
+        if item.pair is None:
+            return replace(item, text=self._text_limit.truncate(texts[0]))
+        query, document = map(self._text_limit.truncate, item.pair)
+        return replace(item, pair=(query, document))
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise RequestError if an option of an item is wrong or does not fit the model."""
@@ -186,6 +213,9 @@ class ItemPreparer:
         assert ids is not None
         if not ids:
             raise RequestError("input: the list of token ids is empty. Send at least one token id.")
+        if len(ids) > self._info.max_model_len:
+            self._refuse_length(item, len(ids))
+            ids = ids[: self._info.max_model_len]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise RequestError(
@@ -196,9 +226,6 @@ class ItemPreparer:
                     f"input: each token id must be from 0 to {self._info.vocab_size - 1}, but one "
                     f"is {token_id}."
                 )
-        if len(ids) > self._info.max_model_len:
-            self._refuse_length(item, len(ids))
-            ids = ids[: self._info.max_model_len]
         return Prepared(item, list(ids), num_tokens=len(ids))
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
@@ -267,6 +294,8 @@ class ItemPreparer:
             encoded: Any = self._tokenizer(prompt, verbose=False)
             ids = encoded["input_ids"]
             length = len(ids) - (bool(ids) and ids[-1] in self._tokenizer.all_special_ids)
+            if len(self._prompt_lens) >= _MAX_CACHED_PROMPTS:
+                self._prompt_lens.clear()
             self._prompt_lens[prompt] = length
         return length
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits on the size of a text and on the number of inputs, checked before tokenising.
+
+A text of n bytes usually has at least n / b tokens, where b is the number of bytes of the longest
+token. A text with more than max_model_len * b bytes is therefore too long. This module does not
+import torch, so that the stubs can use it.
+"""
+
+from dataclasses import dataclass
+
+from nereid_backend.errors import RequestError
+
+# A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
+_MIN_TOKEN_BYTES = 16
+# Some tokenizers drop white space, or write a long unknown word as one token. A shorter text is
+# therefore tokenised, which takes about 50 ms at most, and its exact length is checked.
+_MIN_TEXT_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """The limit on the size of a text.
+
+    Attributes:
+        max_model_len: the length limit of inputs in tokens.
+        max_token_bytes: the number of bytes of the longest token.
+        truncation_side: the side of a text that is cut off, "right" or "left".
+    """
+
+    max_model_len: int
+    max_token_bytes: int
+    truncation_side: str = "right"
+
+    @property
+    def max_text_bytes(self) -> int:
+        """The largest number of bytes of a text that is tokenised."""
+        return max(self.max_model_len * self._token_bytes, _MIN_TEXT_BYTES)
+
+    @property
+    def _token_bytes(self) -> int:
+        return max(self.max_token_bytes, _MIN_TOKEN_BYTES)
+
+    def fits(self, text: str) -> bool:
+        """Return whether a text has at most `max_text_bytes` bytes in UTF-8."""
+        return self._least_bytes(text) <= self.max_text_bytes
+
+    def check(self, field: str, text: str, remedy: str = "Send a shorter text.") -> None:
+        """Refuse a text that is certainly too long.
+
+        Args:
+            field: the field that contains the text, for the error message.
+            text: the text.
+            remedy: the last sentence of the error message.
+
+        Raises:
+            RequestError: the text has more than `max_text_bytes` bytes in UTF-8.
+        """
+        num_bytes = self._least_bytes(text)
+        if num_bytes > self.max_text_bytes:
+            least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
+            raise RequestError(
+                f"{field}: the {field} has at least {num_bytes} bytes, which count as at least "
+                f"{least_tokens} tokens, but the limit is {self.max_model_len} (max_model_len). "
+                f"{remedy}"
+            )
+
+    def truncate(self, text: str) -> str:
+        """Return the part of a text that has at most `max_text_bytes` bytes in UTF-8.
+
+        Only whole characters are kept. Example: with a limit of 3 bytes, "aää" returns "aä" if the
+        right side is cut off, and "ä" if the left side is cut off.
+        """
+        if self.fits(text):
+            return text
+        limit = self.max_text_bytes
+        # A character has at least one byte, so the encoded part has at most 4 * limit bytes.
+        if self.truncation_side == "left":
+            encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
+        else:
+            encoded = text[:limit].encode("utf-8", "surrogatepass")[:limit]
+        return encoded.decode("utf-8", "ignore")
+
+    def _least_bytes(self, text: str) -> int:
+        """Return the number of bytes of a text in UTF-8, or a lower bound that is too large.
+
+        A text with too many characters is not encoded, because that would take time and memory.
+        """
+        if len(text) > self.max_text_bytes or text.isascii():
+            return len(text)
+        return len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_num_inputs(field: str, count: int, limit: int) -> None:
+    """Refuse a request with more inputs than the queue can ever hold.
+
+    Args:
+        field: the field that contains the inputs, for the error message.
+        count: the number of inputs of the request.
+        limit: the setting max_num_waiting.
+
+    Raises:
+        RequestError: `count` exceeds `limit`.
+    """
+    if count > limit:
+        raise RequestError(
+            f"{field}: the request has {count} inputs, but the limit is {limit} (max_num_waiting). "
+            "Send fewer inputs."
+        )

@@ -15,8 +15,12 @@ same slot is ignored. Aligned 8-byte stores are atomic on the machines that Trit
 
 Clients of Triton server can call the postprocessor directly. The postprocessor therefore maps only
 a memfd whose name contains the random token of an executor, and writes only into existing slots.
+The memory begins with a random key, with which the executor signs each step. The postprocessor
+processes only signed steps, so that a client cannot read or end the stream of another client.
 """
 
+import hashlib
+import hmac
 import mmap
 import os
 import re
@@ -27,6 +31,9 @@ from enum import IntEnum
 
 from nereid_backend.errors import RequestError
 
+_KEY_WORDS = 4
+_KEY_BYTES = 8 * _KEY_WORDS
+_SIGNATURE_BYTES = 16
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
@@ -57,8 +64,10 @@ class FeedbackReader:
         # Clients cannot guess this name, and the kernel reports the names of open memfds.
         name = f"nereid-feedback-{secrets.token_hex(16)}"
         self._fd = os.memfd_create(name)
-        os.ftruncate(self._fd, num_slots * _BYTES_PER_SLOT)
-        self._map = mmap.mmap(self._fd, num_slots * _BYTES_PER_SLOT)
+        os.ftruncate(self._fd, _KEY_BYTES + num_slots * _BYTES_PER_SLOT)
+        self._map = mmap.mmap(self._fd, 0)
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._map[:_KEY_BYTES] = self._key
         self._words = memoryview(self._map).cast("Q")
         # A queue, so that a released slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
@@ -79,11 +88,24 @@ class FeedbackReader:
 
     def consumed(self, slot: int, serial: int) -> int:
         """Return how many steps of the stream `serial` the postprocessor has consumed."""
-        return self._value(slot * _WORDS, serial)
+        return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
         """Return the signal for the sequence in `slot`; NONE if it is for an earlier stream."""
-        return Signal(self._value(slot * _WORDS + 1, serial))
+        return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
+
+    def sign(self, state: bytes, token_ids: bytes) -> bytes:
+        """Return `state` with the address of the memory and a signature of the step.
+
+        Args:
+            state: the packed StepState.
+            token_ids: the step's token ids, which are a separate tensor.
+
+        Returns:
+            The address, a line feed, the signature of 16 bytes, and `state`.
+        """
+        signature = _signature(self._key, state, token_ids)
+        return b"".join((self.address.encode(), b"\n", signature, state))
 
     def _value(self, index: int, serial: int) -> int:
         """Return the lower half of the word at `index`; 0 if it is for another stream."""
@@ -98,11 +120,16 @@ class FeedbackReader:
 
 
 class FeedbackWriter:
-    """The postprocessor's side. The first step of a stream names the memory to write to."""
+    """The postprocessor's side. Each step contains the address of the memory to write to.
+
+    Attributes:
+        address: the address of the mapped memory; None before the first step.
+    """
 
     def __init__(self) -> None:
-        self._address = ""
+        self.address: str | None = None
         self._words = memoryview(b"")
+        self._key = b""
 
     def attach(self, address: str) -> None:
         """Map the memory of the executor unless it is mapped already.
@@ -115,17 +142,39 @@ class FeedbackWriter:
         Raises:
             RequestError: the address is not that of an executor's feedback memory.
         """
-        if address == self._address:
+        if address == self.address:
             return
         try:
-            self._words = _map_memory(address)
+            memory = _map_memory(address)
         except OSError as error:
-            raise _address_error(error.strerror) from None
-        self._address = address
+            raise _address_error(os.strerror(error.errno or 0)) from None
+        self._words = memory.cast("Q")
+        self._key = bytes(memory[:_KEY_BYTES])
+        self.address = address
+
+    def verify(self, message: bytes, token_ids: bytes) -> bytes:
+        """Return the packed StepState of a signed step, after mapping the memory that it names.
+
+        Args:
+            message: the return value of `FeedbackReader.sign`.
+            token_ids: the step's token ids.
+
+        Raises:
+            RequestError: the step was not signed by an executor.
+        """
+        address, _, rest = message.partition(b"\n")
+        self.attach(address.decode("ascii", "replace"))
+        signature, state = rest[:_SIGNATURE_BYTES], rest[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, _signature(self._key, state, token_ids)):
+            raise RequestError(
+                "state: the signature of the step is wrong. Only the executor may send requests to "
+                "the postprocessor."
+            )
+        return state
 
     def check_slot(self, slot: int) -> None:
         """Raise a RequestError if the memory has no slot with the number `slot`."""
-        num_slots = len(self._words) // _WORDS
+        num_slots = max(len(self._words) - _KEY_WORDS, 0) // _WORDS
         if not 0 <= slot < num_slots:
             raise RequestError(
                 f"state: the feedback slot must be at least 0 and less than {num_slots}, but it is "
@@ -139,7 +188,7 @@ class FeedbackWriter:
             RequestError: the memory has no such slot.
         """
         self.check_slot(slot)
-        self._words[slot * _WORDS] = serial << 32 | consumed
+        self._words[_KEY_WORDS + slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
         """Ask the executor to end the sequence in `slot`, or, for CANCELLED, the whole stream.
@@ -148,11 +197,11 @@ class FeedbackWriter:
             RequestError: the memory has no such slot.
         """
         self.check_slot(slot)
-        self._words[slot * _WORDS + 1] = serial << 32 | signal
+        self._words[_KEY_WORDS + slot * _WORDS + 1] = serial << 32 | signal
 
 
 def _map_memory(address: str) -> memoryview:
-    """Return the 64-bit words of the feedback memory at `address`.
+    """Return the bytes of the feedback memory at `address`.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.
@@ -174,9 +223,17 @@ def _map_memory(address: str) -> memoryview:
     finally:
         os.close(identified)
     try:
-        return memoryview(mmap.mmap(opened, os.fstat(opened).st_size)).cast("Q")
+        return memoryview(mmap.mmap(opened, 0))
     finally:
         os.close(opened)
+
+
+def _signature(key: bytes, state: bytes, token_ids: bytes) -> bytes:
+    digest = hashlib.blake2b(key=key, digest_size=_SIGNATURE_BYTES)
+    # The length separates the two parts, so that no bytes can move from one part to the other.
+    for part in (len(state).to_bytes(8, "little"), state, token_ids):
+        digest.update(part)
+    return digest.digest()
 
 
 def _address_error(reason: str) -> RequestError:

@@ -146,12 +146,10 @@ class Opening:
 
     Attributes:
         context: the packed StreamContext of the request.
-        feedback_address: the address of the shared memory in which the postprocessor reports.
         slots: the feedback slot of each sequence, ordered by the sequence's index.
     """
 
     context: bytes
-    feedback_address: str
     slots: tuple[int, ...]
 
 
@@ -224,18 +222,17 @@ class StepState:
     is_last: bool = False
     opening: Opening | None = None
 
-    def pack(self) -> UInt8Array:
-        """Return the state as a UINT8 array of shape [num_bytes]."""
+    def pack(self) -> bytes:
+        """Return the state as msgpack bytes."""
         opening = self.opening
-        first = opening and (opening.context, opening.feedback_address, opening.slots)
+        first = opening and (opening.context, opening.slots)
         deltas = [delta.row() for delta in self.deltas]
-        row = (self.slot, self.serial, self.step, deltas, self.is_last, first)
-        return np.frombuffer(_pack(row), dtype=np.uint8)
+        return _pack((self.slot, self.serial, self.step, deltas, self.is_last, first))
 
     @classmethod
-    def unpack(cls, data: UInt8Array) -> Self:
-        """Return the state that `pack` packed into `data`."""
-        row = msgpack.unpackb(data.tobytes(), use_list=False)
+    def unpack(cls, data: bytes) -> Self:
+        """Return the state that `pack` packed into `data`. The executor has signed these bytes."""
+        row = msgpack.unpackb(data, use_list=False)
         slot, serial, step, deltas, is_last, first = row
         opening = first and Opening(*first)
         return cls(slot, serial, step, tuple(map(SequenceDelta.of, deltas)), is_last, opening)

@@ -1,5 +1,6 @@
 """Runs the three steps of the ensemble in one process, without a server, on a scripted engine."""
 
+import itertools
 import json
 
 import numpy as np
@@ -32,6 +33,7 @@ class Pipeline:
         self.engine = ScriptedEngine(EngineConfig(model=str(model)), lambda _: None)
         self.feedback = FeedbackReader(64)
         self.params = None
+        self._serials = itertools.count(1)
         self.num_steps = 0
 
     def ask(self, **inputs):
@@ -41,9 +43,9 @@ class Pipeline:
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
         self.params = unpack_params(envelope.params)
         slots = self.feedback.acquire(envelope.n)
-        opening = Opening(envelope.context, self.feedback.address, slots)
+        opening = Opening(envelope.context, slots)
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
-        stream = Stream("1", None, 1, sequences, opening, 0.0)
+        stream = Stream("1", None, next(self._serials), sequences, opening, 0.0)
         self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), self.params)
         replies = []
         while not stream.has_ended:
@@ -58,10 +60,12 @@ class Pipeline:
 
     def _step(self, stream):
         token_ids, state = stream.take_step(0.0)
-        request = Request(**{tensor_names.TOKEN_IDS: token_ids, tensor_names.STATE: state.pack()})
+        message = self.feedback.sign(state.pack(), token_ids.tobytes())
+        signed = np.frombuffer(message, dtype=np.uint8)
+        request = Request(**{tensor_names.TOKEN_IDS: token_ids, tensor_names.STATE: signed})
         self.postprocessor.execute([request])
         for sequence in stream.sequences:
-            if self.feedback.signal(sequence.slot, 1) is Signal.STOP_STRING:
+            if self.feedback.signal(sequence.slot, stream.serial) is Signal.STOP_STRING:
                 self.engine.abort("1", sequence.index)
         if request.error is not None:
             raise EngineError(request.error)

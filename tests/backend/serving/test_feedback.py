@@ -80,7 +80,6 @@ def test_a_writer_maps_only_the_memory_of_an_executor(tmp_path):
             writer = FeedbackWriter()
             with pytest.raises(RequestError):
                 writer.attach(address)
-                writer.report(0, serial=1, consumed=1)
     assert victim.read_bytes() == bytes(4096)
     reader.close()
 
@@ -102,3 +101,17 @@ def test_a_slot_outside_the_memory_is_refused(slot):
     with pytest.raises(RequestError, match="less than 4"):
         writer.raise_signal(slot, serial=1, signal=Signal.CANCELLED)
     reader.close()
+
+
+def test_only_steps_that_the_executor_has_signed_are_accepted():
+    reader, writer = connected()
+    other = FeedbackReader(4)
+    message = reader.sign(b"state", b"ids")
+    assert writer.verify(message, b"ids") == b"state"
+    foreign = reader.address.encode() + other.sign(b"state", b"ids")[len(other.address) :]
+    damaged = [message + b"!", message[:-1], reader.address.encode(), b"", b"\xff" * 300, foreign]
+    for wrong, token_ids in [(message, b"id"), *((one, b"ids") for one in damaged)]:
+        with pytest.raises(RequestError):
+            writer.verify(wrong, token_ids)
+    reader.close()
+    other.close()

@@ -72,9 +72,7 @@ PARTS = st.builds(
     st.integers(0, 4096),
     st.none() | st.builds(Ending, st.text(), st.none() | st.integers(0, 2**31)),
 )
-OPENINGS = st.builds(
-    Opening, st.binary(), st.text(), st.lists(st.integers(0, 4095), min_size=1).map(tuple)
-)
+OPENINGS = st.builds(Opening, st.binary(), st.lists(st.integers(0, 4095), min_size=1).map(tuple))
 
 
 @given(

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
@@ -117,7 +119,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             sender=sender,
             serial=serial,
             sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
-            opening=Opening(envelope.context, self._feedback.address, slots),
+            opening=Opening(envelope.context, slots),
             last_sent=now,
             grammar_field=envelope.grammar_field,
             timing=timing,
@@ -289,8 +291,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         token_ids, state = stream.take_step(now)
         self._statistics.note_step(has_output=bool(state.deltas))
         self._lost_clients.record(stream)
+        message = self._feedback.sign(state.pack(), token_ids.tobytes())
         reply = tensors.response(
-            {tensor_names.TOKEN_IDS: token_ids, tensor_names.STATE: state.pack()}
+            {
+                tensor_names.TOKEN_IDS: token_ids,
+                tensor_names.STATE: np.frombuffer(message, dtype=np.uint8),
+            }
         )
         tensors.send(stream.sender, reply, final=state.is_last)
         if state.is_last:

@@ -13,7 +13,6 @@ class Choices:
 
     Attributes:
         context: the part of the request that the postprocessor needs.
-        serial: the number of the request's stream.
         cancel_checked_at: the time of the last check for cancellation, by time.monotonic().
         replied_at: the time of the last response, by time.monotonic().
         is_cancelled: whether the client has disconnected.
@@ -22,7 +21,6 @@ class Choices:
     def __init__(
         self,
         context: StreamContext,
-        serial: int,
         slots: Sequence[int],
         choices: Iterable[Choice],
     ) -> None:
@@ -30,12 +28,10 @@ class Choices:
 
         Args:
             context: the part of the request that the postprocessor needs.
-            serial: the number of the request's stream.
             slots: the feedback slot of each choice, ordered by index.
             choices: the choices, ordered by index.
         """
         self.context = context
-        self.serial = serial
         self.cancel_checked_at = 0.0
         self.replied_at = time.monotonic()
         self.is_cancelled = False

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nereid_backend.errors import NereidError
+from nereid_backend.errors import EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
@@ -23,7 +23,7 @@ from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, 
 from nereid_backend.serving.postprocessor.strict_check import strict_check
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
-from nereid_backend.serving.wire import Opening, StepState, StreamContext
+from nereid_backend.serving.wire import StepState, StreamContext
 from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
@@ -52,6 +52,8 @@ class PostprocessorModel:
         # The open streams by feedback slot. A stream that ended without a last step is replaced
         # when the executor uses its slot again.
         self._streams: dict[int, Choices] = {}
+        # The serial number of the last stream in each slot.
+        self._serials: dict[int, int] = {}
 
     def execute(self, requests: list[Any]) -> None:
         """Process steps of streams in order, and send their responses."""
@@ -70,22 +72,36 @@ class PostprocessorModel:
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to one step; None if the step has no output for the client."""
-        state = StepState.unpack(tensors.array(request, tensor_names.STATE))
-        if state.opening is not None:
-            self._feedback.attach(state.opening.feedback_address)
-            self._streams[state.slot] = self._open(state.opening, state.serial)
-        choices = self._streams.get(state.slot)
-        self._feedback.report(state.slot, state.serial, state.step)
-        if choices is None or choices.serial != state.serial:
-            # The stream has already ended, for example with an error in an earlier step.
+        state = self._read_state(request)
+        if state.serial < self._serials.get(state.slot, 0):
+            # A late step of an ended stream. Another stream already uses the slot.
             return None
+        self._feedback.report(state.slot, state.serial, state.step)
         try:
+            if state.serial > self._serials.get(state.slot, 0):
+                self._open(state)
+            choices = self._streams.get(state.slot)
+            if choices is None:
+                # The stream has already ended, for example with an error in an earlier step.
+                return None
             return self._advance(choices, state, request)
         except Exception:
             # The stream ends here: `execute` sends the error as the client's last response.
             self._streams.pop(state.slot, None)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
+
+    def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
+        """Return the state of a step that the executor has signed."""
+        message = tensors.array(request, tensor_names.STATE).tobytes()
+        token_ids = tensors.array(request, tensor_names.TOKEN_IDS).tobytes()
+        address = self._feedback.address
+        state = StepState.unpack(self._feedback.verify(message, token_ids))
+        if self._feedback.address != address:
+            # The executor was restarted, and counts its streams from 1 again.
+            self._streams.clear()
+            self._serials.clear()
+        return state
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add a step to a stream, and return the response; None if there is no new output."""
@@ -124,9 +140,26 @@ class PostprocessorModel:
                 choices.is_cancelled = True
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
-    def _open(self, opening: Opening, serial: int) -> Choices:
-        """Return the state of a new stream."""
+    def _open(self, state: StepState) -> None:
+        """Start the stream of its first step.
+
+        Raises:
+            RequestError: the context of the request is damaged.
+            EngineError: the step is a later one, because this process was restarted in between.
+        """
+        self._serials[state.slot] = state.serial
+        self._streams.pop(state.slot, None)
+        opening = state.opening
+        if opening is None:
+            raise EngineError(
+                "the postprocessor was restarted during this request. Send the request again."
+            )
         context = StreamContext.unpack(opening.context)
+        if context.n != len(opening.slots):
+            raise RequestError(
+                f"envelope: the context is for {context.n} sequences, but the envelope is for "
+                f"{len(opening.slots)}."
+            )
         # Only chat requests have a prompt that the parser reads.
         fmt = self._format if context.prompt is not None else None
         # The markers of a chat format are often special tokens, and the parser needs their text.
@@ -143,7 +176,7 @@ class PostprocessorModel:
             )
             for index in range(context.n)
         ]
-        return Choices(context, serial, opening.slots, choices)
+        self._streams[state.slot] = Choices(context, opening.slots, choices)
 
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return a response with one tensor element for each output; None without outputs."""

@@ -36,14 +36,13 @@ class Sender(Request):
 
     def receive(self, outputs):
         super().receive(outputs)
-        self._consume(StepState.unpack(outputs[tensor_names.STATE]))
+        signed = outputs[tensor_names.STATE].tobytes(), outputs[tensor_names.TOKEN_IDS].tobytes()
+        self._consume(StepState.unpack(self._feedback.verify(*signed)))
         self.token_ids += outputs[tensor_names.TOKEN_IDS].tolist()
         if self.token_ids:
             self.has_tokens.set()
 
     def _consume(self, state):
-        if state.opening is not None:
-            self._feedback.attach(state.opening.feedback_address)
         if self._consumes:
             self._feedback.report(state.slot, state.serial, state.step)
 

@@ -3,7 +3,7 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.serving.executor.streams import MAX_UNCONSUMED_STEPS, Pacer, Sequence, Stream
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta
 
-OPENING = Opening(b"context", "/path", (0,))
+OPENING = Opening(b"context", (0,))
 
 
 def make_stream(now=100.0, n=1):

@@ -25,7 +25,7 @@ def context(**fields):
 
 def open_answers(ctx):
     made = [Choice(ctx, index, decode, ParsedMessage(QWEN, ctx), Texts()) for index in range(ctx.n)]
-    return Choices(ctx, 1, tuple(range(ctx.n)), made)
+    return Choices(ctx, tuple(range(ctx.n)), made)
 
 
 class Sender:

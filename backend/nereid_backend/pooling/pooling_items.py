@@ -60,6 +60,7 @@ class PoolingInfo:
         dimension: the size of a dense vector, or of each vector of a multi-vector output. For a
             model with only sparse output, the size of the vocabulary. 0 for scores.
         max_model_len: the length limit of inputs in tokens.
+        max_token_bytes: the number of bytes of the longest token.
         vocab_size: the number of valid token ids.
         pooling: a readable description of the pooling method.
         normalizes: whether dense vectors are scaled to length 1 by default.
@@ -84,6 +85,7 @@ class PoolingInfo:
     kinds: tuple[str, ...]
     dimension: int
     max_model_len: int
+    max_token_bytes: int
     vocab_size: int
     pooling: str
     normalizes: bool

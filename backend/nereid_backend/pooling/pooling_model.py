@@ -49,6 +49,7 @@ from nereid_backend.pooling.pooling_outputs import (
     splade_outputs,
 )
 from nereid_backend.pooling.prepare_items import ItemPreparer, Prepared
+from nereid_backend.text.prompt_encoder import PromptEncoder
 
 # A new request waits for the current step, so steps are short. On a CPU, 512 to 4096 tokens per
 # step are equally fast within 3 %.
@@ -270,6 +271,7 @@ class PoolingModel:
             kinds=spec.kinds,
             dimension=self._dimension(),
             max_model_len=max_len,
+            max_token_bytes=PromptEncoder(encoder.tokenizer).max_token_bytes,
             vocab_size=encoder.vocab_size,
             pooling=self._describe_pooling(),
             normalizes=self._normalizes,

@@ -17,8 +17,7 @@ from nereid_backend.errors import RequestError
 from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
-from nereid_backend.pooling.text_size import TextLimit
-from nereid_backend.text.prompt_encoder import PromptEncoder
+from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit
 
 # The index of an item in its request, its token ids, and its type ids (see Prepared.type_ids).
 _Tokens = tuple[int, list[int], list[int] | None]
@@ -77,7 +76,7 @@ class ItemPreparer:
         self._images = images
         self._prompt_lens: dict[str, int] = {}
         self._text_limit = TextLimit(
-            info.max_model_len, PromptEncoder(tokenizer).max_token_bytes, tokenizer.truncation_side
+            info.max_model_len, info.max_token_bytes, tokenizer.truncation_side
         )
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
@@ -131,7 +130,7 @@ class ItemPreparer:
         prompt = self._prompt(item)
         for name, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
-                self._text_limit.check(name, text)
+                self._text_limit.check(f"{name}: the {name}", text)
         return replace(self._limit_texts(item), kind=kind, prompt=prompt, prompt_name=None)
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
@@ -141,7 +140,7 @@ class ItemPreparer:
             return item
         if not item.truncate:
             for text in texts:
-                self._text_limit.check("input", text, "Shorten the input, or send truncate=true.")
+                self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
         if item.pair is None:
             return replace(item, text=self._text_limit.truncate(texts[0]))
         query, document = map(self._text_limit.truncate, item.pair)
@@ -283,8 +282,7 @@ class ItemPreparer:
         if not item.truncate:
             raise RequestError(
                 f"input: the input has {length} tokens, but the limit is "
-                f"{self._info.max_model_len} (max_model_len). Shorten the input, or send "
-                "truncate=true."
+                f"{self._info.max_model_len} (max_model_len). {TRUNCATE_REMEDY}"
             )
 
     def _prompt_len(self, prompt: str) -> int:

@@ -12,6 +12,7 @@ from nereid_backend.errors import RequestError
 
 # A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
 _MIN_TOKEN_BYTES = 16
+TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # Some tokenizers drop white space, or write a long unknown word as one token. A shorter text is
 # therefore tokenised, which takes about 50 ms at most, and its exact length is checked.
 _MIN_TEXT_BYTES = 2**16
@@ -44,22 +45,22 @@ class TextLimit:
         """Return whether a text has at most `max_text_bytes` bytes in UTF-8."""
         return self._least_bytes(text) <= self.max_text_bytes
 
-    def check(self, field: str, text: str, remedy: str = "Send a shorter text.") -> None:
+    def check(self, subject: str, text: str | bytes, remedy: str = "Send a shorter text.") -> None:
         """Refuse a text that is certainly too long.
 
         Args:
-            field: the field that contains the text, for the error message.
-            text: the text.
+            subject: the beginning of the error message, such as "prompt: the prompt".
+            text: the text, as a string or in UTF-8.
             remedy: the last sentence of the error message.
 
         Raises:
             RequestError: the text has more than `max_text_bytes` bytes in UTF-8.
         """
-        num_bytes = self._least_bytes(text)
+        num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
-                f"{field}: the {field} has at least {num_bytes} bytes, which count as at least "
+                f"{subject} has at least {num_bytes} bytes, which count as at least "
                 f"{least_tokens} tokens, but the limit is {self.max_model_len} (max_model_len). "
                 f"{remedy}"
             )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereid_backend.errors import RequestError
+from nereid_backend.pooling.text_size import TRUNCATE_REMEDY
 from nereid_backend.serving import pooling_tensor_names as names
 
 EMBEDDING_OPTIONS: Mapping[str, type] = {
@@ -79,22 +80,31 @@ def decode_texts(values: Iterable[Any], field: str) -> list[str]:
 
 
 def split_token_ids(
-    ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32] | None
+    ids: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int32] | None,
+    max_len: int,
+    *,
+    truncate: bool = False,
 ) -> list[list[int]]:
     """Split the concatenated token ids of several inputs.
 
-    Example: the ids [5, 6, 7] and the lengths [1, 2] return [[5], [6, 7]].
+    All lengths are checked before a list is created, because a list takes nine times as much
+    memory as the array. Example: the ids [5, 6, 7] and the lengths [1, 2] return [[5], [6, 7]].
 
     Args:
         ids: the token ids of all inputs, of shape [sum of lengths].
         lengths: the number of tokens of each input, of shape [n]. None means one input.
+        max_len: the largest number of tokens of one input.
+        truncate: whether only the first `max_len` tokens of a longer input are returned. If False,
+            a longer input is refused.
 
     Raises:
-        RequestError: a length is below 1, or the sum of the lengths is not the number of ids.
+        RequestError: a length is below 1 or too large, or the sum of the lengths is not the number
+            of ids.
     """
     if lengths is None:
-        return [ids.tolist()]
-    if lengths.size and int(lengths.min()) < 1:
+        lengths = np.array([ids.size], dtype=np.int32)
+    elif lengths.size and int(lengths.min()) < 1:
         raise RequestError(
             f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
         )
@@ -104,8 +114,17 @@ def split_token_ids(
             f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
             f"{ids.size} elements."
         )
+    if not lengths.size:
+        return []
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_len and not truncate:
+        element = f" element {longest}:" if lengths.size > 1 else ""
+        raise RequestError(
+            f"{names.INPUT_IDS}:{element} the input has {lengths[longest]} tokens, but the limit "
+            f"is {max_len} (max_model_len). {TRUNCATE_REMEDY}"
+        )
     ends = np.cumsum(lengths)[:-1]
-    return [ids_of_input.tolist() for ids_of_input in np.split(ids, ends)] if lengths.size else []
+    return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
 
 
 def parse_part(text: str, index: int) -> tuple[str, Any]:

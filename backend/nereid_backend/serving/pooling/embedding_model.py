@@ -2,6 +2,7 @@
 """The Triton model `embedding`: it converts texts, token ids or images to vectors."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,29 @@ class EmbeddingModel(PoolingStub):
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
                 f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
             )
-        return Job(given[0], self._read_inputs(request, given[0]), options)
+        return Job(given[0], self._read_inputs(request, given[0], options), options)
 
-    def _read_inputs(self, request: Any, tensor_name: str) -> list[tuple[str, Any]]:  # noqa: ANN401
+    def _read_inputs(
+        self,
+        request: Any,  # noqa: ANN401
+        tensor_name: str,
+        options: Mapping[str, Any],
+    ) -> list[tuple[str, Any]]:
         """Return the inputs in the tensor `tensor_name`, as pairs for Job.inputs."""
-        values = tensors.array(request, tensor_name)
-        if tensor_name == names.INPUT_IDS:
-            lengths = tensors.optional_array(request, names.INPUT_LENGTHS)
-            return [("token_ids", ids) for ids in decode_request.split_token_ids(values, lengths)]
+        if tensor_name == names.TEXTS:
+            return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
         if tensor_name == names.PARTS:
-            parts = decode_request.decode_texts(values, names.PARTS)
+            parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
             return [decode_request.parse_part(part, index) for index, part in enumerate(parts)]
-        return [("text", text) for text in decode_request.decode_texts(values, names.TEXTS)]
+        values = tensors.array(request, names.INPUT_IDS)
+        lengths = None
+        if tensors.has_tensor(request, names.INPUT_LENGTHS):
+            lengths = self.read_array(request, names.INPUT_LENGTHS)
+        max_len = self.text_limit.max_model_len
+        lists = decode_request.split_token_ids(
+            values, lengths, max_len, truncate=options.get("truncate", False)
+        )
+        return [("token_ids", ids) for ids in lists]
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""

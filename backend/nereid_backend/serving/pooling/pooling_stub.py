@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+import numpy.typing as npt
+
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit, check_num_inputs
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
-from nereid_backend.serving.pooling.decode_request import parse_options
+from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
@@ -80,6 +83,39 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Raises:
             RequestError: an input is missing or wrong.
         """
+
+    def read_array(self, request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401
+        """Return the input tensor `name`, whose elements are the inputs of a job.
+
+        Raises:
+            RequestError: the tensor is wrong, or has more elements than the queue can ever hold.
+        """
+        values = tensors.array(request, name)
+        check_num_inputs(name, values.size, self._max_inputs)
+        return values
+
+    def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
+        """Return the elements of the input tensor `name` as text.
+
+        Without the option `truncate`, the size of each text is checked before the text is decoded
+        and sent to the worker. The worker truncates the texts if `truncate` is true.
+
+        Raises:
+            RequestError: there are too many texts, or a text is too long or is not UTF-8.
+        """
+        values = self.read_array(request, name)
+        if not options.get("truncate"):
+            for index, value in enumerate(values):
+                element = f" element {index}:" if len(values) > 1 else ""
+                self.text_limit.check(f"{name}:{element} the input", value, TRUNCATE_REMEDY)
+        return decode_texts(values, name)
+
+    @property
+    def text_limit(self) -> TextLimit:
+        """The limit on the size of a text, which the worker publishes."""
+        assert self.child is not None
+        info = self.child.info
+        return TextLimit(info["max_model_len"], info["max_token_bytes"])
 
     @abstractmethod
     def build_outputs(self, outcome: Outcome) -> Tensors:
@@ -226,6 +262,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
+        self._max_inputs = config.max_num_waiting
         task = worker.info["task"]
         if task not in self.tasks:
             worker.stop()

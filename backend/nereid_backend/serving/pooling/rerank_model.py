@@ -7,7 +7,6 @@ import numpy as np
 
 from nereid_backend.errors import RequestError
 from nereid_backend.serving import pooling_tensor_names as names
-from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_stub import PoolingStub
@@ -25,7 +24,7 @@ class RerankModel(PoolingStub):
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
         """Return the job in `request`; see PoolingStub.read_job."""
         if given == [names.TEXTS]:
-            inputs = [("text", text) for text in _texts(request, names.TEXTS)]
+            inputs = [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
             return Job(names.TEXTS, inputs, options | {"kind": "classify"})
         if given != [names.QUERY, names.DOCUMENTS]:
             raise RequestError(
@@ -33,7 +32,8 @@ class RerankModel(PoolingStub):
                 f"{names.TEXTS} for a classifier, but it has {' and '.join(given) or 'none'}."
             )
         pairs = decode_request.pair_queries(
-            _texts(request, names.QUERY), _texts(request, names.DOCUMENTS)
+            self.read_texts(request, names.QUERY, options),
+            self.read_texts(request, names.DOCUMENTS, options),
         )
         return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
 
@@ -48,8 +48,3 @@ class RerankModel(PoolingStub):
             names.SCORES: np.zeros(0, dtype=np.float32),
             names.NUM_TOKENS: np.zeros(0, dtype=np.int32),
         }
-
-
-def _texts(request: Any, name: str) -> list[str]:  # noqa: ANN401 - the server's own type
-    """Return the elements of the input `name` as text."""
-    return decode_request.decode_texts(tensors.array(request, name), name)

@@ -17,6 +17,8 @@ class Info:
     model: str
     task: str = "embed"
     device: str = "cpu"
+    max_model_len: int = 128
+    max_token_bytes: int = 16
 
 
 class LengthEngine:

@@ -1,4 +1,5 @@
 import base64
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -43,9 +44,26 @@ def ints(*values):
 
 
 def test_ids_are_one_input_or_are_split_by_their_lengths():
-    assert decode_request.split_token_ids(ints(1, 2, 3), None) == [[1, 2, 3]]
-    assert decode_request.split_token_ids(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
-    assert decode_request.split_token_ids(ints(), ints()) == []
+    assert decode_request.split_token_ids(ints(1, 2, 3), None, 3) == [[1, 2, 3]]
+    assert decode_request.split_token_ids(ints(1, 2, 3), ints(1, 2), 3) == [[1], [2, 3]]
+    assert decode_request.split_token_ids(ints(), ints(), 3) == []
+    assert decode_request.split_token_ids(ints(), None, 3) == [[]]
+
+
+def test_lists_of_token_ids_that_are_too_long_are_refused_or_cut_before_they_are_lists():
+    ids = np.zeros(1_000_000, dtype=np.int32)
+    tracemalloc.start()
+    try:
+        message = r"input_ids: the input has 1000000 tokens, but the limit is 128 \(max_model_len\)"
+        with pytest.raises(RequestError, match=message):
+            decode_request.split_token_ids(ids, None, 128)
+        with pytest.raises(RequestError, match="input_ids: element 1: the input has 999999 tokens"):
+            decode_request.split_token_ids(ids, ints(1, 999_999), 128)
+        cut = decode_request.split_token_ids(ids, ints(1, 999_999), 128, truncate=True)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert [len(one) for one in cut] == [1, 128]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +72,7 @@ def test_ids_are_one_input_or_are_split_by_their_lengths():
 )
 def test_wrong_lengths_are_refused(lengths, said):
     with pytest.raises(RequestError, match=said):
-        decode_request.split_token_ids(ints(1, 2, 3), lengths)
+        decode_request.split_token_ids(ints(1, 2, 3), lengths, 3)
 
 
 def test_a_part_is_a_text_or_an_image():

@@ -87,7 +87,14 @@ def test_a_request_may_ask_for_a_description_of_the_model(stub, model):
     alone = ask(stub, return_info=np.array([True])).wait()
     for sender in (with_texts, alone):
         info = json.loads(sender.replies[0][names.INFO][0])
-        assert info == {"model": str(model), "task": "embed", "device": "cpu", "name": "lengths"}
+        assert info == {
+            "model": str(model),
+            "task": "embed",
+            "device": "cpu",
+            "name": "lengths",
+            "max_model_len": 128,
+            "max_token_bytes": 16,
+        }
     assert with_texts.rows.shape == (1, 128)
 
 
@@ -103,6 +110,52 @@ def test_a_wrong_input_is_refused(stub):
     assert (
         ask(stub).wait().error.startswith("[INVALID_ARGUMENT] texts: a request must have exactly")
     )
+
+
+@pytest.fixture
+def no_job(stub, monkeypatch):
+    """Fail if a job is sent to the worker."""
+
+    def refuse(*values):
+        pytest.fail("the job was sent to the worker")
+
+    monkeypatch.setattr(stub, "add_request", refuse)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_a_text_that_is_too_long_is_refused_before_it_goes_to_the_worker(stub):
+    error = ask(stub, "a", "w " * 1_000_000).wait().error
+    assert error.startswith("[INVALID_ARGUMENT] texts: element 1: the input has at least 2000000 ")
+    assert "at least 125000 tokens, but the limit is 128 (max_model_len)" in error
+
+
+def test_a_text_that_is_too_long_goes_to_the_worker_if_it_may_be_truncated(stub):
+    options = np.array([b'{"truncate": true}'])
+    assert ask(stub, "w " * 100_000, options=options).wait().error is None
+
+
+@pytest.mark.usefixtures("no_job")
+def test_token_ids_that_are_too_long_are_refused_before_they_go_to_the_worker(stub):
+    error = ask(stub, input_ids=np.zeros(1_000_000, dtype=np.int32)).wait().error
+    assert "input_ids: the input has 1000000 tokens, but the limit is 128" in error
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize("name", [names.TEXTS, names.PARTS])
+def test_more_inputs_than_the_queue_can_hold_are_refused_at_once(stub, name):
+    inputs = {name: np.full(100_001, b"a", dtype=np.object_)}
+    started = time.perf_counter()
+    error = ask(stub, **inputs).wait().error
+    assert time.perf_counter() - started < 0.5
+    said = f"{name}: the request has 100001 inputs, but the limit is 100000 (max_num_waiting)"
+    assert error == f"[INVALID_ARGUMENT] {said}. Send fewer inputs."
+
+
+@pytest.mark.usefixtures("no_job")
+def test_more_lengths_than_the_queue_can_hold_are_refused_at_once(stub):
+    ids = np.ones(100_001, dtype=np.int32)
+    error = ask(stub, input_ids=ids, input_lengths=ids).wait().error
+    assert "the request has 100001 inputs, but the limit is 100000 (max_num_waiting)" in error
 
 
 def test_a_cancelled_request_ends_and_its_job_is_dropped(stub):

@@ -86,6 +86,9 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
 async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, Any]:
     """Read the body of a request to the language model, and check its size before it is parsed.
 
+    A body whose Content-Length is too large is refused before it is read, so that several large
+    bodies do not delay the requests of other clients.
+
     Args:
         request: the HTTP request.
         max_prompts: the largest number of prompts that the body may contain.
@@ -95,10 +98,14 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
             max_model_len; 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
-    raw = await _read_bytes(request)
     limits = await context_of(request).limits.get()
     if limits is None:
-        return _parse_object(raw)
+        return await read_body(request)
+    content_length = request.headers.get("content-length", "")
+    if content_length.isdecimal() and content_length.isascii():
+        limits.check_size(int(content_length), max_prompts)
+    # A body without a Content-Length is checked after it is read.
+    raw = await _read_bytes(request)
     limits.check_size(len(raw), max_prompts)
     body = _parse_object(raw)
     limits.check_members(body)

@@ -37,10 +37,10 @@ class RequestLimits:
     max_messages: int
 
     def check_size(self, num_bytes: int, max_prompts: int = 1) -> None:
-        """Check the number of bytes of a body, which is not parsed yet.
+        """Check the number of bytes of a body before the body is read or parsed.
 
         Args:
-            num_bytes: the size of the body.
+            num_bytes: the size of the body, or the value of the header Content-Length.
             max_prompts: the largest number of prompts that the body may contain.
 
         Raises: ApiError 400 with the code context_length_exceeded.

@@ -53,6 +53,26 @@ async def test_a_prompt_that_cannot_fit_is_refused(limited, post, path, body, pa
     assert limited.generations == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+async def test_a_body_whose_prompt_cannot_fit_is_refused_before_it_is_read(limited, connect, path):
+    num_read = 0
+
+    async def body():
+        nonlocal num_read
+        for _ in range(40):
+            num_read += 1
+            yield b" " * 1_000_000
+
+    headers = {"Content-Length": "40000000"}
+    async with connect() as client:
+        answer = await client.post(path, content=body(), headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "the size of the request body is 40000000 bytes" in error["message"]
+    assert num_read == 0
+    assert limited.generations == []
+
+
 async def test_the_check_takes_no_time():
     limits = RequestLimits(4096, 65_536, 5_000_000, 682)
     bodies = [{"prompt": [1] * 4096}, {"messages": [USER] * 682}, {"prompt": "a" * 65_536}]

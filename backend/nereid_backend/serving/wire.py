@@ -12,18 +12,46 @@ unpacking them. The executor also sends the packed SamplingParams to the engine 
 unpacking them.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
 
-from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sampling_params import MAX_SEQUENCES, SamplingParams
+from nereid_backend.errors import RequestError, first_line
+from nereid_backend.field_checks import CheckedSamplingParams
+from nereid_backend.serving import tensor_names
 
 UInt8Array = npt.NDArray[np.uint8]
+MessageT = TypeVar("MessageT")
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool must have a function with a name")
+    return tool
+
+
+def _check_output_name(name: str) -> str:
+    if name not in tensor_names.RETURNABLE:
+        raise ValueError("the name is not that of an optional output")
+    return name
+
+
+# A client can send an envelope to the executor without the tokenizer. These types are checked when
+# a message is unpacked.
+_NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
+_Count = Annotated[int, Field(ge=0, lt=2**32)]
+_TokenIds = tuple[_Count, ...]
+_OutputName = Annotated[str, AfterValidator(_check_output_name)]
+_Tool = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +84,17 @@ class StreamContext:
     """
 
     stream: bool
-    num_prompt_tokens: int
-    n: int = 1
-    seed_token_ids: tuple[int, ...] = ()
+    num_prompt_tokens: _Count
+    n: _NumSequences = 1
+    seed_token_ids: _TokenIds = ()
     prepend: str = ""
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    returns: tuple[str, ...] = ()
-    prompt_token_ids: tuple[int, ...] | None = None
-    tools: tuple[dict[str, Any], ...] = ()
+    returns: tuple[_OutputName, ...] = ()
+    prompt_token_ids: _TokenIds | None = None
+    tools: tuple[_Tool, ...] = ()
     reads_calls: bool = True
     prompt: str | None = None
     separate_reasoning: bool = True
@@ -77,10 +105,14 @@ class StreamContext:
         """Return the context as msgpack bytes."""
         return _pack(asdict(self))
 
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Return the context that `pack` packed into `data`."""
-        return cls(**msgpack.unpackb(data, use_list=False))
+    @staticmethod
+    def unpack(data: bytes) -> "StreamContext":
+        """Return the context that `pack` packed into `data`.
+
+        Raises:
+            RequestError: the bytes are not a valid context.
+        """
+        return _unpacked("context", data, _CONTEXT.validate_python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +131,7 @@ class RequestEnvelope:
     """
 
     params: bytes
-    n: int
+    n: _NumSequences
     context: bytes
     grammar_field: str = ""
     timeout_s: float | None = None
@@ -110,10 +142,22 @@ class RequestEnvelope:
         row = [getattr(self, field.name) for field in fields(self)]
         return np.frombuffer(_pack(row), dtype=np.uint8)
 
-    @classmethod
-    def unpack(cls, data: UInt8Array) -> Self:
-        """Return the envelope that `pack` packed into `data`."""
-        return cls(*msgpack.unpackb(data.tobytes()))
+    @staticmethod
+    def unpack(data: UInt8Array) -> "RequestEnvelope":
+        """Return the envelope that `pack` packed into `data`.
+
+        Raises:
+            RequestError: the bytes are not a valid envelope.
+        """
+        return _unpacked(
+            "message",
+            data.tobytes(),
+            lambda row: _ENVELOPE.validate_python(ArgsKwargs(tuple(row))),
+        )
+
+
+_CONTEXT = TypeAdapter(StreamContext)
+_ENVELOPE = TypeAdapter(RequestEnvelope)
 
 
 def pack_params(params: SamplingParams) -> bytes:
@@ -122,14 +166,12 @@ def pack_params(params: SamplingParams) -> bytes:
 
 
 def unpack_params(data: bytes) -> SamplingParams:
-    """Return the sampling parameters that `pack_params` packed into `data`."""
-    values = msgpack.unpackb(data, use_list=False)
-    grammar, thinking = values.pop("grammar"), values.pop("thinking")
-    return SamplingParams(
-        **values,
-        grammar=grammar and GrammarSpec(*grammar),
-        thinking=thinking and ThinkingSpec(*thinking),
-    )
+    """Return the sampling parameters that `pack_params` packed into `data`.
+
+    Raises:
+        RequestError: the bytes are not valid sampling parameters.
+    """
+    return _unpacked("sampling parameters", data, lambda values: CheckedSamplingParams(**values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +294,24 @@ def unpack_update(row: list[Any]) -> RequestUpdate:
 
 
 _UPDATE_FIELDS = tuple(field.name for field in fields(RequestUpdate))
+
+
+def _unpacked(title: str, data: bytes, read: Callable[[Any], MessageT]) -> MessageT:
+    """Return the message that `read` makes of the unpacked `data`.
+
+    Raises:
+        RequestError: the bytes are not msgpack, or `read` raises an error. The message names
+            `title`, the part of the envelope.
+    """
+    try:
+        return read(msgpack.unpackb(data, use_list=False))
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, detail["loc"]))
+        raise RequestError(f"envelope: the {title} is damaged: {place}: {detail['msg']}.") from None
+    except (ValueError, TypeError) as error:
+        # All errors of msgpack are ValueErrors. Their messages can be empty.
+        raise RequestError(f"envelope: the {title} is damaged: {first_line(error)}") from None
 
 
 def _pack(value: object) -> bytes:

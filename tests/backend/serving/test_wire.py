@@ -2,12 +2,13 @@ from dataclasses import replace
 
 import msgpack
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend import RequestUpdate
+from nereid_backend import RequestUpdate, SamplingParams
 from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import RequestError
 from nereid_backend.serving.wire import (
     Ending,
     Opening,
@@ -105,3 +106,56 @@ def test_an_update_is_unchanged_after_packing_and_unpacking():
     row = msgpack.unpackb(msgpack.packb(pack_update(update)))
     rows = [list(update.logprobs[0])], [None, list(update.prompt_logprobs[1])]
     assert unpack_update(row) == replace(update, logprobs=rows[0], prompt_logprobs=rows[1])
+
+
+GOOD = msgpack.packb([b"params", 1, b"context"])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1\xc1",
+        GOOD[:-1],
+        GOOD + b"\0",
+        b"\xdd\x3b\x9a\xca\x00",
+        b"\x91" * 100_000 + b"\xc0",
+        msgpack.packb(7),
+        msgpack.packb([b"params"]),
+        msgpack.packb([b"params", 1, b"", *[0] * 40]),
+        *(msgpack.packb([b"params", n, b""]) for n in (-1, 0, 65, 10**9, "many", None)),
+        msgpack.packb([b"params", 1, b"", 5]),
+        msgpack.packb([b"params", 1, b"", "", "soon"]),
+    ],
+)
+def test_a_damaged_envelope_is_refused(data):
+    with pytest.raises(RequestError, match="envelope: the message is damaged"):
+        RequestEnvelope.unpack(np.frombuffer(data, dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        7,
+        {},
+        {"stream": True},
+        {"stream": True, "num_prompt_tokens": -1},
+        {"stream": True, "num_prompt_tokens": 1, "n": 10**9},
+        {"stream": True, "num_prompt_tokens": 1, "prompt_token_ids": (-5,)},
+        {"stream": True, "num_prompt_tokens": 1, "returns": ("delta",)},
+        {"stream": True, "num_prompt_tokens": 1, "tools": ({"function": 3},)},
+        {"stream": True, "num_prompt_tokens": 1, "stop": 9},
+    ],
+)
+def test_a_damaged_context_is_refused(values):
+    with pytest.raises(RequestError, match="envelope: the context is damaged"):
+        StreamContext.unpack(msgpack.packb(values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [7, {"evil": 1}, {"temperature": "hot"}, {"grammar": 3}, {"n": -1}, {"stop_token_ids": (-1,)}],
+)
+def test_damaged_sampling_parameters_are_refused(values):
+    with pytest.raises(RequestError):
+        unpack_params(msgpack.packb(values))

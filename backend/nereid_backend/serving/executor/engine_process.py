@@ -3,7 +3,8 @@
 
 Messages, in addition to those of every child process (process_entry.py):
 
-    stub -> engine    ["add", id, int32 ids as bytes, packed params]  ["abort", id, index or None]
+    stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
+                      ["abort", id, index or None]
     engine -> stub    ["updates", [row, ...]], a row has the fields of RequestUpdate in their order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
                       ["stats", {name: number}], every 0.1 s during work and when work ends
@@ -52,10 +53,16 @@ class EngineService:
         if kind == "abort":
             self._engine.abort(*values)
             return
-        request_id, token_ids, params = values
+        request_id, token_ids, packed_params, num_sequences = values
         try:
             prompt = memoryview(token_ids).cast("i")
-            self._engine.add_request(request_id, prompt, unpack_params(params))
+            params = unpack_params(packed_params)
+            if params.n != num_sequences:
+                raise RequestError(
+                    f"envelope: the message is for {num_sequences} sequences, but its sampling "
+                    f"parameters have n={params.n}."
+                )
+            self._engine.add_request(request_id, prompt, params)
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:

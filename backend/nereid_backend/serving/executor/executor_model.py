@@ -85,7 +85,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS)
         stream = self._open_stream(envelope, len(token_ids), sender)
-        message = ["add", stream.request_id, token_ids.tobytes(), envelope.params]
+        message = ["add", stream.request_id, token_ids.tobytes(), envelope.params, envelope.n]
         self.add_request(stream.request_id, stream, message)
 
     def _open_stream(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401

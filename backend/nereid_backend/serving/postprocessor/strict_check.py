@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nereid_backend.errors import EngineError
+from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.serving.wire import StreamContext
 
 # Validates a complete message, given as {"content": text, "calls": [{"name", "arguments"}, ...]}.
@@ -18,6 +18,9 @@ def strict_check(context: StreamContext) -> Check | None:
 
     The content is validated against a strict response_format, and the arguments of a call against
     the parameters of its tool, if that tool is strict.
+
+    Raises:
+        RequestError: the strict schema of `context` is not JSON.
     """
     schemas = {
         tool["function"]["name"]: tool["function"].get("parameters") or {}
@@ -26,7 +29,10 @@ def strict_check(context: StreamContext) -> Check | None:
     }
     if not context.strict_schema and not schemas:
         return None
-    content_schema = json.loads(context.strict_schema) if context.strict_schema else None
+    try:
+        content_schema = json.loads(context.strict_schema or "null")
+    except ValueError as error:
+        raise RequestError(f"envelope: the strict schema is not JSON: {error}.") from None
 
     def check(message: Mapping[str, Any]) -> None:
         """Raise an EngineError if the content or a call of `message` does not match its schema."""

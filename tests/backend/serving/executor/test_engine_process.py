@@ -41,7 +41,8 @@ def engine(tmp_path_factory):
 
 
 def add(child, request_id, prompt=PROMPT, **params):
-    child.send(["add", request_id, prompt, pack_params(SamplingParams(**params))])
+    checked = SamplingParams(**params)
+    child.send(["add", request_id, prompt, pack_params(checked), checked.n])
 
 
 def receive(child, is_last, limit_s=120.0):

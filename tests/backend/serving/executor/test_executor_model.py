@@ -209,3 +209,21 @@ def test_an_engine_that_dies_again_and_again_is_given_up(start):
         time.sleep(0.05)
     assert "[UNAVAILABLE] the engine process has died 2 times in a row" in refused
     assert metric("engine_up", 0) == 0
+
+
+@pytest.mark.parametrize("n", [-1, 0, 2])
+def test_a_wrong_number_of_sequences_ends_only_its_own_request(start, n):
+    model = start(ENDLESS)
+    neighbour = ask(model, params=LONG)
+    assert neighbour.has_tokens.wait(120)
+    damaged = Sender()
+    envelope = RequestEnvelope(pack_params(SamplingParams(max_tokens=5)), n, b"")
+    damaged.inputs[tensor_names.ENVELOPE].values = envelope.pack()
+    model.execute([damaged])
+    assert damaged.wait().error.startswith("[INVALID_ARGUMENT] envelope: the message")
+    num_tokens = len(neighbour.token_ids)
+    deadline = time.monotonic() + 60
+    while len(neighbour.token_ids) == num_tokens and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(neighbour.token_ids) > num_tokens
+    assert neighbour.error is None

@@ -26,11 +26,6 @@ TOOLS: list[Any] = [
                 "type": "object",
                 "properties": {
                     "city": {"type": "string", "description": "The name of the city."},
-                    "unit": {
-                        "type": "string",
-                        "description": "The temperature unit.",
-                        "enum": ["celsius", "fahrenheit"],
-                    },
                 },
                 "required": ["city"],
             },
@@ -39,10 +34,9 @@ TOOLS: list[Any] = [
 ]
 
 
-def get_weather(city: str, unit: str = "celsius") -> dict[str, Any]:
+def get_weather(city: str) -> dict[str, Any]:
     """Return the weather in a city. A real program would ask a weather service here."""
-    temperature = 21 if unit == "celsius" else 70
-    return {"city": city, "temperature": temperature, "unit": unit, "condition": "sunny"}
+    return {"city": city, "temperature": 21, "condition": "sunny"}
 
 
 def main() -> None:

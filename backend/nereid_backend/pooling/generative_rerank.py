@@ -39,6 +39,7 @@ class GenerativeReranker:
         yes: the token id of "yes". Its logit is the score.
         no: the token id of "no", whose logit is subtracted from the score. None means that nothing
             is subtracted.
+        truncation_side: the side of a text that `tokens` cuts off, "right" or "left".
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GenerativeReranker:
         # If the files name the answer tokens, the checkpoint is for sentence-transformers. Without
         # a chat template, that library tokenises the query and the document as a pair.
         self._uses_pair = answers is not None and not tokenizer.chat_template
+        self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
         self._has_roles = False
         if tokenizer.chat_template:
             self._has_roles = self._renders_roles(must_be_known=answers is None)

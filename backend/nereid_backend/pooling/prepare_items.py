@@ -75,9 +75,8 @@ class ItemPreparer:
         self._reranker = reranker
         self._images = images
         self._prompt_lens: dict[str, int] = {}
-        self._text_limit = TextLimit(
-            info.max_model_len, info.max_token_bytes, tokenizer.truncation_side
-        )
+        side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
+        self._text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names

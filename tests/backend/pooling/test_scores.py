@@ -1,5 +1,6 @@
 """Scores equal those of transformers' heads and of sentence-transformers' CrossEncoder."""
 
+import json
 import random
 
 import numpy as np
@@ -124,6 +125,21 @@ def test_an_instruction_is_part_of_the_prompt_of_a_generative_reranker(judge_fol
     found = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
     prompts = [f"w7 w8 query : {q} no : {d} yes :" for q, d in pairs]
     np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_beginning_of_a_huge_document_is_kept_by_a_generative_reranker(
+    judge_folder, tmp_path, side
+):
+    folder = copy_of(judge_folder(TEMPLATE), tmp_path)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"truncation_side": side}))
+    reranker = Reranker(str(folder), num_threads=1)
+    huge = "w3 w4 " * 100 + "w5 w6 " * 100_000
+    cut = reranker.score([("w1", huge)], truncate=True)
+    np.testing.assert_allclose(cut, reranker.score([("w1", huge[:1200])], truncate=True))
+    with pytest.raises(RequestError, match="instruction: the instruction has at least"):
+        reranker.score([("w1", "w2")], instruction=huge, truncate=True)
 
 
 def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder, pairs):

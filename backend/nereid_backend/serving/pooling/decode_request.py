@@ -184,15 +184,13 @@ def decode_image(text: str, where: str) -> bytes:
 
 
 def pair_queries(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair one query with every document, or each query with the document of the same index.
+    """Pair each query with the document of the same index.
 
-    Example: the queries ["q"] and the documents ["a", "b"] return [("q", "a"), ("q", "b")].
+    Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
 
     Raises:
-        RequestError: there are several queries, and not as many as documents.
+        RequestError: the number of queries is not the number of documents.
     """
-    if len(queries) == 1:
-        return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
         raise RequestError(
             f"{names.QUERY}: a request must have one query, or one query for each of the "

@@ -101,11 +101,16 @@ class _JobProgress:
         items: list[PoolingItem] = []
         size = 0
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
-            is_pair = name == "pair"
-            # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-            fields: dict[str, Any] = {name: tuple(value) if is_pair else value}
+            fields: dict[str, Any] = {name: value}
+            size += len(value)
+            if name == "document":
+                fields = {"pair": (self.job.query, value)}
+                size += len(self.job.query)
+            elif name == "pair":
+                # msgpack turns tuples into lists, but PoolingItem needs a tuple.
+                fields = {name: tuple(value)}
+                size += sum(map(len, value))
             items.append(PoolingItem(**fields, **self.job.options))
-            size += sum(map(len, value)) if is_pair else len(value)
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)

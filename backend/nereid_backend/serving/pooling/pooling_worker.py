@@ -3,7 +3,7 @@
 
 Messages, in addition to those of every child process (process_entry.py):
 
-    stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]
+    stub -> worker    ["add", id, field, [[name, value], ...], options, query]  ["abort", id]
     worker -> stub    ["done", id, *outcome]
                       ["alive"], every 0.25 s during work, because a long job sends nothing else
 """

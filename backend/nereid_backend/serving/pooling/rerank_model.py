@@ -31,10 +31,12 @@ class RerankModel(PoolingStub):
                 f"{names.QUERY}: a request must have {names.QUERY} and {names.DOCUMENTS}, or only "
                 f"{names.TEXTS} for a classifier, but it has {' and '.join(given) or 'none'}."
             )
-        pairs = decode_request.pair_queries(
-            self.read_texts(request, names.QUERY, options),
-            self.read_texts(request, names.DOCUMENTS, options),
-        )
+        queries = self.read_texts(request, names.QUERY, options)
+        documents = self.read_texts(request, names.DOCUMENTS, options)
+        if len(queries) == 1:
+            inputs = [("document", document) for document in documents]
+            return Job(names.DOCUMENTS, inputs, options, queries[0])
+        pairs = decode_request.pair_queries(queries, documents)
         return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
 
     def build_outputs(self, outcome: Outcome) -> Tensors:

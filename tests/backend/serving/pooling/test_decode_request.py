@@ -99,8 +99,7 @@ def test_an_invalid_part_is_refused_with_its_index(text, said):
         decode_request.parse_part(text, 2)
 
 
-def test_one_query_goes_with_each_document_and_several_with_their_own():
-    assert decode_request.pair_queries(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
+def test_each_of_several_queries_is_paired_with_its_own_document():
     assert decode_request.pair_queries(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
     with pytest.raises(
         RequestError, match="query: a request must have one query, or one query for each of the 3"

@@ -57,6 +57,15 @@ def test_a_large_job_goes_to_the_engine_a_slice_at_a_time(work, engine, sent):
     assert done.num_tokens.tolist() == [n % 7 + 1 for n in range(count)]
 
 
+def test_one_query_is_paired_with_each_document():
+    job = Job("documents", [["document", "x"], ["document", "yy"]], {"truncate": True}, "q")
+    items = job_progress._JobProgress("a", job).next_slice()
+    assert [(item.pair, item.truncate) for item in items] == [
+        (("q", "x"), True),
+        (("q", "yy"), True),
+    ]
+
+
 def test_long_texts_make_short_slices(work, engine):
     long = "x" * job_progress._SLICE_CHARACTERS
     work.add("a", texts(long, long, long, long))

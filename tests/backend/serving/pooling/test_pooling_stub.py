@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import msgpack
 import numpy as np
 import pytest
 from backend.serving.fake_server import TESTS, Request
@@ -156,6 +157,13 @@ def test_more_lengths_than_the_queue_can_hold_are_refused_at_once(stub):
     ids = np.ones(100_001, dtype=np.int32)
     error = ask(stub, input_ids=ids, input_lengths=ids).wait().error
     assert "the request has 100001 inputs, but the limit is 100000 (max_num_waiting)" in error
+
+
+def test_the_query_of_many_documents_is_sent_to_the_worker_once(monkeypatch):
+    texts = {names.QUERY: ["q" * 60_000], names.DOCUMENTS: ["d"] * 10_000}
+    monkeypatch.setattr(RerankModel, "read_texts", lambda self, request, name, options: texts[name])
+    job = RerankModel().read_job(None, [names.QUERY, names.DOCUMENTS], {})
+    assert len(msgpack.packb(job.row())) < 1_000_000
 
 
 def test_a_cancelled_request_ends_and_its_job_is_dropped(stub):

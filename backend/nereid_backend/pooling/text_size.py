@@ -82,7 +82,7 @@ class TextLimit:
         return encoded.decode("utf-8", "ignore")
 
     def _least_bytes(self, text: str) -> int:
-        """Return the number of bytes of a text in UTF-8, or a lower bound that is too large.
+        """Return the number of bytes of a text in UTF-8, or a lower bound that exceeds the limit.
 
         A text with too many characters is not encoded, because that would take time and memory.
         """

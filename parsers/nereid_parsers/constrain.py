@@ -287,7 +287,7 @@ def _reasoning_messages(fmt: FormatData, layout: Messages, stage: Stage) -> list
 
 
 def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for the tool calls or the answer, from the header on.
+    """Return the structural-tag node for a message header with the tool calls or the answer.
 
     Raises:
         ConstraintError: The request allows an answer, but the format has no message for content.

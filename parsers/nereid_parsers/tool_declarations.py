@@ -208,7 +208,7 @@ class Call:
 
     @property
     def trigger(self) -> str:
-        """The text in the content that starts this tool call. "" for a bare tool call."""
+        """The text that marks the beginning of this tool call, or "" if no text marks it."""
         if self.open.strip():
             return self.open.strip()
         first = pattern(self.head)[0] if self.head else ""

@@ -56,7 +56,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
-    """Return the variant of a KV cache class that stores a data type.
+    """Return the KV cache class that stores its values in a given data type.
 
     Args:
         kind: the class for unrounded keys and values.

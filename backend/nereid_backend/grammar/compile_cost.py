@@ -51,7 +51,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The seconds to compile this bound, for each token of the vocabulary."""
+        """The estimated time for compiling this repetition, in seconds per vocabulary token."""
         return self.repetitions * self.unit_s
 
 

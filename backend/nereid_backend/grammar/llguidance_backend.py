@@ -94,7 +94,7 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        """Return llguidance's matcher of a grammar, which may contain an error."""
+        """Return llguidance's matcher of a grammar, which reports the error of a wrong grammar."""
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:

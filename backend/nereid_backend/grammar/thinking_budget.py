@@ -59,7 +59,7 @@ class Thinking:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next token belongs to the reasoning or to the forced end marker."""
+        """Whether the reasoning, including its end marker, is not yet complete."""
         return self._state is _State.OPEN or bool(self.forced)
 
     def feed(self, token_id: int, data: bytes) -> None:

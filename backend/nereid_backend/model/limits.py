@@ -21,8 +21,8 @@ _DEFAULT_CPU_BYTES = 4 * 2**30
 # The length limit for models without position embeddings, whose config has no limit.
 _NO_MODEL_LIMIT = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-# The largest number of blocks for a model that stores nothing in blocks. Its blocks need no memory,
-# but the block pool has an entry for each of them.
+# The number of blocks for a model without a KV cache. Such blocks need no memory, but the block
+# pool has an entry for each block, so the number must be limited.
 _MAX_EMPTY_BLOCKS = 2**16
 
 

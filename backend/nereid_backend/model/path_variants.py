@@ -121,8 +121,8 @@ def _packed(
                 f"the model uses sparse attention for more than {limit.num_tokens} tokens "
                 f"({limit.reason}), so this path requires max_model_len <= {limit.num_tokens}"
             )
-        # Up to this length, sparse attention selects every token. The model's code only requires
-        # that there is a mask.
+        # Up to this length, sparse attention selects every token, so the mask can be open. The
+        # model's code fails without a mask.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path "rows": models that keep a state for each sequence besides the keys and values.
+"""The forward path "rows", for models that keep a recurrent state for each sequence.
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
@@ -185,7 +185,7 @@ class RowsPath:
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
-        """Compute the tokens of a chunk, whose earlier tokens are covered by the sequence's state.
+        """Compute a chunk of a sequence. It continues from the state after the earlier tokens.
 
         Returns:
             Logits, [num_logits, vocab_size].

@@ -173,7 +173,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check all settings, then run the servers until the end. Return the exit code."""
+    """Check all settings, run the servers until they are stopped, and return the exit code."""
     return Supervisor(make_plan(args)).run()
 
 

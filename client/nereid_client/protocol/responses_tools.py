@@ -159,7 +159,7 @@ def _validated(kind: type[ToolT], tool: Json, place: str) -> ToolT:
 
 
 def _as_chat_choice(tool: object) -> object:
-    """Return a function of `allowed_tools` in the format of chat completions."""
+    """Convert one entry of `allowed_tools` into the format of chat completions."""
     if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
         return {"type": "function", "function": {"name": tool["name"]}}
     return tool

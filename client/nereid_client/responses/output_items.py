@@ -224,7 +224,7 @@ class LogprobMatcher:
         return popped
 
     def clear(self) -> None:
-        """Remove all log-probabilities, because their tokens belong to no text."""
+        """Remove the log-probabilities of tokens that became no part of a text item."""
         self._unassigned = []
 
 

@@ -113,7 +113,7 @@ class Store:
         # are in the order in which they ended.
         self._finished: dict[str, tuple[float, StoredResponse]] = {}
         self._items: dict[str, str] = {}  # id of an output item -> id of its response
-        # Maps an id to the running response and the bytes that it needs so far.
+        # Maps the id of each running response to the response and its present size in bytes.
         self._running: dict[str, tuple[Running, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.num_bytes = 0

@@ -258,7 +258,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return the failure of a server whose processes all run, or None if it works."""
+        """Return why the server does not work although its processes run, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model ended itself and rejects all further requests.

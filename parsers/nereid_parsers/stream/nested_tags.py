@@ -161,7 +161,7 @@ class NestedReader(StepReader):
         self._value_pieces = []
 
     def _write_key(self, parent: _Element, name: str) -> None:
-        """Write the comma and the key before a member of an object, or the comma before an item."""
+        """Write what precedes a value: a comma if needed, and the key of a member of an object."""
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
         self.writer.write(comma + key)

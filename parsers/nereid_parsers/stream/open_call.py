@@ -91,7 +91,7 @@ class OpenCall:
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Return the outcome after a body that is complete or not valid."""
+        """Return the outcome of the call when its body is complete or not valid."""
         if self._body.status is DONE:
             if self._text.tentative:
                 self._text.accept_tentative()

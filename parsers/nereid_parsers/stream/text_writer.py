@@ -193,7 +193,7 @@ class TextWriter:
         self.tentative.append(text)
 
     def accept_tentative(self) -> None:
-        """Classify the tentative text, and the stored white space before it, as "markup"."""
+        """Classify the text that was held back, and the white space before it, as "markup"."""
         self.drop_blanks()
         self._classify(MARKUP, self.tentative_text)
         self.tentative = []

@@ -45,7 +45,7 @@ _NO_SWITCH_NAME = re.compile(
 )
 _EFFORTS = ("high", "low", "none", "enabled", "disabled")
 _SYSTEM_SWITCHES = ("/think", "/no_think")
-# Limits on the number of switches, so that an analysis ends within its time.
+# Limits on the number of switches, so that an analysis finishes within its time limit.
 _MAX_SWITCH_NAMES = 4
 _MAX_SWITCH_VALUES = 6
 _MAX_SWITCH_SETTINGS = 20

@@ -54,7 +54,7 @@ class Proof:
 def parse_renderings(
     fmt: Format, frame: TurnFrame, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Parse each kind of message that the template renders, and return the parts that differ.
+    """Parse each kind of rendered message, and return the parts that were parsed wrongly.
 
     Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
     reasoning and content.

@@ -41,7 +41,7 @@ class PlainMessage:
         """Do nothing, because no text is held back."""
 
     def take(self) -> dict[str, Any]:
-        """Return the content since the last call, such as {"content": "Hi"}; {} without any."""
+        """Return the new content, such as {"content": "Hi"}, or {} if there is no new content."""
         content = "".join(self._new_content)
         self._new_content.clear()
         return {"content": content} if content else {}

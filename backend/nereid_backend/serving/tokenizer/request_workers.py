@@ -77,7 +77,7 @@ class RequestWorkers:
             self._handle(job)
 
     def _handle(self, job: _Job) -> None:
-        """Process a new request, or send the response of a long one."""
+        """Process a new request, or send the response to a long request whose work is finished."""
         if job.reply is not None:
             del self._long[job]
         elif not self._is_long(job.request):

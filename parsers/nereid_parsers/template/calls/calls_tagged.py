@@ -76,7 +76,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_value: str
 ) -> TaggedArguments:
-    """Return the tags of an argument's value, for strings and for values of other types.
+    """Return the tags around the values of arguments; numbers can have other tags than strings.
 
     Some templates write other tags for numbers than for strings. Each example shows an argument `a`
     that is the string "x", and an argument `a` that is the number 41:

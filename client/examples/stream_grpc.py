@@ -31,7 +31,7 @@ def tensor(name: str, datatype: str, value: object) -> InferInput:
 def main() -> None:
     """Send one request and print the text while it is written."""
     parser = argparse.ArgumentParser(description="Stream text over gRPC.")
-    parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
+    parser.add_argument("prompt", nargs="?", default="Once upon a time")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
     parser.add_argument("--url", default=os.environ.get("NEREID_GRPC_URL", "127.0.0.1:8001"))
     parser.add_argument("--max-tokens", type=int, default=256)

@@ -72,7 +72,11 @@ def _role(words: list[str]) -> str:
         return f"{Path(words[1]).parent.parent.name} stub"
     if "-m" in words:
         module = words[words.index("-m") + 1]
-        kinds = {"nereid_client": "frontend"}
+        # The engine starts the process for trials of grammars with the first slow grammar.
+        kinds = {
+            "nereid_client": "frontend",
+            "nereid_backend.grammar.trial_process": "grammar trials",
+        }
         return kinds.get(module, "worker" if module.endswith("pooling_worker") else "engine")
     return program
 

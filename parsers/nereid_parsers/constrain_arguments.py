@@ -126,15 +126,28 @@ def _tagged_json(
         python_words += ["None"] if "null" in types else []
     forms = (part, *part.also)
     if types <= _SCALARS:
-        # Numbers, booleans and null contain no special characters, so they are never quoted.
-        unquoted = [form for form in forms if part.open.startswith(form.open)]
-        forms = (min(unquoted, key=lambda form: len(form.open)),)
+        forms = _scalar_forms(forms)
     options: list[Node] = []
     for form in forms:
         json_value = json_schema(schema, excludes=form.close.strip())
         value = one_of(json_value, *map(const, python_words))
         options.append(sequence(pattern_node(form.open, values), value, const(form.close)))
     return one_of(*options)
+
+
+def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
+    """Return the forms in which the model may write a number, a boolean or null.
+
+    Such a value contains no special characters, so it is never quoted: of the openings `<p>` and
+    `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if another
+    form does not name it, so that the grammar stays small.
+    """
+    untyped = tuple(form for form in forms if "{type}" not in form.open) or forms
+    return tuple(
+        form
+        for form in untyped
+        if not any(form.open != other.open and form.open.startswith(other.open) for other in forms)
+    )
 
 
 def _text_until(opening: Node, close: str) -> Node:

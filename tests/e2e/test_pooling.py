@@ -133,7 +133,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(http, body, said):
 
 
 def test_the_embedder_gives_no_sparse_weights(http):
-    assert "The model 'embed' cannot compute sparse weights. It can compute: dense" in refusal(
+    assert "The model 'embed' cannot compute sparse weights. It can compute: one vector" in refusal(
         http, "/embed_sparse", inputs="x"
     )
 

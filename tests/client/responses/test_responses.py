@@ -275,7 +275,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"metadata": {"k" * 65: "v"}},
-            " has 65 characters, but the limit is 64",
+            'metadata: the key "kkkkkk',
         ),
         (
             {"metadata": {str(n): "v" for n in range(17)}},

@@ -22,7 +22,8 @@ def engine_process(served):
     return next(
         p
         for p in descendants
-        if "nereid_backend.serving.executor.engine_process" in " ".join(p.cmdline())
+        if p.status() != psutil.STATUS_ZOMBIE  # a zombie has no command line
+        and "nereid_backend.serving.executor.engine_process" in " ".join(p.cmdline())
     )
 
 

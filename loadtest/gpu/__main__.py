@@ -85,7 +85,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def child_environment(site: Path, *, rehearse: bool) -> dict[str, str]:
-    """Return the environment variables of the parts.
+    """Return the environment variables for the processes that run the parts of a call.
 
     Args:
         site: the folder of unpacked wheels.

@@ -188,7 +188,7 @@ def _virtual_bytes() -> int:
 
 
 class _Unused:
-    """Stands for every class and function of a module that is not used."""
+    """A placeholder for the classes and functions of a module that this process does not use."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept any arguments."""

@@ -74,7 +74,7 @@ def _fused(module: nn.Module) -> FusedRmsNorm | None:
         return None
     if weight.dim() != 1 or weight.dtype not in _TOLERANCE or len(list(module.parameters())) != 1:
         return None
-    # Some classes, such as those of Gemma, add 1 to the weight.
+    # The RMSNorm classes of some model types add 1 to the weight.
     for offset in (0.0, 1.0):
         fused = FusedRmsNorm(weight if offset == 0 else weight.detach() + offset, eps)
         if _are_equal(module, fused):

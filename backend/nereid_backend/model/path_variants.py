@@ -36,7 +36,7 @@ class PathSpec:
         name: "packed", "rows", "padded" or "single".
         build: builds the path with the given sizes.
         layers: the attention layers whose keys and values are stored in blocks.
-        hook: the attention that the model must use; None stands for the model's own attention.
+        hook: the attention that the model must use, or None for the model's own attention.
         detail: a clause that describes a variant of the path, for the log; empty for the normal
             variant.
         bytes_per_sequence: the memory outside of blocks that a running sequence needs.

@@ -1,8 +1,8 @@
 """Restart a process of the server that uses too much memory, before the kernel kills a process.
 
 The kernel kills a process of its own choice when the memory of the machine is exhausted, possibly
-the Triton server or this supervisor. The watch kills the process that causes the shortage. Whoever
-started that process then restarts it: the model its engine or worker, and `nereid serve` the rest.
+the Triton server or this supervisor. The watch kills the process that causes the shortage. A
+model restarts its own engine or worker process, and `nereid serve` restarts all other processes.
 """
 
 import contextlib

@@ -271,7 +271,7 @@ class LiteralReader:
         return self._read_word(text, pos, is_final, json_parts)
 
     def _open_container(self, bracket: str, pos: int, json_parts: list[str]) -> int:
-        """Read the opening bracket of a list, tuple, set or object, which cannot be a key.
+        """Read the opening bracket of a list, tuple, set or object. Such a value cannot be a key.
 
         The text `{` is written later, because it opens an object or a set.
         """

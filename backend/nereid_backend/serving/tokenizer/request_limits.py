@@ -27,7 +27,7 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
-# The bytes of a request besides its prompt: grammars, logit_bias, lists of token ids.
+# The bytes that a request may have in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
 # A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
 _MIN_TOKEN_BYTES = 16

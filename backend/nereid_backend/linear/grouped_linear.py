@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers for CPUs whose weights are integers of 4 or 8 bits with a scale for each group.
+
+A group is `group_size` consecutive weights of one output. Its weights are
+
+    weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
+
+The integers stay in memory as they are, so a step reads a quarter (4 bits) or half (8 bits) of the
+bytes of bfloat16 weights.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# The number of outputs in one panel of packed weights.
+LANES = 16
+# The number of inputs that the kernels multiply at once. Groups consist of whole units.
+UNIT = 8
+# Activations are quantised with the groups of the weights. Larger groups are divided, so that one
+# large activation does not make the others of a long row inaccurate.
+_MAX_GROUP_SIZE = 128
+
+
+class GroupedLinear(nn.Linear):
+    """A linear layer with weights of 4-bit or 8-bit integers. It supports only inference on a CPU.
+
+    `weight` has the original shape, but its numbers are NaN unless other layers share them; see
+    `PackedLinear`.
+
+    Attributes:
+        values: the integers as uint8, in panels of 16 outputs; see `pack_values`.
+        scales: float16 [panels, groups, 16].
+        zeros: float16 [panels, groups, 16]; None if the zero of every group is the middle of the
+            range, which is 8 or 128.
+        bits: the number of bits of an integer, 4 or 8.
+        group_size: the number of inputs that share a scale.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+
+    @classmethod
+    def from_quantised(
+        cls,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group_size: int,
+        *,
+        bits: int,
+        bias: Tensor | None = None,
+    ) -> Self:
+        """Create a layer from integers, as a quantised checkpoint contains them.
+
+        Args:
+            values: [out_features, in_features], one integer in each element: uint8 from 0 to
+                2**bits - 1, or int8 from -2**(bits - 1) to 2**(bits - 1) - 1.
+            scales: [out_features, groups], of any floating data type. `groups` is in_features /
+                group_size, rounded up.
+            zeros: [out_features, groups], the zero of each group in the range of `values`, integers
+                or floating. None means the middle of the range: 0 for int8, 2**(bits - 1) for
+                uint8.
+            group_size: the number of inputs that share a scale: a multiple of 8, or at least
+                in_features (one scale for each output).
+            bits: 4 or 8.
+            bias: [out_features]; None if the layer has none.
+
+        Raises:
+            ValueError: if the shapes or the group size do not fit.
+
+        Example: values [[3, -8]] of int8 with scales [[0.5]] and bits=4 are the weights [1.5, -4].
+        """
+        out_features, in_features = values.shape
+        _check(values, scales, zeros, group_size, bits)
+        layer = cls(1, 1, bias=False)
+        layer.in_features = in_features
+        layer.out_features = out_features
+        weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        layer.set_quantised(values, scales, zeros, group_size, bits=bits)
+        return layer
+
+    def set_quantised(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group_size: int,
+        *,
+        bits: int,
+    ) -> None:
+        """Pack and store integers, scales and zeros; see `from_quantised`. Mutates: the layer."""
+        offset = 2 ** (bits - 1) if values.dtype == torch.int8 else 0
+        unsigned = (values.to(torch.int16) + offset).to(torch.uint8)
+        used_size = _used_group_size(group_size, values.shape[1])
+        repeats = -(-min(group_size, values.shape[1]) // used_size)
+        num_groups = -(-values.shape[1] // used_size)
+
+        def panels(of_groups: Tensor) -> Tensor:
+            repeated = of_groups.repeat_interleave(repeats, dim=1)[:, :num_groups]
+            return _panels_of_groups(repeated)
+
+        self.bits = bits
+        self.group_size = used_size
+        packed_zeros = None if zeros is None else panels(zeros.float() + offset).half()
+        self.register_buffer("values", pack_values(unsigned, bits, used_size), persistent=False)
+        self.register_buffer("scales", panels(scales.float()).half(), persistent=False)
+        self.register_buffer("zeros", packed_zeros, persistent=False)
+
+    def dequantised(self) -> Tensor:
+        """Return the weights as float32 [out_features, in_features]."""
+        values = unpack_values(self.values, self.bits).float()
+        zero = 2.0 ** (self.bits - 1) if self.zeros is None else self._by_input(self.zeros)
+        weights = (values - zero) * self._by_input(self.scales)
+        return weights[: self.out_features, : self.in_features]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out_features] for [..., in_features], in the input's dtype."""
+        return functional.linear(input, self.dequantised().to(input.dtype), self.bias)
+
+    def _by_input(self, of_groups: Tensor) -> Tensor:
+        """Return the scales or zeros of every weight, [panels * 16, groups * group_size]."""
+        rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
+        return rows.repeat_interleave(self.group_size, dim=1)
+
+
+def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
+    """Return unsigned integers [out_features, in_features] in the layout of the kernels.
+
+    16 outputs are one panel. Outputs and inputs are padded with zeros to whole panels and groups.
+    With 8 bits, four inputs of one output are adjacent: [panels, inputs / 4, 16, 4]. With 4 bits, a
+    byte contains two inputs of a unit of eight inputs, input j in the lower half and input j + 4 in
+    the upper half: [panels, inputs / 8, 16, 4].
+
+    Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
+    [0x51, 0x62, 0x73, 0x84].
+    """
+    padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
+    padded = functional.pad(values, padding)
+    units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
+    if bits == 4:
+        units = units[:, 0::2] | (units[:, 1::2] << 4)
+    return units.contiguous()
+
+
+def unpack_values(packed: Tensor, bits: int) -> Tensor:
+    """Return the integers of `pack_values` as uint8 [panels * 16, padded inputs]."""
+    if bits == 4:
+        packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
+    return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+
+
+def _panels_of_groups(of_groups: Tensor) -> Tensor:
+    """Return [out_features, groups] as [panels, groups, 16], padded with zeros."""
+    padded = functional.pad(of_groups, (0, 0, 0, -of_groups.shape[0] % LANES))
+    return padded.view(-1, LANES, of_groups.shape[1]).transpose(1, 2).contiguous()
+
+
+def _used_group_size(group_size: int, in_features: int) -> int:
+    """Return the size of the groups that the layer stores.
+
+    Groups of more than 128 inputs are divided into equal parts, which repeat the scale.
+
+    Example: for groups of 192 inputs, the stored groups have 96 inputs.
+    """
+    if group_size >= in_features:
+        return min(_MAX_GROUP_SIZE, -(-in_features // UNIT) * UNIT)
+    parts = -(-group_size // _MAX_GROUP_SIZE)
+    while group_size % (parts * UNIT):
+        parts += 1
+    return group_size // parts
+
+
+def _check(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
+) -> None:
+    """Raise ValueError if the arguments of `GroupedLinear.from_quantised` do not fit together."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, but the value is {bits}.")
+    if values.dtype not in (torch.int8, torch.uint8):
+        raise ValueError(f"values must be int8 or uint8, but the dtype is {values.dtype}.")
+    out_features, in_features = values.shape
+    if group_size < in_features and group_size % UNIT:
+        raise ValueError(f"group_size must be a multiple of {UNIT}, but the value is {group_size}.")
+    expected = (out_features, -(-in_features // min(group_size, in_features)))
+    for name, of_groups in (("scales", scales), ("zeros", zeros)):
+        if of_groups is not None and of_groups.shape != expected:
+            raise ValueError(
+                f"{name} must have the shape {expected} for weights of the shape "
+                f"{tuple(values.shape)} and group_size {group_size}, but the shape is "
+                f"{tuple(of_groups.shape)}."
+            )

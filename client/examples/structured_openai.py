@@ -61,7 +61,7 @@ def main() -> None:
         mean = sum(token.logprob for token in tokens) / max(1, len(tokens))
         rated.append((math.exp(mean), choice.message.parsed))
     for probability, person in sorted(rated, key=lambda pair: pair[0], reverse=True):
-        sys.stdout.write(f"{probability:.0%}  {person}\n")
+        sys.stdout.write(f"mean token probability {probability:.0%}: {person}\n")
 
 
 if __name__ == "__main__":

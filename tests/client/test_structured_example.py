@@ -16,4 +16,4 @@ def test_the_structured_example_prints_each_answer_with_its_probability():
         url = f"http://127.0.0.1:{port}/v1"
         command = [sys.executable, EXAMPLE, prompt, "--n=1", f"--base-url={url}"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.stdout == "90%  name='Ada' age=36\n", run.stderr
+    assert run.stdout == "mean token probability 90%: name='Ada' age=36\n", run.stderr

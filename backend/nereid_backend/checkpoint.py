@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a Hugging Face checkpoint into the model code of transformers."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.checkpoints.weight_arguments import (
+    restore_generation_config,
+    weight_arguments,
+)
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 
 Progress = Callable[[str], None]
@@ -133,10 +137,10 @@ def load_checkpoint(
 
 
 def check_files(folder: Path) -> None:
-    """Check that a folder has a config.json and all its safetensors files.
+    """Check that a folder has a config.json and all its weights, without reading the weights.
 
     Raises:
-        ModelError: if a file is missing or broken.
+        ModelError: if a file is missing, incomplete or damaged.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -146,25 +150,7 @@ def check_files(folder: Path) -> None:
         raise ModelError(
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(
-                f"{index} cannot be read ({error}). Download the file again."
-            ) from error
-        missing = [name for name in files if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as "
-                f"{missing[0]}. Download the missing files."
-            )
-    elif not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{folder} has no .safetensors files. Convert the weights with the method "
-            "save_pretrained of transformers."
-        )
+    open_tensors(folder)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -213,16 +199,21 @@ def _load_weights(
         _OwnAttentionError: if the class does not accept the attention implementation `attention`.
         ModelError: if the weights are broken, or if transformers does not support the model.
     """
-    # With output_loading_info=True, the function returns a pair. Its type annotation lacks that.
-    load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
+    arguments = weight_arguments(folder, config, dtype)
+    if arguments["pretrained_model_name_or_path"] is None and _model_class(config) is None:
+        raise UnsupportedModelError(
+            f"quantised weights of the model type {config.model_type} are not supported, because "
+            "transformers has no class for it. Use a checkpoint that is not quantised."
+        )
     try:
+        # With output_loading_info=True, the function returns a pair. Its type annotation lacks
+        # that.
+        load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
             model, report = load(
-                folder,
-                config=config,
+                **arguments,
                 dtype=dtype,
                 attn_implementation=attention,
-                use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
@@ -235,6 +226,8 @@ def _load_weights(
         raise UnsupportedModelError(
             f"the model type {config.model_type} is not supported: {reason}"
         ) from error
+    except ModelError:
+        raise
     except Exception as error:
         # Broken files cause many kinds of exceptions: safetensors has exceptions of its own, and
         # torch raises RuntimeError for wrong shapes.
@@ -248,6 +241,8 @@ def _load_weights(
             f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
             "would be random. Download the checkpoint again."
         )
+    if arguments["pretrained_model_name_or_path"] is None:
+        restore_generation_config(model, folder)
     return model  # type: ignore[no-any-return]
 
 

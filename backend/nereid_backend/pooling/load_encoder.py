@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoint import check_files
+from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.checkpoint_spec import (
     BASE,
@@ -160,14 +161,15 @@ def accepts(function: Callable[..., object], name: str) -> bool:
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model with its weights on the CPU; see `load_encoder` for the errors."""
-    load, extra = _loader(spec)
+    arguments = weight_arguments(spec.folder, spec.config, dtype)
     try:
+        load, extra = _loader(
+            spec, has_folder=arguments["pretrained_model_name_or_path"] is not None
+        )
         with quiet():
             model, report = load(
-                spec.folder,
-                config=spec.config,
+                **arguments,
                 dtype=dtype,
-                use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
                 **extra,
@@ -240,17 +242,23 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         )
 
 
-def _loader(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function that loads the model, and the additional arguments for it."""
+def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function that loads the model, and the additional arguments for it.
+
+    `has_folder` is whether transformers reads the weights from the folder of the checkpoint. The
+    auto classes cannot load a model without a folder.
+    """
     auto = _AUTO[spec.loader]
     config = spec.config
-    if spec.loader != BASE:
+    if has_folder and spec.loader != BASE:
         return auto.from_pretrained, {"trust_remote_code": False}
     with suppress(KeyError):
         mapped = auto._model_mapping[type(config)]
         # Some configs belong to several classes.
         classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
         known = next((c for c in classes if c.__name__ == spec.architecture), classes[0])
+        if spec.loader != BASE:
+            return known.from_pretrained, {}
         if getattr(config, "is_encoder_decoder", False):
             known = _encoder_alone(spec, known)
         # The model's own pooler is not used, and its weights are often untrained.

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of AWQ checkpoints (version gemm).
+
+Source: the packing of WQLinear_GEMM in AutoAWQ 0.2.9, awq/modules/linear/gemm.py.
+
+    qweight  int32 [in_features, out_features / 8]
+    qzeros   int32 [groups, out_features / 8]
+    scales   float16 [groups, out_features]
+
+Each int32 contains eight 4-bit integers of outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, beginning
+with the lowest bits. weight = (integer - zero) * scale.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
+from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
+
+# The output at place i of an int32 is number _ORDER[i] of the eight outputs.
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq_format(settings: Settings) -> Format:
+    """Return the layout of an AWQ checkpoint.
+
+    Raises:
+        UnknownVariantError: if the version is not gemm, or if a weight has not 4 bits.
+    """
+    version = str(settings.get("version", "gemm")).lower()
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    if version != "gemm" or bits != 4:
+        raise UnknownVariantError(
+            f"the AWQ version {version} with {bits} bits is not supported. The supported version "
+            "is gemm with 4 bits"
+        )
+    layout = Layout(".qweight", (".qzeros", ".scales"), _decode, numbers_per_element=8)
+    return Format((layout,))
+
+
+def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+    values = _in_order(tensors[".qweight"]).T.contiguous()
+    zeros = _in_order(tensors[".qzeros"]).T
+    scales = tensors[".scales"].T
+    num_groups = scales.shape[1]
+    if zeros.shape != scales.shape or values.shape[1] % num_groups:
+        raise ValueError(
+            f"the zeros have the shape {tuple(zeros.shape)} and the scales {tuple(scales.shape)} "
+            f"for {values.shape[1]} inputs"
+        )
+    return IntegerWeight(values, scales, zeros, values.shape[1] // num_groups, bits=4)
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    """Return the integers of each row in the order of the outputs, uint8."""
+    places = torch.tensor([_ORDER.index(output) for output in range(8)])
+    values = unpack_integers(packed, 4)
+    return values.view(len(values), -1, 8)[:, :, places].flatten(1)

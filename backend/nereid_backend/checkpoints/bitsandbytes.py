@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of bitsandbytes.
+
+Source: QuantState and dequantize_4bit in bitsandbytes 0.50, bitsandbytes/functional.py.
+
+With 8 bits: weight int8 [out_features, in_features], SCB float32 [out_features], the largest
+absolute weight of each output. weight = integer * SCB / 127.
+
+With 4 bits (NF4 and FP4):
+
+    weight                                 uint8 [numbers / 2, 1]; the first number of a byte is in
+                                           the upper half
+    weight.quant_map                       float32 [16], the number that each code means
+    weight.absmax                          [blocks], the factor of each block of weights
+    weight.quant_state.bitsandbytes__nf4   uint8, JSON with the shape and the size of a block
+
+With nested quantisation, absmax is uint8. Its numbers are nested_quant_map[absmax] *
+nested_absmax[block] + nested_offset.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.integer_weight import PART_NUMBERS, IntegerWeight, unpack_nibbles
+from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
+
+_ABSMAX = ".weight.absmax"
+_MAP = ".weight.quant_map"
+_NESTED_ABSMAX = ".weight.nested_absmax"
+_NESTED_MAP = ".weight.nested_quant_map"
+_MAX_INT8 = 127
+
+
+def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
+    """Return the layouts of a bitsandbytes checkpoint."""
+    four_bits = tuple(
+        Layout(
+            ".weight",
+            (_ABSMAX, _MAP, state),
+            _four_bit_decoder(state),
+            optional=(_NESTED_ABSMAX, _NESTED_MAP),
+            main_dtypes=("U8",),
+            numbers_per_element=2,
+        )
+        for state in (
+            ".weight.quant_state.bitsandbytes__nf4",
+            ".weight.quant_state.bitsandbytes__fp4",
+        )
+    )
+    eight_bits = Layout(".weight", (".SCB",), _decode_eight_bits, main_dtypes=("I8",))
+    return Format((*four_bits, eight_bits), (".weight_format",))
+
+
+def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+    values = tensors[".weight"]
+    scales = tensors[".SCB"].float().unsqueeze(1) / _MAX_INT8
+    return IntegerWeight(values, scales, None, values.shape[1], bits=8)
+
+
+def _four_bit_decoder(state_name: str) -> Decoder:
+    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        state = _read_state(tensors[state_name])
+        size = int(state["blocksize"])
+        factors = _block_factors(tensors, state)
+        packed = tensors[".weight"].flatten()
+        shape = torch.Size(state["shape"])
+        if shape.numel() > 2 * len(packed) or shape.numel() > len(factors) * size:
+            raise ValueError(f"the packed weight has too few numbers for the shape {tuple(shape)}")
+        codes = tensors[_MAP].float()
+        weight = torch.empty(shape.numel(), dtype=dtype)
+        step = max(1, PART_NUMBERS // size) * size
+        for start in range(0, len(weight), step):
+            result = weight[start : start + step]
+            numbers = codes[
+                unpack_nibbles(packed[start // 2 :][: step // 2], high_first=True).int()
+            ]
+            blocks = torch.arange(start, start + len(result)) // size
+            result.copy_(numbers[: len(result)] * factors[blocks])
+        return weight.view(shape)
+
+    return decode
+
+
+def _read_state(content: Tensor) -> dict[str, Any]:
+    """Return the JSON object in a tensor of bytes."""
+    state = json.loads(bytes(content.tolist()))
+    if not isinstance(state, dict) or int(state["blocksize"]) < 1:
+        raise ValueError("quant_state has no valid blocksize")
+    return state
+
+
+def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
+    """Return the factor of each block of weights, float32 [blocks]."""
+    absmax = tensors[_ABSMAX]
+    if _NESTED_ABSMAX not in tensors:
+        return absmax.float()
+    blocks = torch.arange(len(absmax)) // int(state["nested_blocksize"])
+    numbers = tensors[_NESTED_MAP].float()[absmax.int()]
+    return numbers * tensors[_NESTED_ABSMAX].float()[blocks] + float(state["nested_offset"])

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of the compressed-tensors library.
+
+Source: the compressors of compressed-tensors 0.20, compressed_tensors/compressors.
+
+pack-quantized (integers of 1 to 8 bits):
+
+    weight_packed      int32 [out_features, words], packed along the inputs
+    weight_scale       [out_features, groups], or one number
+    weight_zero_point  int32 [words, groups], packed along the outputs; only asymmetric weights
+    weight_shape       int64 [2]
+    weight_g_idx       int32 [in_features], the group of each input; only with activation order
+
+int-quantized, naive-quantized: weight int8, weight_scale, weight_zero_point.
+float-quantized: weight float8, weight_scale.
+nvfp4-pack-quantized, mxfp4-pack-quantized: weight_packed uint8, two 4-bit floating-point numbers in
+a byte; weight_scale float8 or exponents, and weight_global_scale, by which scales are divided.
+
+Packed integers are stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.fp8 import ACTIVATION_SCALES, float8_layouts
+from nereid_backend.checkpoints.integer_weight import IntegerWeight, scale_blocks, unpack_integers
+from nereid_backend.checkpoints.layout import (
+    Decoder,
+    Format,
+    Layout,
+    Settings,
+    UnknownVariantError,
+)
+from nereid_backend.checkpoints.mxfp4 import float4_numbers
+
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+def compressed_tensors_format(settings: Settings) -> Format:
+    """Return the layouts of a compressed-tensors checkpoint.
+
+    Raises:
+        UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
+    """
+    groups = settings.get("config_groups") or {}
+    schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)]
+    names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
+    for name in sorted(name for name in names if name):
+        if name not in _FORMATS:
+            raise UnknownVariantError(
+                f"the compressed-tensors format {name} is not supported. The supported formats are "
+                f"{', '.join(_FORMATS)}"
+            )
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UnknownVariantError(f"the sparse layout {sparsity} is not supported")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise UnknownVariantError("rotated weights (transform_config) are not supported")
+    weights = [scheme.get("weights") or {} for scheme in schemes]
+    sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
+    group_size = sizes.pop() if len(sizes) == 1 else None
+    blocks = [arguments.get("block_structure") for arguments in weights]
+    block = next(((int(shape[0]), int(shape[1])) for shape in blocks if shape), None)
+    return Format(
+        (
+            Layout(
+                ".weight_packed",
+                (".weight_scale", ".weight_shape"),
+                _packed_decoder(group_size),
+                optional=(".weight_zero_point", ".weight_g_idx"),
+                main_dtypes=("I32",),
+                numbers_per_element=8,
+            ),
+            Layout(
+                ".weight_packed",
+                (".weight_scale",),
+                _decode_float4,
+                optional=(".weight_global_scale",),
+                main_dtypes=("U8",),
+                numbers_per_element=2,
+            ),
+            Layout(
+                ".weight",
+                (".weight_scale",),
+                _integer_decoder(group_size),
+                optional=(".weight_zero_point", ".weight_g_idx"),
+                main_dtypes=("I8",),
+            ),
+            *float8_layouts(block),
+        ),
+        ACTIVATION_SCALES,
+    )
+
+
+def _packed_decoder(group_size: int | None) -> Decoder:
+    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+        num_rows, num_inputs = map(int, tensors[".weight_shape"])
+        packed = tensors[".weight_packed"]
+        bits = packed.shape[1] * 32 // max(1, num_inputs)
+        if not 1 <= bits <= 8 or len(packed) != num_rows:
+            raise ValueError(
+                f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
+                f"({num_rows}, {num_inputs})"
+            )
+        values = _signed(unpack_integers(packed, bits, num_inputs), bits)
+        zeros = tensors.get(".weight_zero_point")
+        if zeros is not None:
+            zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
+        return _integers(values, zeros, tensors, group_size, bits)
+
+    return decode
+
+
+def _integer_decoder(group_size: int | None) -> Decoder:
+    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+        zeros = tensors.get(".weight_zero_point")
+        return _integers(tensors[".weight"], zeros, tensors, group_size, 8)
+
+    return decode
+
+
+def _integers(
+    values: Tensor,
+    zeros: Tensor | None,
+    tensors: Mapping[str, Tensor],
+    group_size: int | None,
+    bits: int,
+) -> IntegerWeight:
+    """Return a weight of signed integers. `group_size` is the group size in the settings."""
+    scales = tensors[".weight_scale"]
+    num_rows, num_inputs = values.shape
+    if scales.dim() < 2:
+        scales = scales.reshape(-1, 1)
+    scales = scales.expand(num_rows, -1)
+    num_groups = scales.shape[1]
+    if group_size is None or -(-num_inputs // group_size) != num_groups:
+        group_size = -(-num_inputs // num_groups)
+    if zeros is not None:
+        zeros = zeros.reshape(-1, zeros.shape[-1] if zeros.dim() == 2 else 1)
+        zeros = zeros.expand(num_rows, num_groups)
+    input_groups = tensors.get(".weight_g_idx")
+    if input_groups is not None:
+        input_groups = input_groups.long()
+        if not 0 <= int(input_groups.min()) <= int(input_groups.max()) < num_groups:
+            raise ValueError(f"weight_g_idx has a group outside of 0 to {num_groups - 1}")
+    return IntegerWeight(values, scales, zeros, group_size, bits, input_groups)
+
+
+def _signed(values: Tensor, bits: int) -> Tensor:
+    """Return the integers that are stored as integer + 2**(bits - 1), as int8."""
+    return (values.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+
+
+def _decode_float4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    scales = tensors[".weight_scale"]
+    factor = tensors.get(".weight_global_scale")
+    if factor is not None:
+        scales = scales.float() / factor.float()
+    return scale_blocks(float4_numbers(tensors[".weight_packed"]), scales, dtype)

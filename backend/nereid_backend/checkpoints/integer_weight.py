@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of integers with a scale for each group of inputs, and the unpacking of integers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Weights are dequantised in parts of about this many numbers, so that only a small part of a large
+# weight is in memory as float32.
+PART_NUMBERS = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerWeight:
+    """A weight of integers. Each group of inputs of one output has a scale and a zero.
+
+        weight[o][i] = (values[o][i] - zeros[o][g]) * scales[o][g]
+
+    Attributes:
+        values: int8 or uint8 [out_features, in_features].
+        scales: [out_features, groups], of any floating data type.
+        zeros: [out_features, groups], integers or floating; None if all zeros are 0.
+        group_size: the number of consecutive inputs in one group.
+        bits: the number of bits of a value.
+        input_groups: int64 [in_features], the group of each input; None if groups are consecutive.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    bits: int
+    input_groups: Tensor | None = None
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, [out_features, in_features].
+
+        The product is computed in float32 and then rounded to `dtype`.
+        """
+        num_rows, num_inputs = self.values.shape
+        groups = self.input_groups
+        if groups is None:
+            groups = torch.arange(num_inputs) // self.group_size
+        weight = torch.empty(num_rows, num_inputs, dtype=dtype)
+        step = max(1, PART_NUMBERS // max(1, num_inputs))
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
+            part = self.values[rows].float()
+            if self.zeros is not None:
+                part -= self.zeros[rows].float()[:, groups]
+            weight[rows] = part.mul_(self.scales[rows].float()[:, groups])
+        return weight
+
+
+def scale_blocks(
+    values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+) -> Tensor:
+    """Return `values` multiplied by the scale of each rectangular block.
+
+    Example: [256, 384] values with [2, 3] scales have blocks of 128 rows and 128 columns.
+
+    Args:
+        values: [..., rows, columns], of any data type that torch converts to float32.
+        scales: [..., row blocks, column blocks]; [rows] or [rows, 1] for a scale of each row; or
+            one number for the whole weight.
+        dtype: the data type of the result.
+        block: the rows and columns of a block. By default, all blocks have the same size.
+    """
+    *stack, num_rows, num_columns = values.shape
+    values = values.reshape(-1, num_rows, num_columns)
+    if scales.dim() < 2 or scales.numel() == 1:
+        scales = scales.reshape(1, -1, 1)
+    scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(values), -1, -1)
+    height, width = block or (-(-num_rows // scales.shape[1]), -(-num_columns // scales.shape[2]))
+    if scales.shape[1:] != (-(-num_rows // height), -(-num_columns // width)):
+        raise ValueError(
+            f"the scales have the shape {tuple(scales.shape[1:])}, but a weight of the shape "
+            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs "
+            f"({-(-num_rows // height)}, {-(-num_columns // width)})"
+        )
+    columns = torch.arange(num_columns) // width
+    weight = torch.empty(values.shape, dtype=dtype)
+    step = max(1, PART_NUMBERS // max(1, num_columns))
+    for matrix, of_blocks, result in zip(values, scales, weight, strict=True):
+        for start in range(0, num_rows, step):
+            part = matrix[start : start + step].float()
+            rows = torch.arange(start, start + len(part)) // height
+            result[start : start + step] = part.mul_(_as_float(of_blocks)[rows][:, columns])
+    return weight.view(*stack, num_rows, num_columns)
+
+
+def _as_float(scales: Tensor) -> Tensor:
+    """Return scales as float32. Scales of uint8 are exponents: byte b means 2**(b - 127)."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tensor:
+    """Return the unsigned integers that are packed into the 32-bit integers of each row, as uint8.
+
+    A row is a sequence of bits that begins with the lowest bit of its first 32-bit integer.
+
+    Example: with 4 bits, [[0x76543210]] becomes [[0, 1, 2, 3, 4, 5, 6, 7]].
+
+    Args:
+        packed: int32 [rows, words].
+        bits: the number of bits of an integer, 1 to 8.
+        count: the number of integers in a row. By default, as many as fit.
+    """
+    octets = packed.contiguous().view(torch.uint8)
+    available = octets.shape[1] * 8 // bits
+    if bits == 8:
+        values = octets
+    elif bits in (1, 2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        values = ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+    else:
+        starts = torch.arange(available) * bits
+        # The integer can begin in one byte and end in the next.
+        padded = torch.nn.functional.pad(octets, (0, 1))
+        pairs = padded[:, starts // 8].int() | (padded[:, starts // 8 + 1].int() << 8)
+        values = ((pairs >> (starts % 8)) & (2**bits - 1)).to(torch.uint8)
+    if count is not None and count > available:
+        raise ValueError(f"the packed integers have {available} numbers in a row, not {count}")
+    return values[:, : available if count is None else count]
+
+
+def unpack_nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
+    """Return the two 4-bit integers of each byte, [..., 2 * bytes] for [..., bytes].
+
+    Example: [0x21] becomes [1, 2], or [2, 1] with `high_first`.
+    """
+    low, high = packed & 15, packed >> 4
+    pair = (high, low) if high_first else (low, high)
+    return torch.stack(pair, dim=-1).flatten(-2)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of how a checkpoint stores one weight as several tensors.
+
+Example: a checkpoint stores the weight of one layer as these three tensors:
+
+    model.layers.0.mlp.up_proj.qweight     packed integers
+    model.layers.0.mlp.up_proj.qzeros      packed integers
+    model.layers.0.mlp.up_proj.scales      float16
+
+The layout has main=".qweight" and others=(".qzeros", ".scales"). Its decoder computes the tensor
+`model.layers.0.mlp.up_proj.weight`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.integer_weight import IntegerWeight
+
+Decoder = Callable[[Mapping[str, Tensor], torch.dtype], Tensor | IntegerWeight]
+"""A function of the tensors of one weight, by suffix, and of the data type of the result.
+
+Raises: ValueError if the tensors do not fit together.
+"""
+Settings = Mapping[str, Any]
+"""The field `quantization_config` of a config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one weight is stored.
+
+    Attributes:
+        main: the suffix of the tensor that contains the quantised numbers.
+        others: the suffixes of the other tensors of the weight, which must exist.
+        decode: computes the weight.
+        target: the suffix of the weight's name in the model.
+        optional: the suffixes of tensors that may exist.
+        main_dtypes: the data types of the main tensor, in the spelling of safetensors. With any
+            other data type, the tensor is not quantised. None means any data type.
+        num_elements: the number of weights, given the shape of the main tensor; None if it is the
+            number of elements of the main tensor.
+    """
+
+    main: str
+    others: tuple[str, ...]
+    decode: Decoder
+    target: str = ".weight"
+    optional: tuple[str, ...] = ()
+    main_dtypes: tuple[str, ...] | None = None
+    numbers_per_element: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The layouts of one quantisation method.
+
+    Attributes:
+        layouts: the layouts. A weight has the first layout whose tensors exist.
+        ignored: the suffixes of tensors that are not needed, such as the scales of activations.
+    """
+
+    layouts: tuple[Layout, ...]
+    ignored: tuple[str, ...] = ()
+
+
+class UnknownVariantError(Exception):
+    """Raised if the settings name a variant of a method that is not supported.
+
+    The message completes the sentence "the weights cannot be read, because ...".
+    """

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of 4-bit floating-point weights with an exponent for each 32 numbers (MXFP4).
+
+Sources: the OCP Microscaling Formats specification 1.0, section 5.3, and
+convert_moe_packed_tensors in transformers 5.23, integrations/mxfp4.py.
+
+    gate_up_proj_blocks  uint8 [experts, out_features, groups, 16], two numbers in a byte, the first
+                         one in the lower half
+    gate_up_proj_scales  uint8 [experts, out_features, groups], exponent + 127
+
+The parameter of the model is transposed: gate_up_proj [experts, in_features, out_features].
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.integer_weight import unpack_nibbles
+from nereid_backend.checkpoints.layout import Format, Layout, Settings
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT4_VALUES = (*_POSITIVE, *(-number for number in _POSITIVE))
+"""The numbers that the 16 codes of a 4-bit floating-point number (e2m1) mean."""
+
+
+def mxfp4_format(settings: Settings) -> Format:  # noqa: ARG001 - the layout has no variants
+    """Return the layout of an MXFP4 checkpoint."""
+    layout = Layout("_blocks", ("_scales",), _decode, target="", numbers_per_element=2)
+    return Format((layout,))
+
+
+def float4_numbers(packed: Tensor) -> Tensor:
+    """Return the float32 numbers of packed 4-bit codes, [..., 2 * bytes] for [..., bytes]."""
+    return torch.tensor(FLOAT4_VALUES)[unpack_nibbles(packed).long()]
+
+
+def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    blocks, scales = tensors["_blocks"], tensors["_scales"]
+    if blocks.shape[:-1] != scales.shape:
+        raise ValueError(
+            f"the blocks have the shape {tuple(blocks.shape)} and the scales {tuple(scales.shape)}"
+        )
+    num_experts, num_rows, num_groups, num_bytes = blocks.shape
+    weight = torch.empty(num_experts, num_groups * num_bytes * 2, num_rows, dtype=dtype)
+    for packed, exponents, result in zip(blocks, scales, weight, strict=True):
+        factors = (exponents.float() - 127).exp2().unsqueeze(-1)
+        result.copy_((float4_numbers(packed) * factors).flatten(1).T)
+    return weight

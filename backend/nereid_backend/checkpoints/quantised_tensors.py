@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presents the tensors of a quantised checkpoint as the weights of the unquantised model.
+
+    model.layers.0.mlp.up_proj.qweight, .qzeros, .scales   ->   model.layers.0.mlp.up_proj.weight
+    model.norm.weight                                      ->   model.norm.weight
+
+transformers loads these weights one by one, and reads and dequantises each weight at that time. It
+also merges the weights of experts and renames weights as it does for an unquantised checkpoint.
+Layers that are not quantised are recognised by their tensors, not by their names in the config.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.awq import awq_format
+from nereid_backend.checkpoints.bitsandbytes import bitsandbytes_format
+from nereid_backend.checkpoints.compressed_tensors import compressed_tensors_format
+from nereid_backend.checkpoints.fp8 import fp8_format
+from nereid_backend.checkpoints.gptq import gptq_format
+from nereid_backend.checkpoints.integer_weight import IntegerWeight
+from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
+from nereid_backend.checkpoints.mxfp4 import mxfp4_format
+from nereid_backend.checkpoints.safetensors_files import StoredTensor
+from nereid_backend.checkpoints.torchao import torchao_format
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+FORMATS: dict[str, Callable[[Settings], Format]] = {
+    "awq": awq_format,
+    "bitsandbytes": bitsandbytes_format,
+    "compressed-tensors": compressed_tensors_format,
+    "fbgemm_fp8": fp8_format,
+    "fp8": fp8_format,
+    "gptq": gptq_format,
+    "mxfp4": mxfp4_format,
+    "torchao": torchao_format,
+}
+"""The supported values of quantization_config.quant_method."""
+
+# The ends of names that only tensors of quantised weights have. If such a tensor belongs to no
+# weight, its weight would be wrong.
+_QUANTISED_ENDS = (
+    "qweight",
+    "qzeros",
+    "weight_scale",
+    "scale_inv",
+    "weight_packed",
+    "zero_point",
+    "g_idx",
+    "absmax",
+    ".SCB",
+    "qdata",
+    "_blocks",
+    "act_pre_scale",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyWeight:
+    """A weight that is read and dequantised when transformers reads its elements.
+
+    Attributes:
+        tensors: the stored tensors of the weight, by suffix.
+        layout: how the weight is stored; None if the weight is one tensor.
+        dtype: the data type of the dequantised weight.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    layout: Layout | None
+    dtype: torch.dtype
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the whole weight. `index` is `...`, with which transformers reads a tensor."""
+        weight = self.decode()
+        return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
+
+    def decode(self) -> Tensor | IntegerWeight:
+        """Return the weight. It is not dequantised if it consists of integers.
+
+        Raises:
+            ModelError: if the tensors cannot be read, or do not fit together.
+        """
+        if self.layout is None:
+            return self._main.read()
+        parts = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
+        try:
+            return self.layout.decode(parts, self.dtype)
+        except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
+            # Tensors with wrong shapes or numbers make torch raise such errors.
+            raise ModelError(
+                f"the quantised weight {self._main.name} in {self._main.file} cannot be read "
+                f"({error}). Download the file again."
+            ) from error
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the weight."""
+        factor = 1 if self.layout is None else self.layout.numbers_per_element
+        return round(math.prod(self._main.shape) * factor)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the weight is quantised."""
+        return self.layout is not None
+
+    @property
+    def _main(self) -> StoredTensor:
+        return next(iter(self.tensors.values()))
+
+
+def lazy_weights(
+    stored: Mapping[str, StoredTensor], settings: Settings | None, dtype: torch.dtype
+) -> dict[str, LazyWeight]:
+    """Return the weights of a checkpoint by name.
+
+    Args:
+        stored: the tensors of the checkpoint by name.
+        settings: the quantization_config; None if the checkpoint is not quantised.
+        dtype: the data type of dequantised weights.
+
+    Raises:
+        ModelError: if a tensor of a quantised weight is missing.
+        UnsupportedModelError: if the method is not supported.
+    """
+    layouts = Format(()) if settings is None else _choose_format(settings)
+    weights: dict[str, LazyWeight] = {}
+    used: set[str] = set()
+    for name, tensor in stored.items():
+        layout = _find_layout(tensor, layouts, stored)
+        if layout is None:
+            continue
+        stem = name[: len(name) - len(layout.main)]
+        suffixes = (layout.main, *layout.others, *layout.optional)
+        parts = {suffix: stored[stem + suffix] for suffix in suffixes if stem + suffix in stored}
+        weights[stem + layout.target] = LazyWeight(parts, layout, dtype)
+        used.update(part.name for part in parts.values())
+    for name, tensor in stored.items():
+        if name in used or name.endswith(layouts.ignored):
+            continue
+        if settings is not None and _is_leftover(tensor):
+            raise ModelError(
+                f"{tensor.file} has the tensor {name}, but not the other tensors of that quantised "
+                "weight, or not in a supported layout. Download the checkpoint again."
+            )
+        weights[name] = LazyWeight({"": tensor}, None, dtype)
+    return weights
+
+
+def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any config class
+    """Return the field quantization_config of a config; None if the checkpoint is not quantised.
+
+    The config of a multimodal model may contain the field in the config of its decoder.
+    """
+    for owner in (config, config.get_text_config(decoder=True)):
+        settings = getattr(owner, "quantization_config", None)
+        if settings:
+            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    return None
+
+
+def _choose_format(settings: Settings) -> Format:
+    """Return the format of a quantisation method.
+
+    Raises:
+        UnsupportedModelError: if the method, or its variant, is not supported.
+    """
+    method = _method(settings)
+    if method not in FORMATS:
+        raise UnsupportedModelError(
+            f"the weights are quantised with the method {method!r} (quantization_config of "
+            "config.json), which is not supported. The supported methods are "
+            f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of them, or that "
+            "is not quantised."
+        )
+    try:
+        return FORMATS[method](settings)
+    except UnknownVariantError as error:
+        raise UnsupportedModelError(
+            f"the weights cannot be read, because {error}. Use another checkpoint of the model."
+        ) from error
+
+
+def _method(settings: Settings) -> str:
+    """Return the name of the quantisation method.
+
+    Some tools write the weights in the layout of another method, and name that layout in the field
+    packing_format, such as "auto_round:auto_gptq".
+    """
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    packing = str(settings.get("packing_format", ""))
+    for name in ("gptq", "awq"):
+        if packing.endswith(name):
+            return name
+    return str(getattr(method, "value", method))
+
+
+def _find_layout(
+    tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
+) -> Layout | None:
+    """Return the layout whose main tensor is `tensor`; None if it is not the main tensor of any."""
+    for layout in choice.layouts:
+        if not tensor.name.endswith(layout.main):
+            continue
+        if layout.main_dtypes is not None and tensor.dtype not in layout.main_dtypes:
+            continue
+        stem = tensor.name[: len(tensor.name) - len(layout.main)]
+        if all(stem + suffix in stored for suffix in layout.others):
+            return layout
+    return None
+
+
+def _is_leftover(tensor: StoredTensor) -> bool:
+    """Return whether a tensor that belongs to no weight must be part of a quantised weight."""
+    return tensor.name.endswith(_QUANTISED_ENDS) or tensor.dtype.startswith("F8")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the safetensors files of a checkpoint without reading their tensors.
+
+The safetensors library checks the header of a file when the file is opened: the header's length,
+which is at most 100 MB, and the places of the tensors, which must lie in the file, without gaps and
+overlaps. A file is mapped into memory, so opening needs little memory and time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nereid_backend.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+# The bytes of one number by data type, in the spelling of safetensors.
+_NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        name: the name of the tensor in the file.
+        file: the path of the file.
+        shape: the shape of the tensor.
+        dtype: the data type in the spelling of safetensors, such as "BF16" or "F8_E4M3".
+        view: reads the tensor from the mapped file.
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    view: Any
+
+    def read(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            ModelError: if the tensor cannot be read.
+        """
+        try:
+            # A scalar has no dimension that could be sliced.
+            tensor: Tensor = self.view[...]
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise ModelError(
+                f"the tensor {self.name} in {self.file} cannot be read ({error}). Download the "
+                "file again."
+            ) from error
+        return tensor
+
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of one number."""
+        small = 1 if "8" in self.dtype else 2
+        return _NUMBER_BYTES.get(self.dtype, small)
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name. No tensor is read.
+
+    Raises:
+        ModelError: if a file is missing, incomplete or damaged, or lacks a tensor of the index.
+    """
+    expected = _read_index(folder)
+    files = sorted(set(expected.values())) or [path.name for path in _single_files(folder)]
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        tensors |= _open_file(folder / name)
+    for tensor, file in expected.items():
+        if tensor not in tensors:
+            raise ModelError(
+                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download the "
+                "file again."
+            )
+    return tensors
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the file name of each tensor in the index; {} if the checkpoint has no index.
+
+    Raises:
+        ModelError: if the index is damaged, or if a file is missing.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        expected = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index} cannot be read ({error}). Download the file again.") from error
+    files = sorted(set(expected.values()))
+    for name in files:
+        if Path(name).name != name:
+            raise ModelError(
+                f"{index} names the weight file {name}, which is not in the folder. Download the "
+                "file again."
+            )
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}. "
+            "Download the missing files."
+        )
+    return expected
+
+
+def _single_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder without an index.
+
+    Raises:
+        ModelError: if there is no weight file, or if a file is one of several shards.
+    """
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no .safetensors files. {_conversion(folder)}")
+    return files
+
+
+def _conversion(folder: Path) -> str:
+    """Return a sentence that explains how to get safetensors files."""
+    pickles = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    if not pickles:
+        return "Download the checkpoint's .safetensors files."
+    return (
+        f"{pickles[0].name} is a pickle file, which can run code when it is loaded. If you trust "
+        "its author, convert the checkpoint with this command, and set model to the new folder: "
+        'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+        f"p='{folder}'; "
+        "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
+        "T.from_pretrained(p).save_pretrained(p + '-safetensors')\""
+    )
+
+
+def _open_file(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file by name.
+
+    Raises:
+        ModelError: if the file is incomplete or damaged.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 - the object is not a mapping
+            view = file.get_slice(name)
+            shape = tuple(view.get_shape())
+            tensors[name] = StoredTensor(name, path, shape, view.get_dtype(), view)
+        return tensors
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"{path} is incomplete or damaged ({error}). Download the file again."
+        ) from error

@@ -1,0 +1,206 @@
+import json
+
+import pytest
+import torch
+from backend.checkpoints import writers
+from backend.tiny_models import BY_NAME
+from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend.checkpoint import load_checkpoint
+from safetensors.torch import load_file, save_file
+
+
+def load(folder, dtype="float32"):
+    return load_checkpoint(
+        str(folder),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention="eager",
+        progress=lambda line: None,
+    ).model
+
+
+def assert_same_weights(plain, quantised, *, relative=1e-6):
+    expected, found = load(plain).state_dict(), load(quantised).state_dict()
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        difference = (found[name] - weight).abs().max()
+        assert difference <= relative * weight.abs().max(), name
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+COMPRESSED = {
+    "W4A16": ("pack-quantized", INT4),
+    "W4A16, asymmetric": ("pack-quantized", INT4 | {"symmetric": False}),
+    "W3A16": ("pack-quantized", INT4 | {"num_bits": 3}),
+    "W8A16": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "W8A8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "W8A8, one scale": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}),
+    "FP8": ("float-quantized", FLOAT8 | {"strategy": "channel"}),
+    "FP8, one scale": ("float-quantized", FLOAT8 | {"strategy": "tensor"}),
+    "FP8, blocks": (
+        "float-quantized",
+        FLOAT8 | {"strategy": "block", "block_structure": [16, 32]},
+    ),
+    "MXFP4": (
+        "mxfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": torch.uint8,
+            "zp_dtype": torch.uint8,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name, tmp_path):
+    kind, arguments = COMPRESSED[name]
+    settings, encode = writers.compressed_tensors(kind, **arguments)
+    pair = writers.write_pair("llama", tmp_path, settings, encode)
+    # The library dequantises in the data type of its scales.
+    assert_same_weights(*pair, relative=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+def test_torchao_gives_the_weights_that_the_library_dequantises(kind, tmp_path):
+    settings, encode = writers.torchao(kind)
+    assert_same_weights(*writers.write_pair("llama", tmp_path, settings, encode))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("int8", False)]
+)
+def test_bitsandbytes_gives_the_weights_that_the_library_dequantises(kind, is_nested, tmp_path):
+    settings, encode = writers.bitsandbytes(kind, is_nested=is_nested)
+    # The library dequantises integers of 8 bits to float16.
+    relative = 1e-3 if kind == "int8" else 1e-6
+    pair = writers.write_pair("llama", tmp_path, settings, encode)
+    assert_same_weights(*pair, relative=relative)
+
+
+def test_awq(tmp_path):
+    assert_same_weights(*writers.write_pair("llama", tmp_path, *writers.awq()))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_gptq(bits, is_v2, tmp_path):
+    assert_same_weights(*writers.write_pair("llama", tmp_path, *writers.gptq(bits, is_v2=is_v2)))
+
+
+def test_gptq_with_activation_order(tmp_path):
+    assert_same_weights(*writers.write_pair("qwen2", tmp_path, *writers.gptq(4, desc_act=True)))
+
+
+@pytest.mark.parametrize("block", [None, 16, 40])
+def test_fp8_equals_the_weights_that_transformers_dequantises(block, tmp_path):
+    assert_same_weights(*writers.write_pair("llama", tmp_path, *writers.fp8(block=block)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3, k and v of different sizes"])
+def test_the_weights_of_single_experts_are_merged(family, tmp_path):
+    pair = writers.write_pair(family, tmp_path, *writers.fp8(block=16), num_shards=3)
+    assert_same_weights(*pair)
+
+
+def test_stacked_experts_of_mxfp4_equal_the_weights_that_transformers_dequantises(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    plain = BY_NAME["gpt_oss"].save(tmp_path / "plain")
+    quantised = BY_NAME["gpt_oss"].save(tmp_path / "quantised")
+    reference = load_file(plain / "model.safetensors")
+    stored = dict(reference)
+    random = torch.Generator().manual_seed(0)
+    for name in [name for name in reference if name.endswith("experts.down_proj")]:
+        num_experts, num_inputs, num_outputs = reference[name].shape
+        shape = (num_experts, num_outputs, num_inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        scales = torch.randint(120, 126, shape[:-1], dtype=torch.uint8, generator=random)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        reference[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(reference, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    set_settings(quantised, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    assert_same_weights(plain, quantised)
+
+
+def set_settings(folder, settings):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_layers_that_are_not_quantised_and_tied_embeddings_are_loaded(tmp_path):
+    settings, encode = writers.awq()
+    pair = writers.write_pair(
+        "gemma2", tmp_path, settings, encode, is_quantised=lambda name: "layers.0.mlp" in name
+    )
+    assert_same_weights(*pair)
+
+
+def test_weights_are_rounded_to_the_data_type_of_the_engine(tmp_path):
+    plain, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(4))
+    expected, found = load(plain, "bfloat16"), load(quantised, "bfloat16")
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+    assert found.generation_config.eos_token_id == expected.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "aqlm"}, "method 'aqlm'.*supported methods are awq, bitsandbytes"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ version gemv"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "GPTQ format marlin"),
+        ({"quant_method": "gptq", "bits": 5}, "with 5 bits"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format marlin-24"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+            "sparse layout sparse-bitmask",
+        ),
+    ],
+)
+def test_an_unsupported_method_is_refused_by_name(settings, message, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "llama")
+    set_settings(folder, settings)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(folder)
+
+
+def change_tensors(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def test_a_missing_part_of_a_quantised_weight_is_named(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.awq())
+    change_tensors(folder, lambda tensors: tensors.pop(f"{LAYER}.scales"))
+    with pytest.raises(ModelError, match=rf"safetensors has the tensor {LAYER}\.qweight"):
+        load(folder)
+
+
+def test_a_quantised_weight_of_a_wrong_shape_is_named(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.awq())
+    change_tensors(
+        folder, lambda tensors: tensors.update({f"{LAYER}.qzeros": torch.ones(1, 1).int()})
+    )
+    with pytest.raises(ModelError, match=rf"quantised weight {LAYER}\.qweight in .*safetensors"):
+        load(folder)
+
+
+def test_groups_outside_of_the_scales_are_refused(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.gptq(4))
+    groups = torch.full((64,), 99, dtype=torch.int32)
+    change_tensors(folder, lambda tensors: tensors.update({f"{LAYER}.g_idx": groups}))
+    with pytest.raises(ModelError, match="g_idx has the group 99, but there are 4"):
+        load(folder)

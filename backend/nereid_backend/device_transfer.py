@@ -35,9 +35,10 @@ def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]
 
     A GPU gets them in one copy.
     """
-    if device.type != "cuda":
-        return [torch.from_numpy(array).to(device) for array in arrays]
-    return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    packed = pack(arrays, pinned=device.type == "cuda")
+    return unpack(packed.to(device, non_blocking=True), arrays)
 
 
 def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:

@@ -156,9 +156,13 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
     new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
     dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
     gpu_attention.store(*new, call, numbers(num_tokens))
-    # The sequence is so long that the decode kernel splits it into parts.
-    decodes = DecodeRows(1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1))
-    gpu_attention.decode(query, call, decodes, out, device.tuning("decode", dim, itemsize))
+    # The sequence is so long that the decode kernel splits it into parts. The second launch is the
+    # one that CUDA graphs capture: it reads the length of the longest sequence from memory.
+    for longest in (None, numbers(1)):
+        rows = DecodeRows(
+            1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1), longest
+        )
+        gpu_attention.decode(query, call, rows, out, device.tuning("decode", dim, itemsize))
     prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
     gpu_attention.prefill(query, call, prefills, out, device.tuning("prefill", dim, itemsize))
 
@@ -249,9 +253,11 @@ def main() -> None:
                     if args.kernels and recorder.kernel.__name__ not in args.kernels:
                         continue
                     line = {"kernel": recorder.kernel.__name__, "spec": name, "dtype": dtype}
-                    for launch in recorder.launches:
-                        facts = compile_launch(recorder.kernel, *launch, capability)
-                        print(json.dumps({**line, "capability": capability, **facts}), flush=True)
+                    line["capability"] = capability
+                    for args_of_launch, named in recorder.launches:
+                        line["captured"] = bool(named.get("READS_LONGEST"))
+                        facts = compile_launch(recorder.kernel, args_of_launch, named, capability)
+                        print(json.dumps({**line, **facts}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Outside the folder attention/gpu, only this module refers to the GPU kernels for
 `cache_type` turns them on: they are not used if it never returns a GpuKVCache.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -17,6 +18,9 @@ from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention, gpu_check
+from nereid_backend.attention.gpu.backends.attention_backend import ChosenBackends
+from nereid_backend.attention.gpu.backends.fastest_backend import fastest_backends
+from nereid_backend.attention.gpu.gpu_batch import StepLayout
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -138,16 +142,101 @@ def attend(
         return cpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
     if isinstance(cache, gpu_attention.GpuKVCache):
         return gpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
-    number, spec = layer
     _, key, value = inputs
+    store_layer(key, value, layer, cache, batch)
+    return reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+
+
+def store_layer(
+    key: Tensor, value: Tensor, layer: tuple[int, LayerSpec], cache: KVCache, batch: AttentionBatch
+) -> None:
+    """Store the keys and values of a step in one layer; shapes as in `attend`. Mutates: cache."""
+    if isinstance(cache, gpu_attention.GpuKVCache):
+        gpu_attention.store_layer(key, value, layer, cache, batch)
+        return
+    number, spec = layer
     rows = batch.store_rows(spec.num_kv_heads)
     cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
-    return reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+
+
+def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is stored
+    query: Tensor,
+    layer: tuple[int, LayerSpec],
+    cache: KVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Compute the attention of a step that is in the cache already.
+
+    The function is not for the CPU kernels, which store and compute a step in one call. Apart from
+    `out`, the arguments are those of `attend`.
+
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        layer: the index of the layer in the cache, and its properties.
+        cache: the KV cache with the step.
+        batch: the metadata of the step, with at least one sequence.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        out: [num_tokens, num_heads, value_dim]. Mutated.
+    """
+    if isinstance(cache, gpu_attention.GpuKVCache):
+        gpu_attention.attend_stored(
+            query, None, layer, cache, batch, scale=scale, sinks=sinks, out=out
+        )
+        return
+    inputs = (query, None, None)
+    out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 
 
 def uses_gpu_kernels(cache: KVCache) -> bool:
     """Return whether attention over a KV cache runs in the GPU kernels."""
     return isinstance(cache, gpu_attention.GpuKVCache)
+
+
+def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | None:
+    """Return the layout of the arrays that only GPU kernels read; None if no GPU kernel is used.
+
+    Args:
+        cache: the KV cache of a model.
+        layers: the attention layers of the model.
+    """
+    if isinstance(cache, gpu_attention.GpuKVCache):
+        return gpu_attention.step_layout(cache, layers)
+    return None
+
+
+def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
+    """Let a KV cache use attention libraries where they are right and faster on this GPU.
+
+    Args:
+        cache: the KV cache of a model. Mutated. Nothing changes if no GPU kernel is used.
+        layers: the attention layers of the model.
+
+    Returns:
+        The number of situations and kinds of layers in which a library is used.
+    """
+    if not isinstance(cache, gpu_attention.GpuKVCache):
+        return 0
+    block_size = cache.values[0].shape[2] if cache.values else 0
+    arguments = (type(cache), tuple(dict.fromkeys(layers)), block_size, cache.dtype, cache.device)
+    cache.backends = _fastest_backends(*arguments)
+    return len(cache.backends)
+
+
+@functools.cache
+def _fastest_backends(
+    kind: type[gpu_attention.GpuKVCache],
+    layers: tuple[LayerSpec, ...],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ChosenBackends:
+    """Measure each kind of layer once in a process; see `fastest_backends`."""
+    return fastest_backends(kind, layers, block_size, dtype, device)
 
 
 def attention_name(kind: type[KVCache]) -> str:

@@ -18,9 +18,12 @@ from nereid_backend.attention.layers import LayerSpec
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
+# The query, the key and the value of a step.
+StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
+
 
 def attend(
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: StepInputs,
     layer: tuple[int, LayerSpec],
     cache: KVCache,
     batch: AttentionBatch,
@@ -32,7 +35,8 @@ def attend(
 
     Args:
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
-            key_dim] and value [num_kv_heads, num_tokens, value_dim].
+            key_dim] and value [num_kv_heads, num_tokens, value_dim]. Without the key and the value,
+            both are read from the cache.
         layer: the index of the layer in the cache, and its properties.
         cache: the KV cache, including the keys and values of this step.
         batch: the metadata of the step.
@@ -42,12 +46,12 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
     """
-    query, _, value = inputs
+    query = inputs[0]
     number, spec = layer
     parts: list[Tensor] = []
     if batch.num_decodes:
         rows = query[:, : batch.num_decodes].transpose(0, 1)
-        out = value.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
+        out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
         for group in batch.decodes:
             tokens = slice(None) if group.tokens is None else group.tokens
             keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
@@ -61,7 +65,7 @@ def attend(
 
 
 def _attend_prefills(
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: StepInputs,
     layer: tuple[int, LayerSpec],
     cache: KVCache,
     batch: AttentionBatch,
@@ -75,7 +79,8 @@ def _attend_prefills(
     for index, prefill in enumerate(batch.prefills):
         # If the cache rounds, new keys and values are read from it, too. The answer then does not
         # depend on how the prompt was divided into chunks.
-        if prefill.num_cached == 0 and cache.keys[number].dtype == key.dtype:
+        is_exact = cache.keys[number].dtype == query.dtype
+        if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
             keys = key[None, :, prefill.start : prefill.end]
             values = value[None, :, prefill.start : prefill.end]
         else:

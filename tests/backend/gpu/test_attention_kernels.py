@@ -9,6 +9,7 @@ from nereid_backend.attention.gpu.gpu_attention import (
     GpuKVCache,
     float8_of,
 )
+from nereid_backend.attention.gpu.gpu_batch import Tiling
 from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
@@ -87,7 +88,7 @@ def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeyp
     plain = gpu_attention.prefill
 
     def counted(query, call, rows, out, tuning):
-        launches.append(rows.tiles(4, call.spec.window))
+        launches.append(rows.tiles(Tiling(4, call.spec.window)))
         plain(query, call, rows, out, tuning)
 
     monkeypatch.setattr(gpu_attention, "prefill", counted)

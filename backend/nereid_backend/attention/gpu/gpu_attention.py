@@ -10,6 +10,8 @@ installs this package on machines with a GPU.
 """
 
 import functools
+from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,19 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.float8_cache import Float8KVCache
-from nereid_backend.attention.gpu.gpu_batch import DecodeRows, GpuBatch, PrefillRows
+from nereid_backend.attention.gpu.backends.attention_backend import (
+    ChosenBackends,
+    LayerInputs,
+    Situation,
+)
+from nereid_backend.attention.gpu.gpu_batch import (
+    DecodeRows,
+    GpuBatch,
+    PackedRows,
+    PrefillRows,
+    StepLayout,
+    Tiling,
+)
 from nereid_backend.attention.gpu.gpu_call import (
     AttentionCall,
     Float8,
@@ -60,7 +74,12 @@ class GpuKVCache(KVCache):
     """A KV cache that the GPU kernels read. Its layout is that of KVCache.
 
     One head's part of a block is contiguous, so a tile of keys consists of a few long reads.
+
+    Attributes:
+        backends: the attention libraries that replace the kernels; see fastest_backend.py.
     """
+
+    backends: ChosenBackends = MappingProxyType({})
 
 
 class GpuInt8KVCache(Int8KVCache, GpuKVCache):
@@ -94,43 +113,128 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
     """
-    query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
-    number, spec = layer
-    scales, float8 = number_format(cache, number)
-    call = AttentionCall(
-        spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8
-    )
-    out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
+    query, key, value = inputs
+    store_layer(key, value, layer, cache, batch)
+    return attend_stored(query, (key, value), layer, cache, batch, scale=scale, sinks=sinks)
+
+
+def store_layer(
+    key: Tensor,
+    value: Tensor,
+    layer: tuple[int, LayerSpec],
+    cache: GpuKVCache,
+    batch: AttentionBatch,
+) -> None:
+    """Store the keys and values of one packed step in one layer; shapes as in `attend`.
+
+    Mutates: cache.
+    """
+    key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
+    with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
+        store(key, value, _call(layer, cache, 1.0, None), batch.slots)
+
+
+def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is stored
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    layer: tuple[int, LayerSpec],
+    cache: GpuKVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of a step whose keys and values are in the cache already.
+
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        new: the key and the value of the step, as in `attend`; None if only the cache has them.
+        layer: the index of the layer in the cache, and its properties.
+        cache: the cache, with the step.
+        batch: the metadata of the step.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        out: the tensor for the result; by default, a new one.
+
+    Returns:
+        [num_tokens, num_heads, value_dim] in the data type of the query.
+
+    Mutates: out.
+    """
+    query = _with_contiguous_rows(query)
+    spec = layer[1]
+    if out is None:
+        out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
+    call = _call(layer, cache, scale, sinks)
+    inputs = LayerInputs(query, new, call, batch, gpu_batch(batch))
     # Triton launches kernels on the current device, which may differ from the device of the cache.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        _launch(query, key, value, call, batch, out)
+        for situation in inputs.situations():
+            backend = cache.backends.get((spec, situation))
+            if backend is None:
+                _launch(situation, inputs, out)
+            else:
+                backend.attend(situation, inputs, out)
     return out
 
 
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: AttentionCall,
-    batch: AttentionBatch,
-    out: Tensor,
-) -> None:
-    """Launch the kernels of one layer; see `attend`. Mutates: the cache of the layer, out."""
-    store(key, value, call, batch.slots)
-    rows = gpu_batch(batch)
-    device = device_of(query.device)
-    dim = max(call.spec.key_dim, call.spec.value_dim)
-    if rows.decodes is not None:
-        tuning = device.tuning("decode", dim, call.keys.itemsize)
-        decode(query, call, rows.decodes, out, tuning)
-    if rows.prefills is not None:
-        tuning = device.tuning("prefill", dim, call.keys.itemsize)
-        prefill(query, call, rows.prefills, out, tuning)
+def _call(
+    layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
+) -> AttentionCall:
+    """Return the arguments of an attention call; see `attend_stored`."""
+    number, spec = layer
+    scales, float8 = number_format(cache, number)
+    return AttentionCall(
+        spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8
+    )
+
+
+def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
+    """Compute the tokens of one situation with the project's kernels. Mutates: out."""
+    call = inputs.call
+    device = device_of(inputs.query.device)
+    if situation is Situation.DECODE:
+        assert inputs.rows.decodes is not None
+        tuning = device.tuning("decode", _largest_dim(call.spec), call.keys.itemsize)
+        decode(inputs.query, call, inputs.rows.decodes, out, tuning)
+    else:
+        assert inputs.rows.prefills is not None
+        tuning = device.tuning("prefill", _largest_dim(call.spec), call.keys.itemsize)
+        prefill(inputs.query, call, inputs.rows.prefills, out, tuning)
+
+
+def _largest_dim(spec: LayerSpec) -> int:
+    """Return the larger of the sizes of a key and of a value."""
+    return max(spec.key_dim, spec.value_dim)
+
+
+def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
+    """Return the layout of the steps of a model, whose tiles are uploaded with each step.
+
+    Args:
+        cache: the KV cache of the model.
+        layers: the attention layers of the model.
+    """
+    device = device_of(cache.device)
+    tilings = []
+    for keys, spec in zip(cache.keys, layers, strict=True):
+        tuning = device.tuning("prefill", _largest_dim(spec), keys.itemsize)
+        tilings.append(_tiling(spec, tuning))
+    return StepLayout(tilings)
+
+
+def _tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
+    """Return how the prefills of a step are divided into tiles for one layer."""
+    heads = min(spec.num_heads // spec.num_kv_heads, tuning.rows)
+    return Tiling(tuning.rows // heads, spec.window)
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
     """Return the metadata of a step for the kernels. It is built once and cached in the batch."""
     rows = batch.device_rows
+    if isinstance(rows, PackedRows):
+        rows = batch.device_rows = rows.unpack(batch)
     if not isinstance(rows, GpuBatch):
         rows = batch.device_rows = GpuBatch.of(batch)
     return rows
@@ -263,7 +367,7 @@ def prefill(
 
     spec = call.spec
     heads = min(call.group_size, tuning.rows)
-    tiles = rows.tiles(tuning.rows // heads, spec.window)
+    tiles = rows.tiles(_tiling(spec, tuning))
     programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
     prefill_kernel[(tiles.shape[0] * programs_per_tile,)](
         *(query, *call.cache_tensors, out, out if call.sinks is None else call.sinks),

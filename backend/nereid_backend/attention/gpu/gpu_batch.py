@@ -3,18 +3,22 @@
 
 The block tables of all sequences are one flat list of block numbers. Another list contains the
 index at which the block table of each sequence starts. All values come from the CPU or from tensors
-that are on the GPU already, so nothing is read back from the GPU.
+that are on the GPU already, so nothing is read back from the GPU. `StepLayout` adds the values from
+the CPU to the one upload of the step.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.attention.layers import LayerWindow
+from nereid_backend.device_transfer import Integers, upload, upload_all
 
 
 @dataclass(slots=True)
@@ -67,26 +71,15 @@ class PrefillRows:
     prefills: list[Prefill]
     table: Tensor
     sequences: Tensor
-    _tiles: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
+    _tiles: dict["Tiling", Tensor] = field(default_factory=dict)
 
-    def tiles(self, num_queries: int, window: LayerWindow) -> Tensor:
-        """Return the new tokens in tiles of at most `num_queries` tokens, [num_tiles, 2] int64.
-
-        The tokens of a tile belong to one sequence. Each row is the index of the sequence and the
-        first new token of the tile. Tiles that attend to the most keys come first, so that the last
-        programs to start are short.
-        """
-        uploaded = self._tiles.get((num_queries, window))
+    def tiles(self, tiling: "Tiling") -> Tensor:
+        """Return the tiles of all prefills, [num_tiles, 2] int64; see `tile_rows`."""
+        uploaded = self._tiles.get(tiling)
         if uploaded is None:
-            tiles = [
-                (_num_keys(prefill.num_cached + begin, window), number, begin)
-                for number, prefill in enumerate(self.prefills)
-                for begin in range(0, prefill.end - prefill.start, num_queries)
-            ]
-            tiles.sort(key=lambda tile: -tile[0])
-            rows = [value for _, number, begin in tiles for value in (number, begin)]
-            uploaded = upload(rows, self.table.device).view(-1, 2)
-            self._tiles[num_queries, window] = uploaded
+            prefills = [PrefillShape.of(prefill) for prefill in self.prefills]
+            uploaded = upload(tile_rows(prefills, tiling), self.table.device)
+            self._tiles[tiling] = uploaded
         return uploaded
 
 
@@ -97,61 +90,167 @@ class GpuBatch:
     Attributes:
         decodes: the decodes; None if the step has none.
         prefills: the prefills; None if the step has none.
+        shared: values that attention libraries compute once for all layers of the step.
     """
 
     decodes: DecodeRows | None
     prefills: PrefillRows | None
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
-        """Build the metadata of a step."""
-        decodes = _decodes(batch.decodes, batch.block_size) if batch.num_decodes else None
-        return cls(decodes, _prefills(batch.prefills) if batch.prefills else None)
+        """Build the metadata of a step whose tensors are on the device already."""
+        layout = StepLayout(())
+        arrays = layout.arrays(
+            [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
+            [PrefillShape.of(prefill) for prefill in batch.prefills],
+        )
+        return PackedRows(layout, upload_all(arrays, batch.slots.device)).unpack(batch)
 
 
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as an int64 tensor on the device, without waiting for the device."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":
-        # A copy from pinned memory is only queued. With other memory, the CPU may have to wait.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+class Tiling(NamedTuple):
+    """The division of prefills into tiles, which all layers with the same window and kernel share.
+
+    Attributes:
+        num_queries: the largest number of new tokens of a tile.
+        window: the attention window of the layers.
+    """
+
+    num_queries: int
+    window: LayerWindow
 
 
-def _decodes(groups: list[DecodeGroup], block_size: int) -> DecodeRows:
+class PrefillShape(NamedTuple):
+    """The numbers of one prefill that the CPU knows.
+
+    Attributes:
+        start: the index of the first new token in the packed row.
+        num_new: the number of new tokens.
+        num_cached: the number of cached tokens.
+        num_blocks: the number of blocks of all tokens.
+    """
+
+    start: int
+    num_new: int
+    num_cached: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, prefill: Prefill) -> "PrefillShape":
+        """Return the numbers of a prefill."""
+        num_new = prefill.end - prefill.start
+        return cls(prefill.start, num_new, prefill.num_cached, prefill.blocks.numel())
+
+
+class StepLayout:
+    """Builds the arrays of a step that only GPU kernels read, for one upload with all others."""
+
+    def __init__(self, tilings: Sequence[Tiling]) -> None:
+        """Create a layout.
+
+        Args:
+            tilings: the tilings of a model's layers. Tiles for others are uploaded when needed.
+        """
+        self._tilings = tuple(dict.fromkeys(tilings))
+
+    def arrays(
+        self, decode_shapes: Sequence[tuple[int, int]], prefills: Sequence[PrefillShape]
+    ) -> list[Integers]:
+        """Return the arrays of a step: for the decodes, then for the prefills, if there are any.
+
+        Example: two groups of decodes have block tables of shape [2, 3] and [1, 8]. The block
+        tables start at [0, 3, 6] in the flat table of all decodes.
+
+        Args:
+            decode_shapes: the shape of the block table of each group of decodes.
+            prefills: the prefills.
+        """
+        arrays = []
+        if decode_shapes:
+            starts: list[int] = []
+            offset = 0
+            for count, width in decode_shapes:
+                starts += range(offset, offset + count * width, width)
+                offset += count * width
+            arrays.append(np.array(starts, dtype=np.int64))
+        if prefills:
+            rows: list[int] = []
+            offset = 0
+            for prefill in prefills:
+                rows += (prefill.start, prefill.num_new, prefill.num_cached, offset)
+                offset += prefill.num_blocks
+            arrays.append(np.array(rows, dtype=np.int64).reshape(-1, 4))
+            arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
+        return arrays
+
+    @property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """The tilings whose tiles are among the arrays."""
+        return self._tilings
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The uploaded arrays of a step, before they are needed.
+
+    Attributes:
+        layout: the layout that created the arrays.
+        tensors: the arrays of `StepLayout.arrays` on the device.
+    """
+
+    layout: StepLayout
+    tensors: list[Tensor]
+
+    def unpack(self, batch: AttentionBatch) -> GpuBatch:
+        """Return the metadata of the step `batch`."""
+        tensors = iter(self.tensors)
+        decodes = None
+        prefills = None
+        if batch.num_decodes:
+            decodes = _decodes(batch.decodes, batch.block_size, next(tensors))
+        if batch.prefills:
+            sequences = next(tensors)
+            table = _concatenated([prefill.blocks for prefill in batch.prefills])
+            tiles = {tiling: next(tensors) for tiling in self.layout.tilings}
+            prefills = PrefillRows(batch.prefills, table, sequences, tiles)
+        return GpuBatch(decodes, prefills)
+
+
+def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
+    """Return the new tokens of prefills in tiles, [num_tiles, 2] int64.
+
+    The tokens of a tile belong to one sequence. Each row is the index of the sequence and the first
+    new token of the tile. Tiles that attend to the most keys come first, so that the last programs
+    to start are short.
+
+    Example: a prefill of 40 new tokens after 100 cached ones gives the rows [0, 32] and [0, 0] if a
+    tile has 32 tokens.
+    """
+    tiles = [
+        (_num_keys(prefill.num_cached + begin, tiling.window), number, begin)
+        for number, prefill in enumerate(prefills)
+        for begin in range(0, prefill.num_new, tiling.num_queries)
+    ]
+    tiles.sort(key=lambda tile: -tile[0])
+    rows = [value for _, number, begin in tiles for value in (number, begin)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
     """Build the metadata of decodes."""
-    starts: list[int] = []
-    bounds: list[tuple[int, int]] = []
-    offset = 0
-    for group in groups:
-        count, width = group.blocks.shape
-        starts += range(offset, offset + count * width, width)
-        bounds.append((count, width * block_size))
-        offset += count * width
     device = groups[0].lens.device
     tokens = [
         torch.arange(len(group.lens), device=device) if group.tokens is None else group.tokens
         for group in groups
     ]
     return DecodeRows(
-        count=len(starts),
-        bounds=bounds,
+        count=len(table_starts),
+        bounds=[(group.blocks.shape[0], group.blocks.shape[1] * block_size) for group in groups],
         table=_concatenated([group.blocks for group in groups]),
-        table_starts=upload(starts, device),
+        table_starts=table_starts,
         tokens=_concatenated(tokens),
         lens=_concatenated([group.lens for group in groups]),
     )
-
-
-def _prefills(prefills: list[Prefill]) -> PrefillRows:
-    """Build the metadata of prefills."""
-    rows: list[int] = []
-    offset = 0
-    for prefill in prefills:
-        rows += (prefill.start, prefill.end - prefill.start, prefill.num_cached, offset)
-        offset += prefill.blocks.numel()
-    table = _concatenated([prefill.blocks for prefill in prefills])
-    return PrefillRows(prefills, table, upload(rows, table.device).view(-1, 4))
 
 
 def _concatenated(tensors: list[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ include the first token. The check also compiles the kernels.
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from nereid_backend.attention import reference
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.backends.attention_backend import ChosenBackends
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
@@ -26,7 +28,7 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 # tokens of each prefill.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
-# The largest accepted difference, as `check` returns it. The reference computes in float32. A
+# The largest accepted difference, as `compare` returns it. The reference computes in float32. A
 # window that is wrong by one token gives a difference above 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
@@ -63,15 +65,46 @@ def why_not(
     return None
 
 
-@torch.inference_mode()
-def check(
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One layer of one step with random numbers.
+
+    Attributes:
+        spec: the properties of the layer.
+        cache: the cache, filled with random keys and values.
+        batch: the metadata of the step.
+        inputs: the query, the key and the value of the step, as `gpu_attention.attend` takes them.
+        sinks: the attention sinks; None if the layer has none.
+    """
+
+    spec: LayerSpec
+    cache: gpu_attention.GpuKVCache
+    batch: AttentionBatch
+    inputs: tuple[Tensor, Tensor, Tensor]
+    sinks: Tensor | None
+
+    def attend(self, backends: ChosenBackends = gpu_attention.GpuKVCache.backends) -> Tensor:
+        """Store the step and return its attention, computed by these attention libraries.
+
+        Mutates: the cache.
+        """
+        self.cache.backends = backends
+        return gpu_attention.attend(
+            self.inputs, (0, self.spec), self.cache, self.batch, scale=_SCALE, sinks=self.sinks
+        )
+
+
+def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
     kind: type[gpu_attention.GpuKVCache],
     spec: LayerSpec,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> float:
-    """Run one layer of one step in the kernels and in the reference, and compare the results.
+    *,
+    decodes: Sequence[int] = _DECODES,
+    prefills: Sequence[tuple[int, int]] = _PREFILLS,
+) -> Trial:
+    """Return one layer of one step with random numbers.
 
     Args:
         kind: the class of the KV cache.
@@ -79,15 +112,10 @@ def check(
         block_size: tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-
-    Returns:
-        The difference at the worst token: the root mean square of the error, divided by that of the
-        expected result.
-
-    Raises:
-        KernelError: if the cache write or the attention differs from the reference.
+        decodes: the length of the sequence of each decode.
+        prefills: the numbers of cached and new tokens of each prefill.
     """
-    batch, num_blocks = _batch(block_size, device)
+    batch, num_blocks = _batch(block_size, device, decodes, prefills)
     cache = kind([spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
 
@@ -105,35 +133,75 @@ def check(
     key = randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1)
     value = randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
     sinks = randn(spec.num_heads) if spec.has_sinks else None
-    computed = gpu_attention.attend(
-        (query, key, value), (0, spec), cache, batch, scale=_SCALE, sinks=sinks
-    )
-    reference_cache = _float32_cache(cache, spec, block_size)
-    stored = _stored(reference_cache, batch, (key, value), block_size)
+    return Trial(spec, cache, batch, (query, key, value), sinks)
+
+
+@torch.inference_mode()
+def check(
+    kind: type[gpu_attention.GpuKVCache],
+    spec: LayerSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Run one layer of one step in the kernels and in the reference, and compare the results.
+
+    The arguments are those of `make_trial`. For the result and the errors, see `compare`.
+    """
+    trial = make_trial(kind, spec, block_size, dtype, device)
+    return compare(trial, trial.attend())
+
+
+@torch.inference_mode()
+def compare(trial: Trial, computed: Tensor) -> float:
+    """Compare the attention of a trial, and the keys and values that it stored, with the reference.
+
+    Args:
+        trial: the trial, after `Trial.attend`.
+        computed: the result of `Trial.attend`.
+
+    Returns:
+        The difference at the worst token: the root mean square of the error, divided by that of the
+        expected result.
+
+    Raises:
+        KernelError: if the cache write or the attention differs from the reference.
+    """
+    spec = trial.spec
+    cache = trial.cache
+    batch = trial.batch
+    query, key, value = trial.inputs
+    reference_cache = _float32_cache(cache, spec, batch.block_size)
+    stored = _stored(reference_cache, batch, (key, value), batch.block_size)
     _check_written(cache, stored, (key, value))
     inputs = (query.float(), *stored)
     expected = reference.attend(
-        inputs, (0, spec), reference_cache, batch, scale=_SCALE, sinks=sinks
+        inputs, (0, spec), reference_cache, batch, scale=_SCALE, sinks=trial.sinks
     )
     errors = (computed.float() - expected).square().mean((1, 2)).sqrt()
     difference = (errors / expected.square().mean((1, 2)).sqrt()).max().item()
+    tolerance = _TOLERANCE[query.dtype]
     # The condition is negated so that NaN is an error, too.
-    if not difference <= _TOLERANCE[dtype]:
+    if not difference <= tolerance:
         raise KernelError(
-            "the attention of the GPU kernels differs from the reference by a relative error of "
-            f"{difference:.2g}, but the limit is {_TOLERANCE[dtype]:g}"
+            f"the attention differs from the reference by a relative error of {difference:.2g}, "
+            f"but the limit is {tolerance:g}"
         )
     return difference
 
 
-def _batch(block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
+def _batch(
+    block_size: int,
+    device: torch.device,
+    decodes: Sequence[int],
+    prefills: Sequence[tuple[int, int]],
+) -> tuple[AttentionBatch, int]:
     """Return a step whose sequences use scattered blocks, and the number of blocks."""
-    lens = [*_DECODES, *(cached + new for cached, new in _PREFILLS)]
+    lens = [*decodes, *(cached + new for cached, new in prefills)]
     counts = [-(-length // block_size) for length in lens]
     numbers = list(range(sum(counts)))
     random.Random(0).shuffle(numbers)
     tables = [[numbers.pop() for _ in range(count)] for count in counts]
-    width = max(counts[: len(_DECODES)])
     null_block = sum(counts)
 
     def tensor(values: Sequence[int] | list[list[int]]) -> Tensor:
@@ -141,12 +209,12 @@ def _batch(block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
 
     # For each sequence, its block table and the positions of its new tokens.
     new_tokens = [
-        (table, length - 1, length) for table, length in zip(tables, _DECODES, strict=False)
+        (table, length - 1, length) for table, length in zip(tables, decodes, strict=False)
     ]
-    prefills: list[Prefill] = []
-    start = len(_DECODES)
-    for table, (cached, new) in zip(tables[len(_DECODES) :], _PREFILLS, strict=True):
-        prefills.append(Prefill(start, start + new, cached, tensor([table])))
+    chunks: list[Prefill] = []
+    start = len(decodes)
+    for table, (cached, new) in zip(tables[len(decodes) :], prefills, strict=True):
+        chunks.append(Prefill(start, start + new, cached, tensor([table])))
         new_tokens.append((table, cached, cached + new))
         start += new
     slots = [
@@ -154,9 +222,12 @@ def _batch(block_size: int, device: torch.device) -> tuple[AttentionBatch, int]:
         for table, begin, end in new_tokens
         for position in range(begin, end)
     ]
-    blocks = [table + [null_block] * (width - len(table)) for table in tables[: len(_DECODES)]]
-    decodes = DecodeGroup(None, tensor(blocks), tensor(_DECODES), block_size)
-    batch = AttentionBatch(tensor(slots), len(_DECODES), [decodes], prefills, block_size)
+    groups = []
+    if decodes:
+        width = max(counts[: len(decodes)])
+        blocks = [table + [null_block] * (width - len(table)) for table in tables[: len(decodes)]]
+        groups.append(DecodeGroup(None, tensor(blocks), tensor(decodes), block_size))
+    batch = AttentionBatch(tensor(slots), len(decodes), groups, chunks, block_size)
     return batch, null_block
 
 

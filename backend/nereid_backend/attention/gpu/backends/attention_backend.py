@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of attention libraries, which can replace the project's kernels in some situations.
+
+The project's kernels remain the only required implementation. A library is used only if it gave
+the results of the reference and was faster when the model was loaded; see fastest_backend.py.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.attention_batch import AttentionBatch
+from nereid_backend.attention.gpu.gpu_batch import GpuBatch
+from nereid_backend.attention.gpu.gpu_call import AttentionCall
+from nereid_backend.attention.layers import LayerSpec
+
+
+class Situation(enum.Enum):
+    """A part of a step for which one implementation of attention is chosen."""
+
+    DECODE = "decodes"
+    """The decodes of a step."""
+    PROMPT = "prompts without cached tokens"
+    """The prefills of a step in which no sequence has cached tokens."""
+    CHUNK = "prompts with cached tokens"
+    """The prefills of a step in which some sequences have cached tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """The inputs of the attention of one layer in one step. The cache contains the step already.
+
+    Attributes:
+        query: [num_heads, num_tokens, key_dim].
+        new: the key [num_kv_heads, num_tokens, key_dim] and the value [num_kv_heads, num_tokens,
+            value_dim] of the step; None if only the cache contains them.
+        call: the properties and the cache of the layer.
+        batch: the metadata of the step.
+        rows: the metadata of the step in the form that GPU kernels read.
+    """
+
+    query: Tensor
+    new: tuple[Tensor, Tensor] | None
+    call: AttentionCall
+    batch: AttentionBatch
+    rows: GpuBatch
+
+    def situations(self) -> list[Situation]:
+        """Return the situations that occur in the step."""
+        found = [Situation.DECODE] if self.batch.num_decodes else []
+        if self.batch.prefills:
+            is_cached = any(prefill.num_cached for prefill in self.batch.prefills)
+            is_prompt = self.new is not None and not is_cached
+            found.append(Situation.PROMPT if is_prompt else Situation.CHUNK)
+        return found
+
+
+class AttentionBackend(Protocol):
+    """One attention library.
+
+    Attributes:
+        name: the name in log lines.
+        situations: the situations that the library supports.
+    """
+
+    name: str
+    situations: frozenset[Situation]
+
+    def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
+        """Return the reason why the library cannot compute a layer, or None if it may be able to.
+
+        The reason is a clause without a final period.
+
+        Args:
+            spec: the properties of the layer.
+            block_size: tokens in one block.
+            dtype: the data type of queries, keys and values.
+        """
+        ...
+
+    def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
+        """Compute the attention of the tokens that belong to a situation.
+
+        Args:
+            situation: one of `situations`.
+            inputs: the inputs of the layer.
+            out: [num_tokens, num_heads, value_dim]. The rows of these tokens are written.
+
+        Mutates: out, and `inputs.rows.shared`.
+        """
+        ...
+
+
+# The library that was chosen for a kind of layer in a situation. If there is no entry, the
+# project's own kernels compute the attention.
+ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
+
+
+def first_refusal(spec: LayerSpec, *, window: bool, softcap: bool) -> str | None:
+    """Return the first property of a layer that a library does not support, or None.
+
+    No library supports attention sinks or attention chunks through the functions that are used.
+
+    Args:
+        spec: the properties of the layer.
+        window: whether the library supports sliding windows.
+        softcap: whether the library supports a softcap.
+    """
+    if spec.has_sinks:
+        return "the layer has attention sinks"
+    if spec.window.chunk is not None:
+        return "the layer has attention chunks"
+    if spec.window.size is not None and not window:
+        return "the layer has a sliding window"
+    if spec.softcap is not None and not softcap:
+        return "the layer has a softcap"
+    return None

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused attention of cuDNN, through torch's scaled dot product attention.
+
+It reads contiguous keys and values, so it can compute only prompts without cached tokens. The code
+has not been measured on a GPU.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nereid_backend.attention.gpu.backends.attention_backend import (
+    LayerInputs,
+    Situation,
+    first_refusal,
+)
+from nereid_backend.attention.layers import LayerSpec
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class CudnnSdpa:
+    """The fused attention of cuDNN; see `AttentionBackend`."""
+
+    name = "cuDNN"
+    situations = frozenset({Situation.PROMPT})
+    # A test on a machine without a GPU replaces the implementation that torch selects.
+    implementation = SDPBackend.CUDNN_ATTENTION
+
+    def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
+        """Return the reason why cuDNN cannot compute a layer; see `AttentionBackend.refusal`."""
+        if dtype not in _DTYPES:
+            return f"it does not support {dtype}"
+        return first_refusal(spec, window=False, softcap=False)
+
+    def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
+        """Compute each prompt by one call; see `AttentionBackend.attend`."""
+        assert inputs.new is not None, "a step of prompts has its keys and values"
+        spec = inputs.call.spec
+        with sdpa_kernel(self.implementation):
+            for prefill in inputs.batch.prefills:
+                query, key, value = (
+                    tensor[None, :, prefill.start : prefill.end]
+                    for tensor in (inputs.query, *inputs.new)
+                )
+                result = functional.scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    is_causal=True,
+                    scale=inputs.call.scale,
+                    enable_gqa=spec.num_heads != spec.num_kv_heads,
+                )
+                out[prefill.start : prefill.end] = result[0].transpose(0, 1)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of attention libraries by measurement when a model is loaded.
+
+A library replaces the project's kernels in a situation only if its results equal those of the
+reference, and if it is faster on a step of typical size.
+"""
+
+import functools
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nereid_backend.attention.gpu import gpu_check
+from nereid_backend.attention.gpu.backends.attention_backend import (
+    AttentionBackend,
+    ChosenBackends,
+    Situation,
+)
+from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
+from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill
+from nereid_backend.attention.gpu.backends.torch_varlen import TorchVarlen
+from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+from nereid_backend.attention.gpu.gpu_check import Trial
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.scaled_cache import ScaledKVCache
+
+logger = logging.getLogger(__name__)
+
+# Returns the milliseconds that a function needs on the device.
+Timer = Callable[[Callable[[], object]], float]
+
+# A library must need at most this share of the time of the project's kernels. A smaller gain may be
+# an error of the measurement.
+_MAX_SHARE = 0.95
+_NUM_WARM_UPS = 3
+_NUM_RUNS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The sequences of a trial: the lengths of decodes, and (cached, new) tokens of prefills."""
+
+    decodes: tuple[int, ...] = ()
+    prefills: tuple[tuple[int, int], ...] = ()
+
+
+# The steps that are compared with the reference, and the steps that are measured.
+_CHECKED = {
+    Situation.DECODE: _Step(decodes=(400, 1, 17)),
+    Situation.PROMPT: _Step(prefills=((0, 40), (0, 7))),
+    Situation.CHUNK: _Step(prefills=((0, 40), (140, 20))),
+}
+_MEASURED = {
+    Situation.DECODE: _Step(decodes=(1024,) * 32),
+    Situation.PROMPT: _Step(prefills=((0, 2048),)),
+    Situation.CHUNK: _Step(prefills=((2048, 512),)),
+}
+
+
+@torch.inference_mode()
+def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tests replace
+    kind: type[GpuKVCache],
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backends: Sequence[AttentionBackend] | None = None,
+    timer: Timer | None = None,
+) -> ChosenBackends:
+    """Return the attention library for each kind of layer and situation in which one is faster.
+
+    Each library that is not used for a technical reason is named in a log line.
+
+    Args:
+        kind: the class of the KV cache. Libraries do not read 8-bit caches.
+        layers: the attention layers of the model.
+        block_size: tokens in one block.
+        dtype: the data type of the model.
+        device: the GPU.
+        backends: the libraries; by default, all libraries that are known.
+        timer: measures a function; by default, with events of the GPU.
+    """
+    chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
+    if issubclass(kind, ScaledKVCache):
+        logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
+        return chosen
+    timer = timer or milliseconds
+    if backends is None:
+        backends = (CudnnSdpa(), TorchVarlen(), FlashInferPrefill())
+    for spec in dict.fromkeys(layers):
+        make_trial = functools.partial(gpu_check.make_trial, kind, spec, block_size, dtype, device)
+        for situation in Situation:
+            candidates = [b for b in backends if situation in b.situations]
+            usable = []
+            for backend in candidates:
+                reason = backend.refusal(spec, block_size, dtype)
+                if reason is None:
+                    reason = _why_wrong(backend, situation, make_trial)
+                if reason is None:
+                    usable.append(backend)
+                else:
+                    name = f"{backend.name} does not compute {situation.value}"
+                    logger.warning("%s, because %s.", name, reason)
+            fastest = _fastest(usable, situation, make_trial, timer) if usable else None
+            if fastest is not None:
+                chosen[spec, situation] = fastest
+    return chosen
+
+
+def _why_wrong(
+    backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
+) -> str | None:
+    """Return the reason why the results of a library are wrong, or None if they are right."""
+    step = _CHECKED[situation]
+    trial = make_trial(decodes=step.decodes, prefills=step.prefills)
+    try:
+        gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
+    except Exception as error:  # noqa: BLE001
+        # Boundary: a library can fail in any way. The project's kernels are used instead.
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def _fastest(
+    backends: Sequence[AttentionBackend],
+    situation: Situation,
+    make_trial: Callable[..., Trial],
+    timer: Timer,
+) -> AttentionBackend | None:
+    """Return the fastest library, or None if the project's kernels are the fastest."""
+    step = _MEASURED[situation]
+    trial = make_trial(decodes=step.decodes, prefills=step.prefills)
+    own_ms = timer(trial.attend)
+    choices: list[ChosenBackends] = [{(trial.spec, situation): backend} for backend in backends]
+    times = [timer(functools.partial(trial.attend, choice)) for choice in choices]
+    best_ms = min(times)
+    best = backends[times.index(best_ms)]
+    is_faster = best_ms <= _MAX_SHARE * own_ms
+    logger.info(
+        "%s computes %s in %.3f ms, and the project's kernels need %.3f ms, so %s.",
+        best.name,
+        situation.value,
+        best_ms,
+        own_ms,
+        "the library is used" if is_faster else "the kernels are used",
+    )
+    return best if is_faster else None
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the median milliseconds of some work on the current GPU."""
+    for _ in range(_NUM_WARM_UPS):
+        work()
+    times: list[float] = []
+    for _ in range(_NUM_RUNS):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)

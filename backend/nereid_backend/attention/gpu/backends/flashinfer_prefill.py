@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill attention of the library FlashInfer, if the package flashinfer is installed.
+
+FlashInfer plans each step on the CPU, which cannot be captured into a CUDA graph. It therefore
+computes only prefills. Its layout of the cache ("HND") is that of KVCache. The code has not been
+run, because no GPU was available.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.gpu.backends.attention_backend import (
+    LayerInputs,
+    Situation,
+    first_refusal,
+)
+from nereid_backend.attention.layers import LayerSpec
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# The memory for intermediate results that FlashInfer's documentation recommends.
+_WORKSPACE_BYTES = 128 * 2**20
+
+
+class FlashInferPrefill:
+    """The prefill attention of FlashInfer; see `AttentionBackend`."""
+
+    name = "FlashInfer"
+    situations = frozenset({Situation.PROMPT, Situation.CHUNK})
+
+    def __init__(self) -> None:
+        """Start without workspaces."""
+        self._workspace: Tensor | None = None
+        # A wrapper keeps the plan of one step for one kind of layer.
+        self._wrappers: dict[LayerSpec, Any] = {}
+
+    def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
+        """Return the reason why it cannot compute a layer; see `AttentionBackend.refusal`."""
+        if find_spec("flashinfer") is None:
+            return "the package flashinfer is not installed"
+        if dtype not in _DTYPES:
+            return f"it does not support {dtype}"
+        return first_refusal(spec, window=True, softcap=True)
+
+    def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
+        """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""
+        spec = inputs.call.spec
+        shared = inputs.rows.shared
+        wrapper = shared.get(("flashinfer", spec))
+        if wrapper is None:
+            wrapper = shared["flashinfer", spec] = self._plan(inputs)
+        prefills = inputs.batch.prefills
+        tokens = slice(prefills[0].start, prefills[-1].end)
+        query = inputs.query[:, tokens].transpose(0, 1).contiguous()
+        out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
+
+    def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
+        """Plan the prefills of a step for one kind of layer, and return the planned wrapper."""
+        call = inputs.call
+        spec = call.spec
+        block_size = inputs.batch.block_size
+        prefills = inputs.batch.prefills
+
+        def starts(counts: list[int]) -> Tensor:
+            return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+        wrapper = self._wrapper(spec, call.keys.device)
+        wrapper.plan(
+            starts([prefill.end - prefill.start for prefill in prefills]),
+            starts([prefill.blocks.numel() for prefill in prefills]),
+            torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32),
+            torch.tensor(
+                [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills], dtype=torch.int32
+            ),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.key_dim,
+            block_size,
+            head_dim_vo=spec.value_dim,
+            causal=True,
+            sm_scale=call.scale,
+            window_left=-1 if spec.window.size is None else spec.window.size - 1,
+            logits_soft_cap=spec.softcap,
+            q_data_type=inputs.query.dtype,
+            kv_data_type=call.keys.dtype,
+        )
+        return wrapper
+
+    def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - as above
+        """Return the wrapper for a kind of layer. All wrappers share one workspace."""
+        if spec not in self._wrappers:
+            if self._workspace is None:
+                self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            flashinfer = import_module("flashinfer")
+            self._wrappers[spec] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, kv_layout="HND"
+            )
+        return self._wrappers[spec]

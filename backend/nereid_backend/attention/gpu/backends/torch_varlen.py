@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variable-length attention of torch, which reads keys and values from blocks.
+
+torch 2.13 is the first version whose function takes a block table. Which block sizes are supported
+depends on the version of flash attention that torch was built with, so the check at load decides.
+The code has not been measured on a GPU.
+"""
+
+import inspect
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from nereid_backend.attention.attention_batch import Prefill
+from nereid_backend.attention.gpu.backends.attention_backend import (
+    LayerInputs,
+    Situation,
+    first_refusal,
+)
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.device_transfer import upload
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# The block table [n, width] int32, the lengths [n] int32 and the first tokens [n + 1] int32 of n
+# sequences, and the largest numbers of new tokens and of keys of a sequence.
+_Sequences = tuple[Tensor, Tensor, Tensor, int, int]
+
+
+class TorchVarlen:
+    """The variable-length attention of torch; see `AttentionBackend`."""
+
+    name = "torch's variable-length attention"
+    situations = frozenset(Situation)
+
+    def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
+        """Return the reason why torch cannot compute a layer; see `AttentionBackend.refusal`."""
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            return f"torch {torch.__version__} has no block table in varlen_attn"
+        if dtype not in _DTYPES:
+            return f"it does not support {dtype}"
+        if spec.key_dim != spec.value_dim:
+            return "the keys and the values have different sizes"
+        return first_refusal(spec, window=True, softcap=False)
+
+    def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
+        """Compute all sequences of a situation; see `AttentionBackend.attend`."""
+        if situation is not Situation.DECODE:
+            prefills = inputs.batch.prefills
+            shared = inputs.rows.shared
+            sequences = shared.get("varlen")
+            if sequences is None:
+                sequences = shared["varlen"] = _prefill_sequences(prefills, inputs.query.device)
+            tokens = slice(prefills[0].start, prefills[-1].end)
+            out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
+            return
+        for group in inputs.batch.decodes:
+            count, width = group.blocks.shape
+            device = group.lens.device
+            first_tokens = torch.arange(count + 1, dtype=torch.int32, device=device)
+            lens = group.lens.to(torch.int32)
+            blocks = group.blocks.to(torch.int32)
+            sequences = (blocks, lens, first_tokens, 1, width * group.block_size)
+            index = slice(count) if group.tokens is None else group.tokens
+            out[index] = self._call(inputs, inputs.query[:, index], sequences)
+
+    def _call(self, inputs: LayerInputs, query: Tensor, sequences: _Sequences) -> Tensor:
+        """Return the attention of some sequences, [num_tokens, num_heads, value_dim]."""
+        blocks, lens, first_tokens, max_new, max_keys = sequences
+        call = inputs.call
+        window = call.spec.window.size
+        result = varlen_attn(
+            query.transpose(0, 1),
+            call.keys.transpose(1, 2),
+            call.values.transpose(1, 2),
+            first_tokens,
+            None,
+            max_new,
+            max_keys,
+            scale=call.scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=call.group_size > 1,
+            seqused_k=lens,
+            block_table=blocks,
+        )
+        assert isinstance(result, Tensor), "no further results were requested"
+        return result
+
+
+def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
+    """Return the sequences of a step's prefills. The numbers reach the device in one copy."""
+    width = max(prefill.blocks.shape[1] for prefill in prefills)
+    blocks = [
+        functional.pad(prefill.blocks, (0, width - prefill.blocks.shape[1])) for prefill in prefills
+    ]
+    new = [prefill.end - prefill.start for prefill in prefills]
+    lens = [prefill.seq_len for prefill in prefills]
+    first_tokens = list(itertools.accumulate(new, initial=0))
+    numbers = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
+    table = torch.cat(blocks).to(torch.int32)
+    return table, numbers[: len(lens)], numbers[len(lens) :], max(new), max(lens)

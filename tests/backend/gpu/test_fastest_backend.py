@@ -1,0 +1,160 @@
+"""Attention libraries are used where they give the reference's results and are faster."""
+
+import logging
+
+import pytest
+import torch
+from nereid_backend.attention import reference
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.backends import fastest_backend, torch_varlen
+from nereid_backend.attention.gpu.backends.attention_backend import Situation
+from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
+from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill
+from nereid_backend.attention.gpu.backends.torch_varlen import TorchVarlen
+from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from torch.nn.attention import SDPBackend
+
+SPEC = LayerSpec(4, 2, 16, 16)
+CPU = torch.device("cpu")
+
+
+class ReferenceBackend:
+    """An attention library that computes with the reference."""
+
+    name = "a library"
+    situations = frozenset(Situation)
+
+    def __init__(self, factor=1.0, error=None):
+        self.factor, self.error = factor, error
+
+    def refusal(self, spec, block_size, dtype):
+        return None
+
+    def attend(self, situation, inputs, out):
+        if self.error is not None:
+            raise self.error
+        call, batch = inputs.call, inputs.batch
+        cache = KVCache([call.spec], num_blocks=1, block_size=1, dtype=out.dtype, device=CPU)
+        cache.keys, cache.values = [call.keys], [call.values]
+        stored = [torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))] * 2
+        found = inputs.new or stored
+        whole = reference.attend(
+            (inputs.query, *found), (0, call.spec), cache, batch, scale=call.scale
+        )
+        is_decode = situation is Situation.DECODE
+        rows = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
+        out[rows] = whole[rows] * self.factor
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels(monkeypatch):
+    """The project's kernels are replaced by the reference, which needs no interpreter."""
+    own = ReferenceBackend()
+    monkeypatch.setattr(
+        gpu_attention, "_launch", lambda situation, inputs, out: own.attend(situation, inputs, out)
+    )
+
+    def store(key, value, call, slots):
+        size = call.values.shape[2]
+        call.keys[slots // size, :, slots % size] = key.transpose(0, 1)
+        call.values[slots // size, :, slots % size] = value.transpose(0, 1)
+
+    monkeypatch.setattr(gpu_attention, "store", store)
+    small = {s: fastest_backend._CHECKED[s] for s in Situation}
+    monkeypatch.setattr(fastest_backend, "_MEASURED", small)
+
+
+def choose(backends, times, spec=SPEC, kind=GpuKVCache):
+    """The choice, where `times` are the measured milliseconds: own kernels first, in each turn."""
+    left = iter(times)
+    return fastest_backend.fastest_backends(
+        kind, [spec], 4, torch.float32, CPU, backends=backends, timer=lambda work: next(left)
+    )
+
+
+def test_a_library_is_used_only_where_it_is_faster():
+    library = ReferenceBackend()
+    chosen = choose([library], [2.0, 1.0, 1.0, 2.0, 1.0, 0.97])
+    assert chosen == {(SPEC, Situation.DECODE): library}
+
+
+def test_the_fastest_of_several_libraries_is_used():
+    slow, fast = ReferenceBackend(), ReferenceBackend()
+    slow.situations = fast.situations = frozenset({Situation.PROMPT})
+    assert choose([slow, fast], [3.0, 2.0, 1.0]) == {(SPEC, Situation.PROMPT): fast}
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (ReferenceBackend(factor=1.2), "differs from the reference"),
+        (ReferenceBackend(error=RuntimeError("no kernel image\nis available")), "no kernel image."),
+    ],
+)
+def test_a_library_that_fails_or_differs_is_named_and_not_used(library, reason, caplog):
+    assert choose([library], []) == {}
+    assert caplog.text.count("a library does not compute") == len(Situation)
+    assert reason in caplog.text
+
+
+def test_libraries_are_not_measured_for_caches_of_8_bits(caplog):
+    caplog.set_level(logging.INFO)
+    assert choose([ReferenceBackend()], [], kind=GpuInt8KVCache) == {}
+    assert "8-bit caches" in caplog.text
+
+
+def test_every_library_refuses_layers_that_it_does_not_support():
+    odd = [
+        LayerSpec(4, 2, 16, 16, has_sinks=True),
+        LayerSpec(4, 2, 16, 16, LayerWindow(chunk=8)),
+    ]
+    for backend in (CudnnSdpa(), TorchVarlen(), FlashInferPrefill()):
+        for spec in odd:
+            assert backend.refusal(spec, 16, torch.bfloat16) is not None
+        assert backend.refusal(SPEC, 16, torch.float32) is not None
+    window = LayerSpec(4, 2, 16, 16, LayerWindow(size=8))
+    assert CudnnSdpa().refusal(window, 16, torch.bfloat16) == "the layer has a sliding window"
+
+
+def test_sdpa_of_prompts_equals_the_reference(monkeypatch):
+    monkeypatch.setattr(CudnnSdpa, "refusal", lambda *_: None)
+    monkeypatch.setattr(CudnnSdpa, "implementation", SDPBackend.MATH)
+    backend = CudnnSdpa()
+    assert choose([backend], [2.0, 1.0]) == {(SPEC, Situation.PROMPT): backend}
+
+
+def paged_attention(query, key, value, cu_q, cu_k, max_q, max_k, **options):
+    """What torch documents about varlen_attn with a block table, computed by definition."""
+    assert cu_k is None
+    assert cu_q.dtype == options["seqused_k"].dtype == options["block_table"].dtype == torch.int32
+    left, right = options["window_size"]
+    assert right == 0
+    parts = []
+    for number, length in enumerate(options["seqused_k"].tolist()):
+        rows = query[cu_q[number] : cu_q[number + 1]]
+        assert len(rows) <= max_q
+        assert length <= max_k
+        blocks = options["block_table"][number].long()
+        keys, values = (t[blocks].flatten(0, 1)[:length] for t in (key, value))
+        group = query.shape[1] // keys.shape[1]
+        keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", rows, keys) * options["scale"]
+        places = torch.arange(length - len(rows), length)[:, None]
+        hidden = torch.arange(length)[None] > places
+        if left >= 0:
+            hidden |= torch.arange(length)[None] < places - left
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [LayerWindow(), LayerWindow(size=9)])
+def test_variable_length_attention_equals_the_reference(monkeypatch, window):
+    monkeypatch.setattr(TorchVarlen, "refusal", lambda *_: None)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", paged_attention)
+    backend = TorchVarlen()
+    spec = LayerSpec(4, 2, 16, 16, window)
+    chosen = choose([backend], [2.0, 1.0] * 3, spec)
+    assert chosen == {(spec, situation): backend for situation in Situation}

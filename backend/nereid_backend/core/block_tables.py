@@ -95,6 +95,10 @@ class BlockTables:
                 self.cache.num_hit_tokens += sequence.num_reused_tokens
         return True
 
+    def has_block(self, sequence: Sequence, position: int) -> bool:
+        """Return whether a sequence has a block for the token at `position`."""
+        return position < len(sequence.block_table) * self._block_size
+
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many more blocks a sequence needs for its first `num_tokens` tokens.
 
@@ -115,11 +119,6 @@ class BlockTables:
         if num_missing > 0:
             sequence.block_table += self._pool.allocate(num_missing)
         return True
-
-    def cache_blocks(self, sequence: Sequence) -> None:
-        """Add the computed full blocks of a sequence to the prefix cache."""
-        if self.cache is not None:
-            self.cache.add(sequence)
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
         """Free the leading blocks of a running sequence that no later token attends to.

@@ -27,7 +27,9 @@ class TokenLogprobs(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+# The class is not frozen, because creating a frozen object takes several times as long. A step
+# creates one update for each sequence.
+@dataclass(slots=True)
 class RequestUpdate:
     """The tokens that one step adds to one sequence of a request.
 

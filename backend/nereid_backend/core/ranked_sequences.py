@@ -16,36 +16,39 @@ class RankedSequences:
     The sequence that is scheduled first comes first. No two sequences have the same rank. `add` and
     `remove` shift the elements of a Python list, which takes a few microseconds for ten thousand
     sequences.
+
+    Attributes:
+        sequences: the sequences in order. Only `add` and `remove` change the list.
     """
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
+        return self.sequences[index]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return iter(self.sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence at the position that its rank determines."""
-        self._sequences.insert(self._position(sequence), sequence)
+        self.sequences.insert(self._position(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is in the list."""
         position = self._position(sequence)
-        assert self._sequences[position] is sequence
-        del self._sequences[position]
+        assert self.sequences[position] is sequence
+        del self.sequences[position]
 
     def after(self, index: int) -> list[Sequence]:
         """Return the sequences that come after the sequence at `index`."""
-        return self._sequences[index + 1 :]
+        return self.sequences[index + 1 :]
 
     def _position(self, sequence: Sequence) -> int:
-        return bisect_left(self._sequences, sequence.rank, key=_rank)
+        return bisect_left(self.sequences, sequence.rank, key=_rank)
 
 
 class RunningSequences(RankedSequences):

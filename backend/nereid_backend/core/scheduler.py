@@ -16,7 +16,6 @@ comes before a request with priority 0 that arrives in step 400.
 """
 
 from collections import abc
-from dataclasses import replace
 
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
@@ -242,17 +241,17 @@ class Scheduler:
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
         leaving = self._pending_plans.leaving
+        for index, logprobs in result.prompt_logprobs.items():
+            plan.chunks[index].sequence.prompt_logprobs += logprobs
         sampled = iter(result.sampled)
         invalid_blocks: set[int] = set()
-        for index, chunk in enumerate(plan.chunks):
+        for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
                 # Other sequences may share the blocks, even if this sequence has ended already.
                 invalid_blocks |= self._tables.blocks_of(chunk.sequence)
             if chunk.sequence in leaving:
                 continue
-            if index in result.prompt_logprobs:
-                chunk.sequence.prompt_logprobs += result.prompt_logprobs[index]
             update = self._commit_chunk(chunk, outcome)
             if update is not None:
                 updates.append(update)
@@ -302,11 +301,12 @@ class Scheduler:
         computed_end = chunk.start + chunk.num_tokens
         sequence.num_computed_tokens = min(computed_end, len(sequence.token_ids))
         update = None
-        if outcome is None:
-            self._tables.cache_blocks(sequence)
-        else:
+        if outcome is not None:
             update = self._append(sequence, outcome)
-        self._tables.free_blocks_before_window(sequence)
+        elif self.cache is not None:
+            self.cache.add(sequence)
+        if self.attention_window is not None:
+            self._tables.free_blocks_before_window(sequence)
         return update
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
@@ -316,26 +316,31 @@ class Scheduler:
         sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the tokens [5, 2],
         and its finish_reason is "stop".
         """
-        drafts = sequence.draft_token_ids
-        sequence.draft_token_ids = []
         if sampled.error is not None:
             return self._end(sequence, "error", error=sampled.error)
         num_known = len(sequence.token_ids)
         reason, stop_reason = append_sampled(sequence, sampled)
         new_token_ids = sequence.token_ids[num_known:]
-        if drafts:
-            # The step has already computed the keys and values of the accepted draft tokens.
-            num_accepted = common_prefix_len(drafts, new_token_ids)
-            sequence.num_computed_tokens += num_accepted
-            assert self.lookup is not None
-            self.lookup.learn(sequence, len(drafts), num_accepted)
-        self._tables.cache_blocks(sequence)
-        self._requests.share_prompt(sequence)
+        if sequence.draft_token_ids:
+            self._verify_drafts(sequence, new_token_ids)
+        if self.cache is not None:
+            self.cache.add(sequence)
+        if sequence.params.n > 1:
+            self._requests.share_prompt(sequence)
         top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
         update = make_update(sequence, new_token_ids, top)
         if reason is None:
             return update
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
+
+    def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
+        """Count the draft tokens that equal the new tokens of a sequence, and remove all drafts."""
+        drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
+        num_accepted = common_prefix_len(drafts, new_token_ids)
+        # The step has already computed the keys and values of the accepted draft tokens.
+        sequence.num_computed_tokens += num_accepted
+        assert self.lookup is not None
+        self.lookup.learn(sequence, len(drafts), num_accepted)
 
     def _end(
         self,
@@ -361,13 +366,11 @@ class Scheduler:
             else:
                 self._planner.release(sequence)
         update = update or make_update(sequence, [], None)
-        return replace(
-            update,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            error=error,
-            is_refused=is_refused,
-        )
+        update.finish_reason = reason
+        update.stop_reason = stop_reason
+        update.error = error
+        update.is_refused = is_refused
+        return update
 
     def _release_ended(self) -> None:
         """Release the rows and blocks of ended sequences that no uncommitted plan contains."""

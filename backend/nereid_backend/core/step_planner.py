@@ -99,8 +99,9 @@ class StepPlanner:
         if has_several_clients:
             for chunk in chunks:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
-        chunks.sort(key=_has_many_tokens)
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_tokens = sum([chunk.num_tokens for chunk in chunks])
+        if num_tokens > len(chunks):
+            chunks.sort(key=_has_many_tokens)
         return StepPlan(chunks, num_tokens, self.tables.take_copies())
 
     def preempt(self, sequence: Sequence) -> None:
@@ -123,16 +124,29 @@ class StepPlanner:
             The number of tokens of the budget that are left.
         """
         index = 0
+        running = self.running.sequences
         is_ahead = self.pending_plans.is_planning
         # The list of running sequences becomes shorter if the loop preempts a sequence.
-        while index < len(self.running) and budget > 0:
-            if is_ahead and self.pending_plans.will_end(self.running[index]):
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            if is_ahead and self.pending_plans.will_end(sequence):
                 index += 1
                 continue
-            # Keep one token of the budget for each running sequence that is planned after this
-            # sequence. Otherwise, a long chunk could leave no budget for those sequences.
-            num_later = len(self.running) - index - 1
-            chunk = self._plan_next_tokens(index, max(1, budget - num_later))
+            start = sequence.num_computed_tokens
+            chunk: Chunk | None
+            if (
+                start + 1 == len(sequence.token_ids)
+                and self.tables.has_block(sequence, start)
+                and self.lookup is None
+            ):
+                # Nearly all chunks are decodes that need no new block. This short way gives the
+                # same chunk as `_plan_next_tokens`.
+                chunk = Chunk(sequence, start, 1, True, False, 1)
+            else:
+                # Keep one token of the budget for each running sequence that is planned after this
+                # sequence. Otherwise, a long chunk could leave no budget for those sequences.
+                num_later = len(running) - index - 1
+                chunk = self._plan_next_tokens(index, max(1, budget - num_later))
             if chunk is None:
                 break
             chunks.append(chunk)

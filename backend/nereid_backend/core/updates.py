@@ -41,22 +41,21 @@ def make_update(
         new_token_ids: the new tokens; empty if the sequence ended without a new token.
         top: one entry for each new token; None if the request did not ask for log-probabilities.
     """
-    is_first = not sequence.was_reported
-    sequence.was_reported = True
-    prompt: list[TokenLogprobs | None] | None = None
-    if is_first and new_token_ids and sequence.index == 0:
-        if sequence.params.prompt_logprobs is not None:
-            prompt = [None, *sequence.prompt_logprobs]
-        sequence.prompt_logprobs = []
-    return RequestUpdate(
+    update = RequestUpdate(
         sequence.request_id,
         new_token_ids,
         cumulative_logprob=sequence.cumulative_logprob,
         index=sequence.index,
         logprobs=top,
-        prompt_logprobs=prompt,
-        num_cached_tokens=(sequence.num_cached_tokens or 0) if is_first else 0,
     )
+    if not sequence.was_reported:
+        sequence.was_reported = True
+        update.num_cached_tokens = sequence.num_cached_tokens or 0
+        if new_token_ids and sequence.index == 0:
+            if sequence.params.prompt_logprobs is not None:
+                update.prompt_logprobs = [None, *sequence.prompt_logprobs]
+            sequence.prompt_logprobs = []
+    return update
 
 
 def common_prefix_len(first: Iterable[int], second: Iterable[int]) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
+from nereid_backend.attention.gpu.gpu_batch import PackedRows, PrefillShape, StepLayout
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
@@ -63,7 +64,13 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, null_block: int
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        null_block: int,
+        layout: StepLayout | None = None,
     ) -> None:
         """Create empty block tables.
 
@@ -74,7 +81,9 @@ class BatchBuilder:
             null_block: a block that is never written. It pads the tables. Attention reads the
                 padding and then masks it. Another sequence's block could contain NaN, which masking
                 does not remove.
+            layout: adds the arrays that only GPU kernels read; None if no GPU kernel is used.
         """
+        self._layout = layout
         self._block_size = block_size
         self._null_block = null_block
         width = -(-max_model_len // block_size)
@@ -104,14 +113,19 @@ class BatchBuilder:
 
         Mutates: the block tables of the plan's sequences.
         """
-        token_ids, row_list, logits_index = self._update_tables(plan)
-        rows = np.array(row_list)
-        counts = [chunk.num_tokens for chunk in plan.chunks]
-        num_decodes = counts.count(1)
-        positions, slots = self._positions_and_slots(plan, rows, np.array(counts))
+        rows = self._update_tables(plan)
+        starts = np.array([chunk.start for chunk in plan.chunks])
+        counts = np.array([chunk.num_tokens for chunk in plan.chunks])
+        num_logits = np.array([chunk.num_logits for chunk in plan.chunks])
+        num_decodes = int(np.count_nonzero(counts == 1))
+        positions = _consecutive(starts, counts)
+        slots = self._slots(positions, rows.repeat(counts))
+        # The logits of a chunk belong to its last tokens.
+        logits_index = _consecutive(counts.cumsum() - num_logits, num_logits)
         groups = self._group(positions[:num_decodes] + 1)
         # All arrays are uploaded in one copy, and then read in the same order.
-        arrays = [np.array(token_ids), positions, slots, np.array(logits_index or [0])]
+        arrays = [_input_ids(plan.chunks, num_decodes), positions, slots]
+        arrays.append(logits_index if len(logits_index) else np.zeros(1, np.int64))
         for tokens, lens in groups:
             arrays.append(self._blocks(rows[tokens], lens.max()))
             arrays.append(lens)
@@ -119,7 +133,10 @@ class BatchBuilder:
                 arrays.append(tokens)
         for index, chunk in enumerate(plan.chunks[num_decodes:], num_decodes):
             arrays.append(self._blocks(rows[index : index + 1], chunk.start + chunk.num_tokens))
-        arrays.append(np.array(plan.pending, dtype=np.int64).reshape(-1, 2).T)
+        kernel_arrays = self._kernel_arrays(plan.chunks, groups)
+        arrays += kernel_arrays
+        pending = itertools.chain.from_iterable(plan.pending)
+        arrays.append(np.fromiter(pending, np.int64, 2 * len(plan.pending)).reshape(-1, 2).T)
         tensors = iter(upload_all(arrays, device))
         input_ids, position_ids, slot_ids, logits_ids = itertools.islice(tensors, 4)
         attention = AttentionBatch(
@@ -129,6 +146,9 @@ class BatchBuilder:
             prefills=_prefills(plan.chunks[num_decodes:], num_decodes, tensors),
             block_size=self._block_size,
         )
+        if self._layout is not None:
+            kernel_tensors = list(itertools.islice(tensors, len(kernel_arrays)))
+            attention.device_rows = PackedRows(self._layout, kernel_tensors)
         if plan.pending:
             assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
             # Chunks of one token come first, so the index of such a chunk is its token's index.
@@ -141,6 +161,25 @@ class BatchBuilder:
             logits_index=logits_ids,
             num_logits=len(logits_index),
         )
+
+    def _kernel_arrays(
+        self, chunks: list[Chunk], groups: list[tuple[Integers | slice, Integers]]
+    ) -> list[Integers]:
+        """Return the arrays that only GPU kernels read; see `StepLayout.arrays`.
+
+        `groups` are the groups of decodes that `_group` returned.
+        """
+        if self._layout is None:
+            return []
+        size = self._block_size
+        decode_shapes = [(len(lens), -(-int(lens.max()) // size)) for _, lens in groups]
+        start = sum(count for count, _ in decode_shapes)
+        prefills = []
+        for chunk in chunks[start:]:
+            num_blocks = -(-(chunk.start + chunk.num_tokens) // size)
+            prefills.append(PrefillShape(start, chunk.num_tokens, chunk.start, num_blocks))
+            start += chunk.num_tokens
+        return self._layout.arrays(decode_shapes, prefills)
 
     def _decode_groups(
         self, groups: list[tuple[Integers | slice, Integers]], tensors: Iterator[Tensor]
@@ -158,56 +197,39 @@ class BatchBuilder:
             decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
         return decode_groups
 
-    def _positions_and_slots(
-        self, plan: StepPlan, rows: Integers, counts: Integers
-    ) -> tuple[Integers, Integers]:
-        """Return the position and the slot of each token of a step, both [num_tokens] int64.
+    def _slots(self, positions: Integers, rows: Integers) -> Integers:
+        """Return the slot of each token of a step, [num_tokens] int64.
 
         Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
         position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.
 
         Args:
-            plan: the step.
-            rows: [num_chunks] int64, the row of each chunk.
-            counts: [num_chunks] int64, the number of tokens of each chunk.
+            positions: [num_tokens] int64, the position of each token in its sequence.
+            rows: [num_tokens] int64, the row of the sequence of each token.
         """
-        starts = np.array([chunk.start for chunk in plan.chunks])
-        first_tokens = counts.cumsum() - counts
-        # A token's position is the chunk's start plus the distance from the chunk's first token.
-        positions = np.arange(plan.num_tokens) + (starts - first_tokens).repeat(counts)
-        blocks = self._tables[rows.repeat(counts), positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
-        return positions, slots
+        blocks = self._tables[rows, positions // self._block_size]
+        return blocks * self._block_size + positions % self._block_size
 
-    def _update_tables(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    def _update_tables(self, plan: StepPlan) -> Integers:
         """Copy the new blocks of a plan's sequences into the array of block tables.
 
-        Example: a decode of row 3 is followed by a prefill of 4 tokens of row 0. Both sample. The
-        rows are [3, 0], and the indices of the tokens whose logits are needed are [0, 4].
-
         Returns:
-            The token ids of the step, the row of each chunk, and the indices of the tokens whose
-            logits are needed.
+            [num_chunks] int64, the row of each chunk.
         """
-        token_ids: list[int] = []
+        num_filled, num_dropped = self._num_filled, self._num_dropped
         rows: list[int] = []
-        logits_index: list[int] = []
-        for chunk in plan.chunks:
-            sequence, start, num_tokens, _, is_first, num_logits = chunk
+        for sequence, _, _, _, is_first, _ in plan.chunks:
             row = sequence.row
             assert row is not None
-            self._fill_row(row, sequence, is_first)
-            if num_tokens > 1:
-                token_ids += tokens_of(chunk)
-            elif start < len(sequence.token_ids):
-                token_ids.append(sequence.token_ids[start])
-            else:
-                # The token is pending: the previous step has not sampled it yet.
-                token_ids.append(0)
             rows.append(row)
-            end = len(token_ids)
-            logits_index.extend(range(end - num_logits, end))
-        return token_ids, rows, logits_index
+            # Most sequences get no block in a step, so most rows stay as they are.
+            if (
+                is_first
+                or len(sequence.block_table) > num_filled[row]
+                or sequence.num_dropped_blocks > num_dropped[row]
+            ):
+                self._fill_row(row, sequence, is_first)
+        return np.array(rows)
 
     def _fill_row(self, row: int, sequence: Sequence, is_first: bool) -> None:
         """Copy a sequence's new blocks into its row, and replace freed blocks by the null block."""
@@ -256,6 +278,32 @@ class BatchBuilder:
         Example: with 16 tokens in a block, num_tokens=35 gives the first 3 blocks of each table.
         """
         return self._tables[rows, : -(-int(num_tokens) // self._block_size)]
+
+
+def _consecutive(starts: Integers, counts: Integers) -> Integers:
+    """Return `counts[i]` consecutive numbers from `starts[i]` on, for each i, as one array.
+
+    Example: the starts [20, 0] and the counts [1, 3] give [20, 0, 1, 2].
+    """
+    ends = counts.cumsum()
+    first_indices = ends - counts
+    return np.arange(ends[-1]) + (starts - first_indices).repeat(counts)
+
+
+def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
+    """Return the token ids of a step, [num_tokens] int64.
+
+    If a decode's token is not known yet, because the previous step is still sampling the token, its
+    id is 0. The caller then copies the token on the device. `num_decodes` is the number of leading
+    chunks with one token.
+    """
+    token_ids = [
+        chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0
+        for chunk in chunks[:num_decodes]
+    ]
+    for chunk in chunks[num_decodes:]:
+        token_ids += tokens_of(chunk)
+    return np.array(token_ids)
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:

@@ -66,11 +66,11 @@ def sampling_of(plan: StepPlan) -> Sampling:
         end += chunk.num_logits
         if not chunk.samples:
             continue
-        # A chunk that reports log-probabilities of the prompt has several logits, but its sequence
-        # has no draft tokens, so the slice is empty.
-        drafts = chunk.sequence.draft_token_ids[: chunk.num_logits - 1]
-        count = len(drafts) + 1
-        positions += [Position(chunk.sequence, drafts[:i]) for i in range(count)]
-        rows += range(end - count, end)
-        counts.append(count)
+        drafts = chunk.sequence.draft_token_ids
+        if drafts:
+            positions += [Position(chunk.sequence, drafts[:i]) for i in range(len(drafts))]
+            rows += range(end - len(drafts) - 1, end - 1)
+        positions.append(Position(chunk.sequence, drafts))
+        rows.append(end - 1)
+        counts.append(len(drafts) + 1)
     return Sampling(positions, rows, counts)

@@ -11,7 +11,7 @@ these parameters, its row is not changed. The other rows are processed together.
 """
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -28,8 +28,6 @@ from nereid_backend.sampling.penalties import TokenCounts, apply_penalties, asks
 from nereid_backend.sampling.token_masks import with_masks
 
 Integers = NDArray[np.int64]
-
-_NONE: Integers = np.zeros(0, np.int64)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -59,7 +57,6 @@ class LogitsParams:
 
     Attributes:
         owner: the request.
-        is_plain: whether the request uses none of the parameters below. It may still have a guide.
         bias_ids: the token ids of logit_bias, [n] int64.
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
@@ -71,28 +68,18 @@ class LogitsParams:
     """
 
     owner: Sequence
-    is_plain: bool
-    bias_ids: Integers = field(default_factory=lambda: _NONE)
-    bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    allowed: TokenMask | None = None
-    bad_tokens: Integers = field(default_factory=lambda: _NONE)
-    bad_words: dict[int, list[tuple[list[int], int]]] = field(default_factory=dict)
-    stops: Integers = field(default_factory=lambda: _NONE)
-    has_penalties: bool = False
+    bias_ids: Integers
+    bias_values: NDArray[np.float32]
+    allowed: TokenMask | None
+    bad_tokens: Integers
+    bad_words: dict[int, list[tuple[list[int], int]]]
+    stops: Integers
+    has_penalties: bool
 
     @classmethod
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
         """Prepare the logits parameters of a request."""
         params = sequence.params
-        has_penalties = asks_for_penalties(params)
-        if not (
-            has_penalties
-            or params.logit_bias
-            or params.allowed_token_ids is not None
-            or params.bad_words_token_ids
-            or params.min_tokens
-        ):
-            return cls(sequence, is_plain=True)
         bias = _bias_pairs(params)
         words: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in params.bad_words_token_ids:
@@ -101,7 +88,6 @@ class LogitsParams:
         allowed = params.allowed_token_ids
         return cls(
             sequence,
-            is_plain=False,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed is None else mask_of(allowed, vocab_size),
@@ -110,7 +96,7 @@ class LogitsParams:
             ),
             bad_words=words,
             stops=np.array([t for t in sequence.stop_token_ids if t < vocab_size], np.int64),
-            has_penalties=has_penalties,
+            has_penalties=asks_for_penalties(params),
         )
 
     def forbidden_tokens(self, position: Position) -> list[Integers]:
@@ -158,53 +144,51 @@ class LogitsProcessor:
         self._logits_params: dict[int, LogitsParams] = {}
         self._counts = TokenCounts()
 
-    def logits_params(
-        self, positions: abc.Sequence[Position], vocab_size: int
-    ) -> list[LogitsParams]:
-        """Return the prepared logits parameters of the positions' requests."""
-        params_of_positions = []
-        for index, position in enumerate(positions):
-            sequence = position.sequence
-            row = _row_of(position, index)
-            logits_params = self._logits_params.get(row)
-            if logits_params is None or logits_params.owner is not sequence:
-                logits_params = self._logits_params[row] = LogitsParams.of(sequence, vocab_size)
-            params_of_positions.append(logits_params)
-        return params_of_positions
-
     def process(
         self,
         logits: Tensor,
         positions: abc.Sequence[Position],
-        logits_params: abc.Sequence[LogitsParams],
-        masks: abc.Sequence[TokenMask | None],
+        changed: abc.Iterable[int],
+        masks: abc.Mapping[int, TokenMask],
     ) -> Tensor:
         """Apply the sampling parameters and token masks of requests to the logits.
 
         Args:
             logits: [n, vocab_size], any float dtype. Not changed.
             positions: the position of each row.
-            logits_params: the logits parameters of each row.
-            masks: the token mask of each row's guide; None allows every token.
+            changed: the rows whose requests have a parameter that changes logits.
+            masks: a mapping from rows to the token masks of their guides. Every token is allowed in
+                the other rows.
 
         Returns:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
-        changed = [i for i, params in enumerate(logits_params) if not params.is_plain]
-        if not changed and all(mask is None for mask in masks):
+        vocab_size = logits.shape[1]
+        params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
+        if not params and not masks:
             return logits
-        combined = [
-            _combine(params.allowed, mask)
-            for params, mask in zip(logits_params, masks, strict=True)
-        ]
+        combined = dict(masks)
+        for index, row_params in params.items():
+            if row_params.allowed is not None:
+                mask = masks.get(index)
+                combined[index] = row_params.allowed if mask is None else row_params.allowed & mask
         logits = with_masks(logits.float(), combined)
-        if changed:
-            _forbid_tokens(logits, positions, logits_params, changed)
-            _add_bias(logits, logits_params, changed)
-            penalised = [i for i in changed if logits_params[i].has_penalties]
+        if params:
+            _forbid_tokens(logits, positions, params)
+            _add_bias(logits, params)
+            penalised = [i for i, row_params in params.items() if row_params.has_penalties]
             if penalised:
                 self._penalise(logits, positions, penalised)
         return logits
+
+    def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
+        """Return the prepared logits parameters of the request at a position."""
+        row = _row_of(position, index)
+        logits_params = self._logits_params.get(row)
+        if logits_params is None or logits_params.owner is not position.sequence:
+            logits_params = LogitsParams.of(position.sequence, vocab_size)
+            self._logits_params[row] = logits_params
+        return logits_params
 
     def _penalise(
         self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]
@@ -259,31 +243,20 @@ def _row_of(position: Position, index: int) -> int:
     return index if row is None else row
 
 
-def _combine(first: TokenMask | None, second: TokenMask | None) -> TokenMask | None:
-    """Return the mask of the tokens that two masks allow. None allows every token."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first & second
-
-
 def _forbid_tokens(
-    logits: Tensor,
-    positions: abc.Sequence[Position],
-    logits_params: abc.Sequence[LogitsParams],
-    changed: abc.Sequence[int],
+    logits: Tensor, positions: abc.Sequence[Position], params: abc.Mapping[int, LogitsParams]
 ) -> None:
     """Set the logits of bad words and of the stop tokens under min_tokens to -inf.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
         positions: the position of each row.
-        logits_params: the logits parameters of each row.
-        changed: the rows whose requests have logits parameters.
+        params: a mapping from rows to the logits parameters of their requests.
     """
     rows: list[Integers] = []
     columns: list[Integers] = []
-    for index in changed:
-        for token_ids in logits_params[index].forbidden_tokens(positions[index]):
+    for index, row_params in params.items():
+        for token_ids in row_params.forbidden_tokens(positions[index]):
             rows.append(np.full(len(token_ids), index))
             columns.append(token_ids)
     if rows:
@@ -291,15 +264,13 @@ def _forbid_tokens(
         logits.index_put_(index_pair, logits.new_full((), float("-inf")))
 
 
-def _add_bias(
-    logits: Tensor, logits_params: abc.Sequence[LogitsParams], changed: abc.Sequence[int]
-) -> None:
+def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
     """Add logit_bias to the logits; see `_forbid_tokens` for the arguments. Mutates: logits."""
-    biased = [i for i in changed if len(logits_params[i].bias_ids)]
+    biased = {i: row_params for i, row_params in params.items() if len(row_params.bias_ids)}
     if biased:
-        rows = [np.full(len(logits_params[i].bias_ids), i) for i in biased]
-        columns = [logits_params[i].bias_ids for i in biased]
-        values = np.concatenate([logits_params[i].bias_values for i in biased])
+        rows = [np.full(len(row_params.bias_ids), i) for i, row_params in biased.items()]
+        columns = [row_params.bias_ids for row_params in biased.values()]
+        values = np.concatenate([row_params.bias_values for row_params in biased.values()])
         index_pair = (_to_device(rows, logits), _to_device(columns, logits))
         logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.sampling_table import SamplingRows
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
@@ -64,17 +65,20 @@ class SamplingBatch:
     uniform: NDArray[np.float64]
 
     @classmethod
-    def of(cls, positions: Sequence[Position]) -> "SamplingBatch":
-        """Return the sampling parameters and random numbers of some positions."""
-        params = [position.sequence.params for position in positions]
-        seeds = np.array([position.sequence.seed for position in positions], dtype=np.uint64)
+    def of(cls, positions: Sequence[Position], rows: SamplingRows) -> "SamplingBatch":
+        """Return the sampling parameters and random numbers of some positions.
+
+        Args:
+            positions: the positions.
+            rows: [num_positions], the sampling parameters from `SamplingTable.read`.
+        """
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
         return cls(
-            temperature=np.array([p.temperature for p in params], dtype=np.float32).clip(min=1e-6),
-            top_p=np.array([p.top_p for p in params], dtype=np.float32),
-            top_k=np.array([max(0, p.top_k) for p in params], dtype=np.int64),
-            min_p=np.array([p.min_p for p in params], dtype=np.float32),
-            uniform=uniform_numbers(seeds, counters),
+            temperature=rows["temperature"].clip(min=1e-6),
+            top_p=rows["top_p"].copy(),
+            top_k=rows["top_k"].copy(),
+            min_p=rows["min_p"].copy(),
+            uniform=uniform_numbers(rows["seed"], counters),
         )
 
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":

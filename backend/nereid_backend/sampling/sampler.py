@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
@@ -22,10 +23,11 @@ from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.grammar.vocabulary import TokenMask
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.sampling.draft_verification import Position
-from nereid_backend.sampling.logits_processor import LogitsParams, LogitsProcessor, explain_no_token
+from nereid_backend.sampling.logits_processor import LogitsProcessor, explain_no_token
 from nereid_backend.sampling.logsumexp import argmax, argmax_logsumexp
 from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, sample_or_defer
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, slices
+from nereid_backend.sampling.sampling_table import SamplingRows, SamplingTable
 from nereid_backend.sampling.token_masks import StepMasks
 
 NOT_FINITE = (
@@ -60,29 +62,26 @@ class _SliceInputs(NamedTuple):
     Attributes:
         start: the index of the first position in the step.
         positions: the n positions.
-        logits_params: the logits parameters of the request at each position.
-        masks: the token mask of each position; None allows every token.
+        params: [n] `sampling_table.ROW`, the sampling parameters of the request at each position.
+        masks: a mapping from indices of `positions` to token masks. Every token is allowed at the
+            other positions.
     """
 
     start: int
     positions: abc.Sequence[Position]
-    logits_params: abc.Sequence[LogitsParams]
-    masks: abc.Sequence[TokenMask | None]
+    params: SamplingRows
+    masks: abc.Mapping[int, TokenMask]
 
     @property
     def ranked(self) -> list[int]:
         """The indices of the positions whose requests ask for log-probabilities."""
-        params = [position.sequence.params for position in self.positions]
-        return [index for index, p in enumerate(params) if p.logprobs is not None]
+        return _true_indices(self.params["has_logprobs"])
 
-    def select(self, indices: abc.Sequence[int]) -> "_SliceInputs":
+    def select(self, indices: list[int]) -> "_SliceInputs":
         """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
-        return _SliceInputs(
-            0,
-            [self.positions[i] for i in indices],
-            [self.logits_params[i] for i in indices],
-            [self.masks[i] for i in indices],
-        )
+        positions = [self.positions[i] for i in indices]
+        masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}
+        return _SliceInputs(0, positions, self.params[indices], masks)
 
 
 class _SampledRows(NamedTuple):
@@ -190,7 +189,7 @@ class PendingTokens:
 
 
 class Sampler:
-    """Samples tokens, and caches the prepared logits parameters of the running requests.
+    """Samples tokens, and caches the prepared sampling parameters of the running requests.
 
     Attributes:
         defers: whether uncertain rows are sampled again only when the result is read. If False,
@@ -203,6 +202,7 @@ class Sampler:
     def __init__(self, *, defers: bool | None = None, has_kernel: bool = False) -> None:
         self.defers = defers
         self.has_kernel = has_kernel
+        self._table = SamplingTable()
         self._processor = LogitsProcessor()
 
     def sample(
@@ -223,13 +223,12 @@ class Sampler:
             masks: the token masks of the guides; None allows every token. The caller must not
                 change the masks before the result is read.
         """
-        step_masks = masks.by_position if masks else {}
-        logits_params = self._processor.logits_params(positions, logits.shape[1])
+        params = self._table.read(positions)
         defers = logits.device.type != "cpu" if self.defers is None else self.defers
         pending: list[_PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            slice_masks = [step_masks.get(i) for i in range(rows.start, rows.stop)]
-            inputs = _SliceInputs(rows.start, positions[rows], logits_params[rows], slice_masks)
+            slice_masks = {} if masks is None else masks.of_slice(rows)
+            inputs = _SliceInputs(rows.start, positions[rows], params[rows], slice_masks)
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
 
@@ -258,7 +257,7 @@ class Sampler:
         """Launch the sampling with the GPU kernel; see `_launch_slice`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
-        settings = _kernel_settings(inputs.positions)
+        settings = _kernel_settings(inputs)
         sampled = _SampledRows(*gpu_sampling.sample(processed, logits, settings))
         ranked = _rank_positions(model_logits, sampled.token_ids, inputs)
         return _PendingSlice(inputs, sampled, ranked)
@@ -273,7 +272,7 @@ class Sampler:
         token_ids, uncertain = _sample_rows(
             processed,
             likeliest if processed is model_logits else None,
-            inputs.positions,
+            inputs,
             defers=defers,
         )
         column = token_ids[:, None]
@@ -287,7 +286,8 @@ class Sampler:
 
     def _process(self, logits: Tensor, inputs: _SliceInputs) -> Tensor:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
-        return self._processor.process(logits, inputs.positions, inputs.logits_params, inputs.masks)
+        changed = _true_indices(inputs.params["changes_logits"])
+        return self._processor.process(logits, inputs.positions, changed, inputs.masks)
 
 
 def _rank_positions(
@@ -317,7 +317,7 @@ def _rank_positions(
 
 
 def _sample_rows(
-    logits: Tensor, likeliest: Tensor | None, positions: abc.Sequence[Position], *, defers: bool
+    logits: Tensor, likeliest: Tensor | None, inputs: _SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
     """Return the likeliest token of every greedy row and a random token of every other row.
 
@@ -327,21 +327,22 @@ def _sample_rows(
         logits: [n, vocab_size], after masks and penalties.
         likeliest: [n] int64, the likeliest token of each row. None if the caller has not computed
             the tokens.
-        positions: the positions of the rows.
+        inputs: the positions of the rows and their settings.
         defers: whether the caller samples uncertain rows again. If False, no row is uncertain.
 
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    random_rows = [i for i, p in enumerate(positions) if not p.sequence.params.is_greedy]
-    if len(random_rows) == len(positions):
-        return sample_or_defer(logits, SamplingBatch.of(positions), defers=defers)
+    random_rows = _true_indices(~inputs.params["is_greedy"])
+    if len(random_rows) == len(inputs.positions):
+        batch = SamplingBatch.of(inputs.positions, inputs.params)
+        return sample_or_defer(logits, batch, defers=defers)
     token_ids = argmax(logits) if likeliest is None else likeliest
     if not random_rows:
         return token_ids, None
     index = np.array(random_rows)
     rows = upload(index, logits.device)
-    batch = SamplingBatch.of([positions[i] for i in random_rows])
+    batch = SamplingBatch.of([inputs.positions[i] for i in random_rows], inputs.params[index])
     sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
         # Convert indices into the random rows to indices into all rows.
@@ -349,10 +350,15 @@ def _sample_rows(
     return token_ids.index_copy(0, rows, sampled_ids), uncertain
 
 
-def _kernel_settings(positions: abc.Sequence[Position]) -> gpu_sampling.Settings:
+def _kernel_settings(inputs: _SliceInputs) -> gpu_sampling.Settings:
     """Return the sampling settings [5, n] that `gpu_sampling.sample` takes as an argument."""
-    batch = SamplingBatch.of(positions)
-    is_greedy = [position.sequence.params.is_greedy for position in positions]
-    temperature = np.where(is_greedy, 0.0, batch.temperature)
+    batch = SamplingBatch.of(inputs.positions, inputs.params)
+    temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
     return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
+
+
+def _true_indices(flags: NDArray[np.bool_]) -> list[int]:
+    """Return the indices of the true elements of an array."""
+    indices: list[int] = flags.nonzero()[0].tolist()
+    return indices

@@ -104,6 +104,14 @@ class StepMasks:
     errors: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def of_slice(self, rows: slice) -> dict[int, TokenMask]:
+        """Return the masks of consecutive positions, by their index from `rows.start` on."""
+        return {
+            index - rows.start: mask
+            for index, mask in self.by_position.items()
+            if rows.start <= index < rows.stop
+        }
+
 
 class Job(Protocol):
     """Masks that a thread is filling, or that the call of `result` fills."""
@@ -256,7 +264,7 @@ class MaskFiller:
         return StepMasks(masks, errors, seconds)
 
 
-def with_masks(logits: Tensor, masks: abc.Sequence[TokenMask | None]) -> Tensor:
+def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
     """Return the logits with -inf for every token that is not allowed.
 
     Example: the logits [[1.5, 0.2, 3.0]] with a mask of which only the bits 0 and 2 are set give
@@ -264,15 +272,15 @@ def with_masks(logits: Tensor, masks: abc.Sequence[TokenMask | None]) -> Tensor:
 
     Args:
         logits: [n, vocab_size] float32, finite or -inf. Not changed.
-        masks: the mask of each row; None allows every token.
+        masks: a mapping from rows to their masks. Every token is allowed in the other rows.
 
     Returns:
         A new tensor, even if every token is allowed.
     """
-    rows = [i for i, mask in enumerate(masks) if mask is not None]
-    if not rows:
+    if not masks:
         return logits.clone()
-    packed = np.concatenate([mask for mask in masks if mask is not None]).reshape(len(rows), -1)
+    rows = sorted(masks)
+    packed = np.stack([masks[row] for row in rows])
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         # Adding 0 or -inf has no branches. It takes the same time for any mask and is several times

@@ -9,6 +9,7 @@ from nereid_backend.grammar.vocabulary import mask_of
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, check_token_ids
 from nereid_backend.sampling.sampler import Sampler
+from nereid_backend.sampling.sampling_table import changes_logits
 from nereid_backend.sampling.token_masks import with_masks
 
 VOCAB = 70
@@ -32,8 +33,8 @@ def make_sequence(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
 def processed(logits, *sequences, processor=None, drafts=()):
     processor = processor or LogitsProcessor()
     positions = [Position(sequence, list(drafts)) for sequence in sequences]
-    logits_params = processor.logits_params(positions, logits.shape[1])
-    return processor.process(logits, positions, logits_params, [None] * len(positions))
+    changed = [i for i, sequence in enumerate(sequences) if changes_logits(sequence.params)]
+    return processor.process(logits, positions, changed, {})
 
 
 def slow_penalties(logits, prompt, output, params):
@@ -98,8 +99,7 @@ def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
         processor = LogitsProcessor()
         positions = [Position(sequence, [4, 9, 8, 4][:count]) for count in range(5)]
         logits = torch.randn(5, VOCAB)
-        logits_params = processor.logits_params(positions, VOCAB)
-        found = processor.process(logits, positions, logits_params, [None] * 5)
+        found = processor.process(logits, positions, range(5), {})
         for row, position in enumerate(positions):
             expected = slow_penalties(
                 logits[row], [4, 5, 4], output + position.drafts, sequence.params
@@ -203,12 +203,12 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
         allowed = rng.random((3, vocab_size)) < 0.5
         logits = torch.randn(4, vocab_size)
         words = [mask_of(np.flatnonzero(row), vocab_size) for row in allowed]
-        found = with_masks(logits, [words[0], None, words[1], words[2]])
+        found = with_masks(logits, {0: words[0], 3: words[2], 2: words[1]})
         for row, limits in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
             expected = torch.where(torch.from_numpy(limits), logits[row], -INF)
             assert torch.equal(found[row], expected)
         assert torch.equal(found[1], logits[1])
-        assert torch.equal(with_masks(logits[[0, 2, 3]], words), found[[0, 2, 3]])
+        assert torch.equal(with_masks(logits[[0, 2, 3]], dict(enumerate(words))), found[[0, 2, 3]])
 
 
 def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling parameters of running sequences in one array, with one row for each sequence.
+
+Most requests use the default of most sampling parameters. A step therefore first reads one array
+that says which sequences need random numbers, filters, log-probabilities or changed logits. The
+Python objects of a request are only read for what the request needs.
+"""
+
+from collections import abc
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.penalties import asks_for_penalties
+
+Integers = NDArray[np.int64]
+
+# The type of one row of the table:
+#   temperature, top_p, top_k, min_p   see `SamplingParams`; 0 turns top_k off
+#   seed              the seed of the sequence's random numbers
+#   is_greedy         whether the likeliest token is always selected
+#   has_logprobs      whether log-probabilities of the sampled tokens are reported
+#   changes_logits    whether a parameter changes logits before sampling; see `LogitsParams`
+ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("min_p", np.float32),
+        ("seed", np.uint64),
+        ("is_greedy", np.bool_),
+        ("has_logprobs", np.bool_),
+        ("changes_logits", np.bool_),
+    ]
+)
+# [n] ROW
+SamplingRows = NDArray[np.void]
+
+
+class SamplingTable:
+    """The sampling parameters of running sequences, each in the row of its sequence.
+
+    A row is written when the table first sees a sequence in the row. It never changes after that,
+    because the parameters of a request never change.
+    """
+
+    def __init__(self) -> None:
+        self._rows: SamplingRows = np.zeros(0, ROW)
+        self._owners: list[Sequence | None] = []
+
+    def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
+        """Return the sampling parameters at each position, [num_positions] ROW.
+
+        Either all sequences of the positions have rows, or none has. Sequences outside a scheduler
+        have no rows. The index of a position is then used as its row.
+        """
+        sequences = [position.sequence for position in positions]
+        rows = rows_of(positions)
+        if max(rows) >= len(self._owners):
+            self._grow(max(rows) + 1)
+        owners = self._owners
+        if [owners[row] for row in rows] != sequences:
+            for row, sequence in zip(rows, sequences, strict=True):
+                if owners[row] is not sequence:
+                    owners[row] = sequence
+                    self._rows[row] = _make_row(sequence)
+        return self._rows[rows]
+
+    def _grow(self, num_rows: int) -> None:
+        """Extend the table to at least `num_rows` rows. The number of rows at least doubles."""
+        num_new = max(num_rows, 2 * len(self._owners)) - len(self._owners)
+        self._rows = np.concatenate([self._rows, np.zeros(num_new, ROW)])
+        self._owners += [None] * num_new
+
+
+def rows_of(positions: abc.Sequence[Position]) -> list[int]:
+    """Return the row of the sequence at each position, or the position's index if it has no row."""
+    rows = [position.sequence.row for position in positions]
+    return [index if row is None else row for index, row in enumerate(rows)]
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Return whether a request has a parameter that changes logits before sampling."""
+    return bool(
+        asks_for_penalties(params)
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+        or params.min_tokens
+    )
+
+
+def _make_row(sequence: Sequence) -> tuple[object, ...]:
+    """Return the fields of `ROW` for a sequence."""
+    params = sequence.params
+    return (
+        params.temperature,
+        params.top_p,
+        min(max(0, params.top_k), np.iinfo(np.int64).max),
+        params.min_p,
+        sequence.seed,
+        params.is_greedy,
+        params.logprobs is not None,
+        changes_logits(params),
+    )

@@ -50,8 +50,9 @@ class PoolingConfig:
     """The largest number of tokens in one input. By default, the checkpoint's files
     determine the limit."""
 
-    max_num_waiting: PositiveInt = 100_000
-    """The largest number of waiting inputs. Further inputs are refused."""
+    max_num_waiting: PositiveInt | None = None
+    """The largest number of waiting inputs. Further inputs are refused. By default, as many inputs
+    of the largest size as 1 GiB can hold, but at least 2048 and at most 16384."""
 
     num_threads: PositiveInt | None = None
     """The number of CPU threads for tensor operations. By default, the model uses

@@ -11,7 +11,7 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, PoolingResult, Value
 from nereid_backend.pooling.pooling_model import NOT_FINITE, PoolingModel
-from nereid_backend.pooling.text_size import check_num_inputs
+from nereid_backend.pooling.text_size import TextLimit, check_num_inputs
 from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 
@@ -40,6 +40,8 @@ class PoolingEngine:
         self.config = config
         self._model = PoolingModel(config, progress or _to_stderr)
         self.info: PoolingInfo = self._model.info
+        text_limit = TextLimit(self.info.max_model_len, self.info.max_token_bytes)
+        self._max_num_waiting = config.max_num_waiting or text_limit.queue_length
         self._queue = TokenQueue()
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
@@ -61,7 +63,7 @@ class PoolingEngine:
             )
         if not items:
             raise RequestError("input: the list is empty. Send at least one input.")
-        limit = self.config.max_num_waiting
+        limit = self._max_num_waiting
         check_num_inputs("input", len(items), limit)
         if self._queue.num_items + len(items) > limit:
             raise CapacityError(

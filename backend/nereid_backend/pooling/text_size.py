@@ -16,6 +16,12 @@ TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # Some tokenizers drop white space, or write a long unknown word as one token. A shorter text is
 # therefore tokenised, which takes about 50 ms at most, and its exact length is checked.
 _MIN_TEXT_BYTES = 2**16
+# By default, the queue holds as many inputs of the largest size as fit into this memory. OpenAI's
+# limit for one request is 2048 inputs, so the queue holds at least as many.
+_QUEUE_BYTES = 2**30
+_MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
+# A token id in a Python list: a pointer and an integer object.
+_TOKEN_ID_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,15 @@ class TextLimit:
     def max_text_bytes(self) -> int:
         """The largest number of bytes of a text that is tokenised."""
         return max(self.max_model_len * self._token_bytes, _MIN_TEXT_BYTES)
+
+    @property
+    def queue_length(self) -> int:
+        """The default of the setting max_num_waiting, which follows from the memory of an input.
+
+        Example: 12,483 inputs for a limit of 512 tokens, 2048 inputs for a limit of 32,768 tokens.
+        """
+        input_bytes = self.max_text_bytes + _TOKEN_ID_BYTES * self.max_model_len
+        return min(max(_QUEUE_BYTES // input_bytes, _MIN_QUEUE_LENGTH), _MAX_QUEUE_LENGTH)
 
     @property
     def _token_bytes(self) -> int:

@@ -128,6 +128,7 @@ class RequestEnvelope:
             server's default.
         queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, None
             means the server's default.
+        client_id: the client that sent the request; "" if unknown. It is also in `params`.
     """
 
     params: bytes
@@ -136,6 +137,7 @@ class RequestEnvelope:
     grammar_field: str = ""
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
+    client_id: str = ""
 
     def pack(self) -> UInt8Array:
         """Return the envelope as a UINT8 array of shape [num_bytes]."""

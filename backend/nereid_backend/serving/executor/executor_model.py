@@ -9,6 +9,7 @@ sends steps and errors to the server.
 import dataclasses
 import itertools
 import math
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
+from nereid_backend.serving.executor.shared_limit import SharedLimit
 from nereid_backend.serving.executor.streams import Pacer, Sequence, Stream
 from nereid_backend.serving.executor.waiting_limits import WaitingLimits
 from nereid_backend.serving.feedback import FeedbackReader, Signal
@@ -62,6 +64,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             raise tensors.load_error(error) from error
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
+        self._sequences = SharedLimit(settings.max_streams)
+        self._sequences_lock = threading.Lock()
         self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
         self._metrics = EngineMetrics()
         self._statistics = RequestStatistics()
@@ -101,16 +105,18 @@ class ExecutorModel(SupervisedModel[Stream]):
             num_tokens,
             effective_limit_s(envelope.queue_timeout_s, settings.default_queue_timeout_s),
             effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
+            client_id=envelope.client_id,
         )
         self._waiting.enter(timing)
-        slots = self._feedback.acquire(envelope.n)
+        slots = self._acquire_slots(envelope)
         if slots is None:
             self._waiting.leave(timing, None)
             raise CapacityError(
                 self._waiting.with_retry_time(
                     f"with the {envelope.n} sequences of this request, the server would "
-                    f"have more than {settings.max_streams} sequences (max_streams). "
-                    "Try again later."
+                    f"have more than {settings.max_streams} sequences, or this client more than "
+                    "its share of them (max_streams). Try again later.",
+                    envelope.client_id,
                 )
             )
         serial = next(self._serials)
@@ -124,6 +130,14 @@ class ExecutorModel(SupervisedModel[Stream]):
             grammar_field=envelope.grammar_field,
             timing=timing,
         )
+
+    def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
+        """Return a feedback slot for each sequence; None if too few are left for the client."""
+        with self._sequences_lock:
+            if not self._sequences.allows(envelope.client_id, envelope.n):
+                return None
+            self._sequences.add(envelope.client_id, envelope.n)
+        return self._feedback.acquire(envelope.n)
 
     # Only the loop's thread calls the methods below.
 
@@ -263,7 +277,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.counts["requests_timed_out_total"] += 1
         self._abort(stream.request_id)
         if isinstance(error, CapacityError):
-            error = CapacityError(self._waiting.with_retry_time(str(error)))
+            client_id = stream.timing.client_id
+            error = CapacityError(self._waiting.with_retry_time(str(error), client_id))
         # The metrics count this request as timed out, not as refused or failed.
         super().respond(stream.sender, error)
         self._remove(stream)
@@ -311,3 +326,5 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._waiting.leave(stream.timing, None)
         self._statistics.note_end(stream, time.monotonic())
         self._feedback.release(stream.slots)
+        with self._sequences_lock:
+            self._sequences.remove(stream.timing.client_id, len(stream.slots))

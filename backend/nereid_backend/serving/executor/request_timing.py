@@ -9,7 +9,7 @@ from nereid_backend.errors import CapacityError, DeadlineError, NereidError
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times of one request in the executor.
+    """The times of one request in the executor, and what the waiting limits count of it.
 
     Attributes:
         arrived: the time at which the request arrived.
@@ -18,6 +18,7 @@ class RequestTiming:
         timeout_s: the time limit of the whole request; infinity means no limit.
         started: the time at which the engine started to compute the request; None while it waits.
         first_token: the time at which the engine sent the first token; None before that.
+        client_id: the client that sent the request; "" if unknown.
     """
 
     arrived: float = 0.0
@@ -26,6 +27,7 @@ class RequestTiming:
     timeout_s: float = math.inf
     started: float | None = None
     first_token: float | None = None
+    client_id: str = ""
 
     @property
     def next_deadline(self) -> float:

@@ -5,6 +5,9 @@ The waiting queue consists of all requests that the engine has not started. Thre
 number of waiting requests, the number of their prompt tokens, and the time that the next request
 would wait. That time is estimated from the rate at which requests leave the queue. A request with a
 shorter time limit is refused at once, because it would wait in vain.
+
+No client can use a limit alone, and no client waits for all requests of another client, because the
+engine's queue serves the clients in turn (core/fair_queue.py).
 """
 
 import math
@@ -15,6 +18,7 @@ from collections import deque
 
 from nereid_backend.errors import CapacityError
 from nereid_backend.serving.executor.request_timing import RequestTiming
+from nereid_backend.serving.executor.shared_limit import SharedLimit
 
 # The queue's rate is measured over the last 64 starts, and not from fewer than 8.
 _NUM_SAMPLES = 64
@@ -36,17 +40,15 @@ class WaitingLimits:
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+        self._requests = SharedLimit(max_requests)
+        self._tokens = SharedLimit(max_tokens)
         self._lock = threading.Lock()
-        self._num_tokens = 0
-        self._num_requests = 0
         self._start_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
 
     @property
     def num_waiting(self) -> int:
         """The number of waiting requests."""
-        return self._num_requests
+        return self._requests.used
 
     def enter(self, timing: RequestTiming) -> None:
         """Add a request to the waiting requests.
@@ -55,12 +57,12 @@ class WaitingLimits:
             CapacityError: a limit is exceeded. The message says in how many seconds to try again.
         """
         with self._lock:
-            wait_s = self._estimated_wait_s(timing.arrived)
+            wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
             reason = self._refusal_reason(timing, wait_s)
             if reason:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
-            self._num_requests += 1
-            self._num_tokens += timing.num_prompt_tokens
+            self._requests.add(timing.client_id, 1)
+            self._tokens.add(timing.client_id, timing.num_prompt_tokens)
 
     def leave(self, timing: RequestTiming, started: float | None) -> None:
         """Remove a request from the waiting requests.
@@ -71,52 +73,65 @@ class WaitingLimits:
                 while it was waiting.
         """
         with self._lock:
-            self._num_requests -= 1
-            self._num_tokens -= timing.num_prompt_tokens
+            self._requests.remove(timing.client_id, 1)
+            self._tokens.remove(timing.client_id, timing.num_prompt_tokens)
             if started is not None:
                 self._start_times.append(started)
-            if not self._num_requests:
+            if not self._requests.used:
                 # The measured rate was that of a full queue and does not apply to an empty one.
                 self._start_times.clear()
 
-    def with_retry_time(self, message: str) -> str:
+    def with_retry_time(self, message: str, client_id: str) -> str:
         """Replace "Try again later." at the end of `message` by a time.
 
         Example: "the queue is full. Try again later." becomes "the queue is full. Try again in 3
         s."
         """
         with self._lock:
-            sentence = _retry_sentence(self._estimated_wait_s(time.monotonic()))
+            sentence = _retry_sentence(self._estimated_wait_s(time.monotonic(), client_id))
         return _TRY_LATER.sub(sentence, message)
 
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
         """Return why a new request is refused, as a clause without a full stop; "" if it is not."""
-        if self._num_requests >= self._max_requests:
+        client, num_tokens = timing.client_id, timing.num_prompt_tokens
+        if not self._requests.allows(client, 1):
             return (
-                f"{self._num_requests} requests are waiting, and the limit is {self._max_requests} "
-                "(max_num_waiting)"
+                f"{self._requests.used} requests are waiting{self._own_part(client)}, and the "
+                f"limit is {self._requests.limit} (max_num_waiting)"
             )
-        num_tokens = self._num_tokens + timing.num_prompt_tokens
-        if self._max_tokens and self._num_requests and num_tokens > self._max_tokens:
+        has_limit = self._tokens.limit and self._requests.used
+        if has_limit and not self._tokens.allows(client, num_tokens):
             return (
-                f"requests with {self._num_tokens} prompt tokens are waiting, and this request has "
-                f"{timing.num_prompt_tokens} more, but the limit is {self._max_tokens} "
-                "(max_waiting_tokens)"
+                f"requests with {self._tokens.used} prompt tokens are waiting"
+                f"{self._own_part(client)}, and this request has {num_tokens} more, but the limit "
+                f"is {self._tokens.limit} (max_waiting_tokens)"
             )
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _MARGIN * limit_s:
             return (
-                f"{self._num_requests} requests are waiting, so this request would wait for about "
+                f"{self._requests.used} requests are waiting, so this request would wait for about "
                 f"{wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"
             )
         return ""
 
-    def _estimated_wait_s(self, now: float) -> float | None:
-        """Return how long a new request would wait in seconds; None with too few measurements."""
+    def _own_part(self, client: str) -> str:
+        """Return how many of the waiting requests belong to a client; "" for an unknown client."""
+        return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
+
+    def _estimated_wait_s(self, now: float, client: str) -> float | None:
+        """Return how long a client's new request would wait in seconds.
+
+        Return None with too few measurements.
+        """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
         passed_s = max(now - self._start_times[0], 1e-3)
-        return self._num_requests * passed_s / (len(self._start_times) - 1)
+        num_before = self._requests.used
+        if client:
+            # The clients take turns, so at most as many requests of each other client come first.
+            num_own = self._requests.used_by(client)
+            num_before = min(num_before, num_own * self._requests.num_clients)
+        return num_before * passed_s / (len(self._start_times) - 1)
 
 
 def _retry_sentence(wait_s: float | None) -> str:

@@ -27,6 +27,7 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "instruction": str,
     "truncate": bool,
 }
+_MAX_INTEGER = 2**31 - 1
 _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
@@ -44,7 +45,7 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
         return {}
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{names.OPTIONS}: the text is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise RequestError(
@@ -61,6 +62,8 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
                 f"{name}: the value must be {_TYPE_NAMES[known[name]]}, but it is "
                 f"{json.dumps(value)[:80]}."
             )
+        if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+            raise RequestError(f"{name}: the value must be at most {_MAX_INTEGER}.")
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -141,7 +144,7 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
     where = f"{names.PARTS}: element {index}"
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(value, dict) or set(value) not in ({"text"}, {"image"}):
         raise RequestError(

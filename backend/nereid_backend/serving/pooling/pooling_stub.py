@@ -262,7 +262,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
-        self._max_inputs = config.max_num_waiting
+        self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
         task = worker.info["task"]
         if task not in self.tasks:
             worker.stop()

@@ -7,11 +7,29 @@ from typing import Any
 
 import msgpack
 
+from nereid_backend.errors import RequestError, first_line
+
 _READ_BYTES = 1 << 20
 
 
 class ChannelClosedError(Exception):
     """The other process has ended or has closed its end of the channel."""
+
+
+def pack(message: object) -> bytes:
+    """Return a message as msgpack bytes.
+
+    Raises:
+        RequestError: the message has a value that msgpack cannot pack, such as an integer of more
+            than 64 bits or a text with half of a surrogate pair.
+    """
+    try:
+        packed: bytes = msgpack.packb(message, use_bin_type=True)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise RequestError(
+            f"request: a value cannot be sent to the model: {first_line(error)}"
+        ) from None
+    return packed
 
 
 class Channel:
@@ -36,8 +54,12 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is closed.
         """
+        self.send_packed(pack(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """Send a message that `pack` has packed. See `send`."""
         try:
-            self._socket.sendall(msgpack.packb(message, use_bin_type=True))
+            self._socket.sendall(data)
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 

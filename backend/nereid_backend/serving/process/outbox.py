@@ -16,14 +16,18 @@ class Outbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, message: object) -> None:
-        """Queue a message for sending. If the other process has ended, the message is dropped."""
+    def put(self, data: bytes) -> None:
+        """Queue a packed message. If the other process has ended, the message is dropped.
+
+        The caller packs the message, because an error in the thread would end it, and no later
+        message would be sent.
+        """
         if self._thread.is_alive():
-            self._messages.put(message)
+            self._messages.put(data)
 
     def finish(self) -> None:
         """Close the channel after all queued messages have been sent."""
@@ -35,8 +39,8 @@ class Outbox:
 
     def _send_all(self) -> None:
         try:
-            while (message := self._messages.get()) is not None:
-                self._channel.send(message)
+            while (data := self._messages.get()) is not None:
+                self._channel.send_packed(data)
         except ChannelClosedError:
             # The last messages of the other process can still be read, so this end stays open.
             return

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
-from nereid_backend.serving.process.channel import Channel, ChannelClosedError
+from nereid_backend.serving.process.channel import Channel, ChannelClosedError, pack
 from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
 from nereid_backend.serving.process.outbox import Outbox
 
@@ -127,8 +127,16 @@ class ChildProcess:
         return process
 
     def send(self, message: object) -> None:
-        """Queue a message to the process. If the process has ended, drop the message."""
-        self._outbox.put(message)
+        """Queue a message to the process. If the process has ended, drop the message.
+
+        Raises:
+            RequestError: the message cannot be packed; see channel.pack.
+        """
+        self.send_packed(pack(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """Queue a message that channel.pack has packed. See `send`."""
+        self._outbox.put(data)
 
     def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
         """Return the messages of the process. Wait at most `timeout_s` seconds for the first one.

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import tensors
+from nereid_backend.serving.process.channel import pack
 from nereid_backend.serving.process.process_handle import (
     ChildProcess,
     ChildProgram,
@@ -139,10 +140,15 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Pass an accepted request to the loop, and `message` to the child process.
 
         If the child process has just died, the loop ends the request with all other requests.
+
+        Raises:
+            RequestError: the message cannot be packed; see channel.pack. The request is not added.
         """
+        packed = pack(message)
         # The loop must receive the request before the first message about the request arrives.
         self._arrivals.put((request_id, request))
-        self.send(message)
+        if self.child is not None:
+            self.child.send_packed(packed)
 
     @property
     def num_requests(self) -> int:

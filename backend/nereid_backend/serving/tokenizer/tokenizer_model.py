@@ -138,6 +138,7 @@ class TokenizerModel:
             grammar_field=grammar.field,
             timeout_s=options.timeout_s,
             queue_timeout_s=options.queue_timeout_s,
+            client_id=params.client_id,
         )
         return tensors.response(
             {

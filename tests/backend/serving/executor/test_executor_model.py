@@ -102,6 +102,19 @@ def test_times_tokens_and_outcomes_are_counted(start):
     assert metric("num_requests", 0) == 0
 
 
+def test_one_client_cannot_use_all_sequences(start):
+    model = start(ENDLESS, max_streams=8)
+    params = SamplingParams(max_tokens=100, n=2)
+    busy = [ask(model, params=params, client_id="busy") for _ in range(3)]
+    refused = ask(model, params=params, client_id="busy").wait()
+    assert "more than its share of them (max_streams)" in refused.error
+    other = ask(model, client_id="other").wait()
+    assert other.error is None
+    for one in busy:
+        assert one.wait().error is None
+    assert ask(model, client_id="busy").wait().error is None
+
+
 def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
     model = start(ENDLESS, max_num_seqs=1)
     first = ask(model, params=LONG)

@@ -41,6 +41,42 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
     assert admission.num_waiting == 1
 
 
+def test_one_client_cannot_fill_the_queue_for_the_others():
+    admission = WaitingLimits(40, 0)
+    timings = [enter(admission, client_id="busy") for _ in range(30)]
+    with pytest.raises(CapacityError, match=r"30 requests.*\(30 of them from this client\)"):
+        enter(admission, client_id="busy")
+    for name in ("second", "third", "second"):
+        enter(admission, client_id=name)
+    for timing in timings:
+        admission.leave(timing, None)
+    enter(admission, client_id="busy")
+
+
+def test_one_client_cannot_use_all_waiting_tokens():
+    admission = WaitingLimits(100, 1000)
+    for _ in range(7):
+        enter(admission, 100, client_id="busy")
+    with pytest.raises(CapacityError, match=r"700 prompt tokens.*\(7 of them.*max_waiting_tok"):
+        enter(admission, 100, client_id="busy")
+    enter(admission, 300, client_id="other")
+
+
+def test_a_client_without_waiting_requests_does_not_wait_for_those_of_another_client():
+    admission, now = WaitingLimits(1000, 0), time.monotonic()
+    timings = [enter(admission, arrived=now, client_id="busy") for _ in range(220)]
+    for at, timing in enumerate(timings[:20]):
+        admission.leave(timing, now - (19 - at) / 10)
+    limits = {"arrived": now, "queue_timeout_s": 5.0}
+    with pytest.raises(CapacityError, match=r"200 requests are waiting, so this.*about 20"):
+        enter(admission, client_id="busy", **limits)
+    for _ in range(20):
+        enter(admission, client_id="other", **limits)
+    # The other client now has 20 requests, before which 20 of the busy client come.
+    with pytest.raises(CapacityError, match=r"about 4\.\d s, but its limit is 5"):
+        enter(admission, client_id="other", **limits)
+
+
 def queue_with_a_rate(per_second, num_waiting):
     """Return limits with `num_waiting` requests and a measured rate, and the present time."""
     admission, now = WaitingLimits(1000, 0), time.monotonic()
@@ -63,7 +99,7 @@ def test_a_short_queue_has_no_rate_and_refuses_nobody():
     admission = WaitingLimits(1000, 0)
     for _ in range(5):
         enter(admission, queue_timeout_s=0.001)
-    assert admission.with_retry_time("full. Try again later.") == "full. Try again in 1 s."
+    assert admission.with_retry_time("full. Try again later.", "") == "full. Try again in 1 s."
 
 
 def test_the_rate_of_an_old_queue_is_forgotten():

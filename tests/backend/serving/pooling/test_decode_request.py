@@ -20,6 +20,8 @@ def test_options_are_a_json_object_and_null_is_the_default():
     [
         ("[1]", "options: the text must be a JSON object"),
         ("{", "options: the text is not valid JSON"),
+        ("[" * 100_000, "options: the text is not valid JSON"),
+        (f'{{"dimensions": {10**400}}}', "dimensions: the value must be at most 2147483647"),
         (
             '{"dims": 1}',
             "options: the option 'dims' is not known. The known options are",

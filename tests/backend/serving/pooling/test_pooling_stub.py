@@ -148,15 +148,22 @@ def test_more_inputs_than_the_queue_can_hold_are_refused_at_once(stub, name):
     started = time.perf_counter()
     error = ask(stub, **inputs).wait().error
     assert time.perf_counter() - started < 0.5
-    said = f"{name}: the request has 100001 inputs, but the limit is 100000 (max_num_waiting)"
+    said = f"{name}: the request has 100001 inputs, but the limit is 15196 (max_num_waiting)"
     assert error == f"[INVALID_ARGUMENT] {said}. Send fewer inputs."
+
+
+def test_a_value_that_cannot_be_packed_is_refused_and_the_next_request_is_answered(stub):
+    options = np.array([b'{"prompt": "\\ud800"}'])
+    error = ask(stub, "a", options=options).wait().error
+    assert error.startswith("[INVALID_ARGUMENT] request: a value cannot be sent to the model")
+    assert ask(stub, "a").wait().error is None
 
 
 @pytest.mark.usefixtures("no_job")
 def test_more_lengths_than_the_queue_can_hold_are_refused_at_once(stub):
     ids = np.ones(100_001, dtype=np.int32)
     error = ask(stub, input_ids=ids, input_lengths=ids).wait().error
-    assert "the request has 100001 inputs, but the limit is 100000 (max_num_waiting)" in error
+    assert "the request has 100001 inputs, but the limit is 15196 (max_num_waiting)" in error
 
 
 def test_the_query_of_many_documents_is_sent_to_the_worker_once(monkeypatch):

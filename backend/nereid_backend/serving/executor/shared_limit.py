@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit that all clients share, so that no single client can use all of it."""
+
+from collections import Counter
+
+# A client may use up to this number of times what is left after its request. A client that is
+# alone can therefore use three quarters of the limit, and a second client three quarters of the
+# rest.
+_TIMES_THE_REST = 3
+
+
+class SharedLimit:
+    """The use of a limited resource, in total and for each client.
+
+    Args:
+        limit: the largest total.
+
+    Attributes:
+        limit: the largest total.
+        used: the current total.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._by_client: Counter[str] = Counter()
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients that use a part of the limit now."""
+        return len(self._by_client)
+
+    def used_by(self, client: str) -> int:
+        """Return the amount that a client uses now."""
+        return self._by_client[client]
+
+    def allows(self, client: str, amount: int) -> bool:
+        """Return whether a client may use `amount` more.
+
+        Only a client with a name has a share of the limit. A client that uses nothing yet may use
+        all that is left.
+        """
+        left = self.limit - self.used - amount
+        own = self._by_client[client]
+        has_share = bool(client) and own > 0
+        return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
+
+    def add(self, client: str, amount: int) -> None:
+        """Record that a client uses `amount` more."""
+        self.used += amount
+        self._by_client[client] += amount
+
+    def remove(self, client: str, amount: int) -> None:
+        """Record that a client no longer uses `amount`."""
+        self.used -= amount
+        self._by_client[client] -= amount
+        if not self._by_client[client]:
+            del self._by_client[client]

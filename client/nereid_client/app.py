@@ -24,7 +24,8 @@ from starlette.middleware.cors import CORSMiddleware
 import nereid_client
 from nereid_client.client_backend import ClientBackend
 from nereid_client.embeddings.model_choice import pooling_lifespan
-from nereid_client.errors import ApiError, FrontendError, error_response, to_api_error
+from nereid_client.error_responses import error_response
+from nereid_client.errors import ApiError, FrontendError, to_api_error
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
@@ -42,6 +43,7 @@ from nereid_client.routes import (
     completions,
     embeddings,
     health,
+    messages,
     metrics,
     models,
     pooling,
@@ -56,13 +58,13 @@ from nereid_client.triton_backend import Backend, TritonBackend
 _DESCRIPTION = """\
 The OpenAI API for a language model, an embedding model and a reranker on a Triton server, with the
 extensions of vLLM and SGLang. Each error has OpenAI's format: `{"error": {"message", "type",
-"param", "code"}}`.
+"param", "code"}}`. The routes under `/v1/messages` have the formats of Anthropic's API.
 """
 
 _ROUTERS = [
     module.router
     for module in (
-        *(chat, completions, responses, tokenize),
+        *(chat, completions, responses, messages, tokenize),
         *(embeddings, pooling, rerank, score, classify),
         *(models, health, metrics),
     )
@@ -171,7 +173,7 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
             api_error.status,
             error,
         )
-    return error_response(api_error)
+    return error_response(api_error, request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -186,7 +188,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         f"Use {headers.get('Allow', 'another method')}.",
     }
     message = messages.get(error.status_code, f"{route} failed: {error.detail}")
-    return error_response(ApiError(error.status_code, message, headers=headers))
+    return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
@@ -196,4 +198,4 @@ async def _on_unexpected_error(request: Request, error: Exception) -> Response:
         f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "
         f"the frontend has the traceback. The id of this request is {request_id}."
     )
-    return error_response(ApiError(500, message, code="internal_error"))
+    return error_response(ApiError(500, message, code="internal_error"), request.scope)

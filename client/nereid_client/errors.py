@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.responses import JSONResponse
 
 
 class FrontendError(Exception):
@@ -98,11 +97,13 @@ class FieldError(ValueError):
     Args:
         field: the path of the field in the body, such as "tools[0].name".
         message: a sentence that names the field, the value and the remedy.
+        code: the machine-readable reason, as in ApiError.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
 
 
 _ERROR_TYPES = {
@@ -216,7 +217,7 @@ def from_validation(error: ValidationError) -> ApiError:
     is "temperature".
     """
     first = first_field_error(error)
-    return ApiError(400, str(first), param=first.field or None)
+    return ApiError(400, str(first), param=first.field or None, code=first.code)
 
 
 def first_field_error(error: ValidationError, place: str = "") -> FieldError:
@@ -268,11 +269,6 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     requirements = [_requirement(detail) for detail in details if _path(detail) == path]
     requirement = " or ".join(dict.fromkeys(requirements))
     return f"{path} must be {requirement}, but the request has {shown(details[0]['input'])}"
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    """Return the HTTP response for an error."""
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 def shown(value: object, limit: int = 80) -> str:

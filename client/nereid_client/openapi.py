@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -27,6 +28,8 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
     "/v1/embeddings": EmbeddingRequest,

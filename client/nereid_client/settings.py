@@ -118,8 +118,8 @@ class Settings:
     language model has the name of the checkpoint's folder."""
 
     api_key: str = Field(default="", repr=False)
-    """The API key, which each request needs in the header `Authorization: Bearer KEY` or `api-key:
-    KEY`."""
+    """The API key, which each request needs in the header `Authorization: Bearer KEY`, `x-api-key:
+    KEY` or `api-key: KEY`."""
 
     api_key_file: str = ""
     """The path of a TOML file with the API keys, weights and limits of clients."""

@@ -14,7 +14,8 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nereid_client.errors import ApiError, error_response
+from nereid_client.error_responses import error_response
+from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import ANONYMOUS, Client, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.middleware.shared_budget import SharedBudget
@@ -31,6 +32,10 @@ _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
 # The error message of a request that waited too long in the server's queue begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
+
+
+_OVERLOADED = (503, 529)
+"""The statuses of a response with which an overloaded server rejects a request."""
 
 
 class Gate:
@@ -182,7 +187,7 @@ class AdmissionControl:
             rejection = throttle.rejection(now)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
-            await error_response(rejection)(scope, receive, send)
+            await error_response(rejection, scope)(scope, receive, send)
             return
         if throttle:
             throttle.record_admission(now)
@@ -196,13 +201,14 @@ class AdmissionControl:
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Return a `send` that also reports the server's rejections to the throttle with a key.
 
-        A rejection is a 503 with the header Retry-After, which only routes to a model send.
+        A rejection is a 503 with the header Retry-After, which only routes to a model send. In
+        Anthropic's API, the status is 529.
         """
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:
             nonlocal retry_after
-            if message["type"] == "http.response.start" and message["status"] == 503:
+            if message["type"] == "http.response.start" and message["status"] in _OVERLOADED:
                 retry_after = Headers(raw=message["headers"]).get("retry-after")
             elif message["type"] == "http.response.body" and retry_after is not None:
                 with contextlib.suppress(ValueError, KeyError, TypeError):

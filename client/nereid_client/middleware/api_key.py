@@ -9,7 +9,8 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nereid_client.errors import ApiError, error_response
+from nereid_client.error_responses import error_response
+from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import ANONYMOUS, Client, KeyFile, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 
@@ -48,13 +49,14 @@ class ApiKey:
         if client is None and _requires_key(scope):
             error = ApiError(
                 401,
-                "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.",
+                "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
                 limit="api_key",
             )
             self._metrics.count_refusal(error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         token = current_client.set(client or ANONYMOUS)
         try:
@@ -77,11 +79,13 @@ class ApiKey:
 def _key_in(headers: Headers) -> str:
     """Return the key that the client sent, or "" if it sent none.
 
-    The key is the bearer token of the header Authorization, else the value of the header api-key,
-    which Azure's clients send.
+    The key is the bearer token of the header Authorization. Anthropic's clients send the key in the
+    header x-api-key instead, and Azure's clients in the header api-key.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token if scheme.lower() == "bearer" else headers.get("api-key", "")
+    if scheme.lower() == "bearer":
+        return token
+    return headers.get("x-api-key") or headers.get("api-key", "")
 
 
 def _requires_key(scope: Scope) -> bool:

@@ -5,7 +5,8 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nereid_client.errors import ApiError, error_response
+from nereid_client.error_responses import error_response
+from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.middleware.shared_budget import SharedBudget
@@ -54,7 +55,7 @@ class BodyLimit:
         if is_number and (len(digits) > 20 or int(digits or "0") > self._max_bytes):
             error = self._error(digits[:20])
             self._metrics.count_refusal(error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         client = current_client.get().name
         num_received = 0

@@ -6,6 +6,8 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nereid_client.error_responses import uses_anthropic_api
+
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # safe in logs and in headers
 
 
@@ -13,7 +15,7 @@ class RequestIds:
     """Middleware that stores the request's id in `request.state.request_id`.
 
     The id is the client's header X-Request-Id if it is valid, else a random one. The response has
-    it in the same header.
+    it in the same header. Clients of Anthropic's API read it from the header request-id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -30,7 +32,10 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if uses_anthropic_api(scope):
+                    headers["request-id"] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

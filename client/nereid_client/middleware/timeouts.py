@@ -8,7 +8,8 @@ from typing import Self
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nereid_client.errors import ApiError, error_response
+from nereid_client.error_responses import error_event, error_response
+from nereid_client.errors import ApiError
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.streaming import sse
 
@@ -49,7 +50,7 @@ class Timeouts:
         try:
             requested_s = _requested_limit(scope)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         limit_s = min(filter(None, (self._limit_s, requested_s)), default=None)
         response = _ObservedResponse(send)
@@ -144,9 +145,9 @@ class _ObservedResponse:
     async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Send an error as the response, or as the last event of a stream that has started."""
         if not self._has_started:
-            await error_response(error)(scope, receive, self._send)
+            await error_response(error, scope)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:
-            message = {"type": "http.response.body", "body": sse.event(error.body())}
+            message = {"type": "http.response.body", "body": error_event(error, scope)}
             try:
                 async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
                     await self._send({**message, "more_body": False})

@@ -19,10 +19,12 @@ class Refusal:
         reason: the end of the sentence "FIELD=VALUE is not supported: REASON".
         harmless: values that turn the feature off. A request with such a value, or with null, is
             accepted.
+        code: the machine-readable reason in the error.
     """
 
     reason: str
     harmless: tuple[Any, ...] = ()
+    code: str | None = None
 
 
 _FALSE = (False,)
@@ -133,7 +135,27 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
                 name,
                 f"{name}={shown(value)} is not supported: {refusal.reason}. Remove {name} from the "
                 "request.",
+                code=refusal.code,
             )
+
+
+def refuse_nested(
+    place: str, value: Mapping[str, Any] | None, table: Mapping[str, Refusal]
+) -> None:
+    """Raise an error if an object in a request body contains a field that is in the table.
+
+    Args:
+        place: the path of the object in the body, such as "reasoning".
+        value: the object, or None if the body does not contain it.
+        table: the names of fields that are not supported.
+
+    Raises: FieldError.
+    """
+    if value is not None:
+        refuse(
+            {f"{place}.{name}": inner for name, inner in value.items()},
+            {f"{place}.{name}": refusal for name, refusal in table.items()},
+        )
 
 
 def _is_same(value: object, harmless: object) -> bool:

@@ -1,8 +1,12 @@
-"""The base class of all request bodies, and a check of token ids that several bodies share."""
+"""The base class of all request bodies, and checks that several bodies share."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import TypeVar
 
-from nereid_client.errors import FieldError, shown
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nereid_client.errors import FieldError, first_field_error, shown
+
+BodyT = TypeVar("BodyT", bound="RequestBody")
 
 _MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
 
@@ -17,6 +21,22 @@ class RequestBody(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+def validated(kind: type[BodyT], value: object, place: str) -> BodyT:
+    """Return an object in a request body as an instance of the class `kind`.
+
+    Args:
+        kind: the class that declares the fields of the object.
+        value: the object.
+        place: the path of the object in the body, such as "tools[0]".
+
+    Raises: FieldError that names the first wrong field with its path in the body.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise first_field_error(error, place) from None
 
 
 def check_token_ids(value: object, field: str, place: str) -> list[int]:

@@ -22,11 +22,10 @@ from nereid_client.protocol.field_checks import (
     check_tool_choice,
     to_openai_response_format,
 )
-from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal
+from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal, refuse_nested
 from nereid_client.protocol.responses_tools import (
     Json,
     functions_in_namespaces,
-    refuse_nested,
     to_chat_tool_choice,
     to_chat_tools,
 )

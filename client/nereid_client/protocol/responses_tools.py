@@ -1,13 +1,13 @@
 """Translate the fields `tools` and `tool_choice` of the Responses API for a chat completion."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from nereid_client.errors import FieldError, first_field_error, shown
-from nereid_client.protocol.refused import Refusal, refuse
-from nereid_client.protocol.request_body import RequestBody
+from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.refused import Refusal, refuse_nested
+from nereid_client.protocol.request_body import RequestBody, validated
 
 Json = dict[str, Any]
 
@@ -35,9 +35,6 @@ class Namespace(RequestBody):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
-
-
-ToolT = TypeVar("ToolT", FunctionTool, Namespace)
 
 
 def to_chat_tool_choice(choice: str | Json) -> str | Json:
@@ -110,7 +107,7 @@ def to_chat_tools(tool: Json, place: str) -> list[Json]:
     """
     if tool.get("type") != "namespace":
         return [_to_chat_tool(_function(tool, place))]
-    namespace = _validated(Namespace, tool, place)
+    namespace = validated(Namespace, tool, place)
     chat_tools = []
     for index, member in enumerate(namespace.tools):
         function = _function(member, f"{place}.tools[{index}]")
@@ -144,18 +141,7 @@ def _function(tool: Json, place: str) -> FunctionTool:
             f"the request has {shown(tool.get('type'))}",
         )
     refuse_nested(place, tool, REFUSED_IN_TOOLS)
-    return _validated(FunctionTool, tool, place)
-
-
-def _validated(kind: type[ToolT], tool: Json, place: str) -> ToolT:
-    """Return a tool as an object of the class `kind`.
-
-    Raises: FieldError that names the first wrong field with its path in the body.
-    """
-    try:
-        return kind.model_validate(tool)
-    except ValidationError as error:
-        raise first_field_error(error, place) from None
+    return validated(FunctionTool, tool, place)
 
 
 def _as_chat_choice(tool: object) -> object:
@@ -163,20 +149,3 @@ def _as_chat_choice(tool: object) -> object:
     if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
         return {"type": "function", "function": {"name": tool["name"]}}
     return tool
-
-
-def refuse_nested(place: str, value: Json | None, table: Mapping[str, Refusal]) -> None:
-    """Raise an error if an object in a request body contains a field that is in the table.
-
-    Args:
-        place: the path of the object in the body, such as "reasoning".
-        value: the object, or None if the body does not contain it.
-        table: the names of fields that are not supported.
-
-    Raises: FieldError.
-    """
-    if value is not None:
-        refuse(
-            {f"{place}.{name}": inner for name, inner in value.items()},
-            {f"{place}.{name}": refusal for name, refusal in table.items()},
-        )

@@ -60,7 +60,7 @@ class BackgroundResponse:
         """Store events and wake up all followers. Return the number of bytes that were stored."""
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
-            encoded = [named_event(event) for event in events]
+            encoded = [sse.named_event(event) for event in events]
             self.events += encoded
             size += size_of(encoded)
         self._changed.set()
@@ -189,14 +189,6 @@ class Responses:
             ) from None
         if not run.builder.is_over:
             raise unfinished_error()
-
-
-def named_event(event: Json) -> bytes:
-    r"""Return a server-sent event with the name of its type, as in OpenAI's streams.
-
-    Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
-    """
-    return f"event: {event['type']}\n".encode() + sse.event(event)
 
 
 async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:

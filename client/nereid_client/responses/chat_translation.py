@@ -1,27 +1,24 @@
-"""Translate requests of the Responses API to chat completions, and field names in errors back."""
+"""Translate requests of the Responses API to chat completions."""
 
-import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nereid_client.errors import ApiError, BackendError, to_api_error
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.responses_tools import chat_name
-from nereid_client.streaming.deltas import Delta
+from nereid_client.streaming.field_names import FieldNames
 
 Json = dict[str, Any]
 
-_RESPONSES_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Maps fields of a chat completion to the fields of the Responses API."""
-# Example: the field of "messages[0].content is empty".
-_CHAT_NAME = re.compile(rf"^({'|'.join(_RESPONSES_NAMES)})(?=[:.\[ ]|$)")
+RESPONSES_NAMES = FieldNames(
+    {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+)
+"""The names that the fields of a chat completion have in the Responses API."""
 
 
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
@@ -173,31 +170,3 @@ def count_opening_messages(messages: Sequence[Json]) -> int:
     return next(
         (at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles)
     )
-
-
-async def rename_fields_in_errors(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    """Yield deltas unchanged, and rename the fields in an error of the backend.
-
-    Raises: ApiError for every BackendError.
-    """
-    async with aclosing(deltas):
-        try:
-            async for delta in deltas:
-                yield delta
-        except BackendError as error:
-            raise renamed(error) from None
-
-
-def renamed(error: BackendError) -> ApiError:
-    """Return the response for an error of the backend, with the field names of the Responses API.
-
-    Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
-    """
-    api_error = to_api_error(error)
-    if api_error.status != 400:
-        return api_error
-    message, param = (
-        text and _CHAT_NAME.sub(lambda match: _RESPONSES_NAMES[match[1]], text)
-        for text in (api_error.message, api_error.param)
-    )
-    return ApiError(400, message or "", param=param, code=api_error.code)

@@ -1,7 +1,7 @@
 """Build a response from deltas: its output items, and the events of its stream."""
 
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,13 +16,11 @@ from nereid_client.responses.output_items import (
     TextItem,
     TextKind,
 )
-from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, merge, unfinished_error
+from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinished_error
 from nereid_client.streaming.openai_logprobs import chat_logprobs
 
 Json = dict[str, Any]
 
-_KINDS = ("reasoning", "content", "tool_calls")
-"""The keys of a delta whose values belong to different kinds of output items."""
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """Maps an HTTP status to the `code` of a response's error. The default is "server_error"."""
 
@@ -212,25 +210,6 @@ class ResponseBuilder:
         numbered = {"type": event["type"], "sequence_number": self._sequence_number, **event}
         self._sequence_number += 1
         return numbered
-
-
-def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
-    """Merge consecutive deltas that belong to the same kind of item.
-
-    The order of the items does not change. Example: content "a", content "b", a tool call and
-    content "c" become content "ab", the tool call and content "c".
-    """
-    groups: list[list[Delta]] = []
-    group_kinds: set[str] = set()
-    for delta in deltas:
-        kinds = {kind for kind in _KINDS if kind in delta}
-        if groups and len(group_kinds | kinds) <= 1:
-            groups[-1].append(delta)
-            group_kinds |= kinds
-        else:
-            groups.append([delta])
-            group_kinds = kinds
-    return [group[0] if len(group) == 1 else merge(group) for group in groups]
 
 
 def _usage(usage: Usage) -> Json:

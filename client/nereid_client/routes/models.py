@@ -1,10 +1,12 @@
 """GET /v1/models and /v1/models/{model_id}."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from nereid_client.embeddings.model_choice import pooling_models_of
+from nereid_client.error_responses import uses_anthropic_api
 from nereid_client.errors import ApiError
 from nereid_client.request_context import Context, context_of
 
@@ -16,6 +18,9 @@ async def list_models(request: Request) -> dict[str, Any]:
     """Return the language model, and the embedding model and the reranker if they are served."""
     context = context_of(request)
     names = await _served_names(request)
+    if uses_anthropic_api(request.scope):
+        models = [_anthropic_model(context, name) for name in names]
+        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     return {"object": "list", "data": [_model(context, name) for name in names]}
 
 
@@ -31,7 +36,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    return _model(context_of(request), model_id)
+    model = _anthropic_model if uses_anthropic_api(request.scope) else _model
+    return model(context_of(request), model_id)
 
 
 async def _served_names(request: Request) -> list[str]:
@@ -50,4 +56,15 @@ def _model(context: Context, name: str) -> dict[str, Any]:
         "owned_by": "nereid",
         "root": name,
         "parent": None,
+    }
+
+
+def _anthropic_model(context: Context, name: str) -> dict[str, Any]:
+    """Return a model in Anthropic's format."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(),
+        "lifecycle": "active",
     }

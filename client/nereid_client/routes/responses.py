@@ -24,21 +24,16 @@ from nereid_client.responses.background_responses import (
     BackgroundResponse,
     Responses,
     encode,
-    named_event,
     stored_events,
 )
-from nereid_client.responses.chat_translation import (
-    chat_request,
-    rename_fields_in_errors,
-    renamed,
-)
+from nereid_client.responses.chat_translation import RESPONSES_NAMES, chat_request
 from nereid_client.responses.input_items import check_calls, read_items
-from nereid_client.responses.response_builder import ResponseBuilder, by_kind
+from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
 from nereid_client.responses.response_store import Store, StoredResponse
 from nereid_client.responses.truncation import generate_truncated
 from nereid_client.streaming import sse
-from nereid_client.streaming.deltas import Delta, merged, unfinished_error
+from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
 from nereid_client.triton_backend import Generation
 
 router = APIRouter(tags=["Responses"])
@@ -75,7 +70,7 @@ async def create_response(request: Request) -> Response:
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
     chat = chat_request(responses_request, body, items)
-    deltas = rename_fields_in_errors(_generate(request, responses_request, chat))
+    deltas = RESPONSES_NAMES.rename_in(_generate(request, responses_request, chat))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
@@ -110,7 +105,7 @@ async def count_input_tokens(request: Request) -> Json:
             Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:
-        raise renamed(error) from None
+        raise RESPONSES_NAMES.rename(error) from None
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
@@ -323,14 +318,14 @@ async def _events(
         store: stores the response, and returns whether it was stored.
     """
     for event in builder.opening():
-        yield named_event(event)
+        yield sse.named_event(event)
     delta = first
     try:
         while delta is not None:
             events = builder.add(delta)
             if builder.is_over:
                 events[-1]["response"]["store"] = store()
-            yield b"".join(map(named_event, events))
+            yield b"".join(map(sse.named_event, events))
             delta = await anext(rest, None)
         if not builder.is_over:
             raise unfinished_error()
@@ -338,4 +333,4 @@ async def _events(
         if not builder.is_over:
             events = builder.fail(to_api_error(error))
             events[-1]["response"]["store"] = store()
-            yield b"".join(map(named_event, events))
+            yield b"".join(map(sse.named_event, events))

@@ -145,8 +145,31 @@ def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
     return [choice[0] if len(choice) == 1 else merge(choice) for choice in choices.values()]
 
 
+_KINDS = ("reasoning", "content", "tool_calls")
+"""The keys of a delta whose values belong to different items or blocks of an answer."""
+
+
+def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
+    """Merge consecutive deltas that have the same kind of output: reasoning, content or tool calls.
+
+    The order of the deltas does not change. Example: content "a", content "b", a tool call and
+    content "c" become content "ab", the tool call and content "c".
+    """
+    groups: list[list[Delta]] = []
+    group_kinds: set[str] = set()
+    for delta in deltas:
+        kinds = {kind for kind in _KINDS if kind in delta}
+        if groups and len(group_kinds | kinds) <= 1:
+            groups[-1].append(delta)
+            group_kinds |= kinds
+        else:
+            groups.append([delta])
+            group_kinds = kinds
+    return [group[0] if len(group) == 1 else merge(group) for group in groups]
+
+
 Group = Callable[[Iterable[Delta]], list[Delta]]
-"""A function that merges deltas. `by_choice` is one; the Responses API has another one."""
+"""A function that merges deltas: `by_choice` or `by_kind`."""
 
 
 def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:

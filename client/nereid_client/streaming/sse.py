@@ -28,6 +28,14 @@ def event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + _encode(data).encode() + b"\n\n"
 
 
+def named_event(data: Mapping[str, Any]) -> bytes:
+    r"""Return a server-sent event whose name is the value of the key "type" of its data.
+
+    Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
+    """
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
 class EventStream(Response):
     """A response that sends events as they arrive, and stops as soon as the client disconnects.
 

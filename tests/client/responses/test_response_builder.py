@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.responses.output_items import LogprobMatcher
-from nereid_client.responses.response_builder import ResponseBuilder, by_kind
-from nereid_client.streaming.deltas import merged
+from nereid_client.responses.response_builder import ResponseBuilder
+from nereid_client.streaming.deltas import by_kind, merged
 
 FRAME = {
     "id": "resp_1",

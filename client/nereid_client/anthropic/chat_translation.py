@@ -1,0 +1,79 @@
+"""Translate requests of Anthropic's API to chat completions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_client.anthropic.messages_request import (
+    REFUSED_IN_MESSAGES,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from nereid_client.streaming.field_names import FieldNames
+
+Json = dict[str, Any]
+
+ANTHROPIC_NAMES = FieldNames(
+    {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+)
+"""The names that the fields of a chat completion have in Anthropic's API."""
+
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts that chat templates do not have, and the most similar effort that they have."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""The variables with which chat templates turn reasoning on and off."""
+
+
+def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
+    """Return the body of the chat completion that generates a message.
+
+    Args:
+        request: the request of Anthropic's API.
+        body: the request body as the client sent it. Unknown fields are passed on.
+    """
+    chat = {
+        name: value for name, value in body.items() if value is not None and name not in _TRANSLATED
+    }
+    chat["messages"] = request.chat_messages
+    if isinstance(request, MessagesRequest):
+        chat["max_tokens"] = request.max_tokens
+        if request.stop_sequences:
+            chat["stop"] = request.stop_sequences
+    if tools := request.chat_tools:
+        chat |= {"tools": tools, "tool_choice": request.chat_tool_choice}
+        if request.tool_choice and request.tool_choice.disable_parallel_tool_use:
+            chat["parallel_tool_calls"] = False
+    if request.response_format_of_config is not None:
+        chat["response_format"] = request.response_format_of_config
+    if variables := _template_variables(request):
+        chat["chat_template_kwargs"] = variables
+    if request.thinking is not None and request.thinking.budget_tokens is not None:
+        chat["thinking_token_budget"] = request.thinking.budget_tokens
+    if chat["messages"][-1]["role"] == "assistant":
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat
+
+
+_TRANSLATED = MessagesRequest.fields_of_frontend() | MessagesRequest.__annotations__.keys()
+_TRANSLATED |= CountTokensRequest.__annotations__.keys() | REFUSED_IN_MESSAGES.keys()
+"""Fields that the frontend reads, or that have another name in a chat completion."""
+
+
+def _template_variables(request: CountTokensRequest) -> Json:
+    """Return the variables of the chat template for `thinking` and `output_config.effort`.
+
+    A template ignores variables that it does not have. This is intended, because agents send both
+    fields to every model. The field chat_template_kwargs takes precedence.
+
+    Example: {"type": "disabled"} returns {"enable_thinking": False, "thinking": False}.
+    """
+    variables: Json = {}
+    if request.thinking is not None:
+        variables |= dict.fromkeys(_SWITCHES, request.thinking.type != "disabled")
+    if request.output_config is not None and request.output_config.effort is not None:
+        effort = request.output_config.effort
+        variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    return variables | (request.chat_template_kwargs or {})

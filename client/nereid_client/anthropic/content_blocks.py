@@ -1,0 +1,266 @@
+"""Read the messages of Anthropic's API, and convert them to the messages of a chat completion.
+
+A message of Anthropic's API has a list of blocks. The blocks of one message can become several chat
+messages. Example: a user's message with a `tool_result` block and a `text` block becomes a message
+of the role "tool" and a message of the role "user".
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.request_body import RequestBody, validated
+
+Json = dict[str, Any]
+
+_TEXT_ONLY = "the served model reads text only"
+_REFUSED_BLOCKS = {
+    "image": _TEXT_ONLY,
+    "document": f"{_TEXT_ONLY}; send the document's text in a text block",
+    "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
+    "tool_reference": "Nereid has no tool search; send only tools to offer now",
+}
+"""The types of blocks that are refused, with the reasons. Other unknown types are refused too."""
+_BILLING_LINE = "x-anthropic-billing-header:"
+"""The beginning of a line that agents insert before the system prompt. See `_without_billing_line`.
+"""
+
+
+class _Block(RequestBody):
+    """A content block."""
+
+    type: str
+
+
+class _TextBlock(_Block):
+    """A text. The field cache_control has no effect, because all prompts are cached."""
+
+    text: str
+
+
+class _ThinkingBlock(_Block):
+    """The reasoning of an earlier answer. The field signature is not checked."""
+
+    thinking: str
+
+
+class _RedactedThinkingBlock(_Block):
+    """Encrypted reasoning of another server. The chat template does not receive it."""
+
+
+class _ToolUseBlock(_Block):
+    """A tool call of an earlier answer."""
+
+    id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: dict[str, Any]
+
+
+class _ToolResultBlock(_Block):
+    """The result of a tool call. The content becomes a list of text blocks when it is read."""
+
+    tool_use_id: Annotated[str, Field(min_length=1)]
+    content: Any = None
+    is_error: bool | None = None
+
+
+class _Message(RequestBody):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Any
+
+
+_TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock}
+_BLOCKS: dict[str, dict[str, type[_Block]]] = {
+    "user": {"text": _TextBlock, "tool_result": _ToolResultBlock},
+    "assistant": {
+        "text": _TextBlock,
+        "thinking": _ThinkingBlock,
+        "redacted_thinking": _RedactedThinkingBlock,
+        "tool_use": _ToolUseBlock,
+    },
+    "system": _TEXT_ONLY_BLOCKS,
+}
+"""Maps a role to the types of blocks that its messages may contain."""
+
+
+def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json]) -> list[Json]:
+    """Return the messages of the chat completion for a conversation.
+
+    Consecutive messages of one role become one message, as in Anthropic's API. A system message at
+    the start of the conversation is added to the system prompt. A later system message becomes part
+    of the user's message, because many chat templates accept only one system message.
+
+    Example: the message {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"},
+    {"type": "text", "text": "Yes"}]} becomes {"role": "assistant", "content": "Yes", "reasoning":
+    "Hm", "reasoning_content": "Hm"}.
+
+    Args:
+        system: the field `system` of the request.
+        messages: the field `messages` of the request.
+
+    Raises: FieldError that names the wrong block, its value and the remedy.
+    """
+    turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
+    while turns and turns[0][0] == "system":
+        system_blocks += turns.pop(0)[1]
+    if not turns:
+        raise FieldError("messages", "messages must contain at least one message of the user")
+    chat: list[Json] = []
+    if text := _without_billing_line(_joined_text(system_blocks)):
+        chat.append({"role": "system", "content": text})
+    names: dict[str, str] = {}
+    turns = [_as_user(blocks) if role == "system" else (role, blocks) for role, blocks in turns]
+    for role, group in itertools.groupby(turns, key=lambda turn: turn[0]):
+        blocks = [block for _, blocks in group for block in blocks]
+        if role == "assistant":
+            names |= {block.id: block.name for block in blocks if isinstance(block, _ToolUseBlock)}
+            chat.append(_assistant_message(blocks))
+        else:
+            chat += _user_messages(blocks, names)
+    return chat
+
+
+def _read_message(message: Json, place: str) -> tuple[str, list[_Block]]:
+    """Return the role and the blocks of a message."""
+    read = validated(_Message, message, place)
+    blocks = _read_blocks(read.content, f"{place}.content", _BLOCKS[read.role])
+    if not blocks and read.role == "user":
+        raise FieldError(f"{place}.content", f"{place}.content must have at least one block")
+    return read.role, blocks
+
+
+def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_Block]:
+    """Return the blocks of a content, which is a text or a list of blocks.
+
+    Args:
+        content: the value in the request.
+        place: the path of the value, such as "messages[0].content".
+        kinds: the types of blocks that the content may contain.
+
+    Raises: FieldError.
+    """
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise FieldError(
+            place,
+            f"{place} must be a string or a list of blocks, but the request has {shown(content)}",
+        )
+    return [_read_block(block, f"{place}[{at}]", kinds) for at, block in enumerate(content)]
+
+
+def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
+    """Return one block. Raise a FieldError if its type is not one of `kinds`."""
+    name = block.get("type") if isinstance(block, dict) else None
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is not None:
+        read = validated(kind, block, place)
+        if isinstance(read, _ToolResultBlock):
+            content = _read_blocks(read.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
+            return read.model_copy(update={"content": content})
+        return read
+    reason = _REFUSED_BLOCKS.get(str(name))
+    if reason is not None:
+        raise FieldError(
+            place, f"{place} has the type {name}, which is not supported: {reason}. Remove it."
+        )
+    raise FieldError(
+        place,
+        f"{place} must be a block of the type {' or '.join(kinds)}, but the request has "
+        f"{shown(block if name is None else name)}",
+    )
+
+
+def _joined_text(blocks: Sequence[_Block]) -> str:
+    """Return the texts of all text blocks, each on a new line."""
+    return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
+
+
+def _without_billing_line(system: str) -> str:
+    r"""Return a system prompt without the billing line at its beginning.
+
+    The coding agent Claude Code sends this line for the statistics of Anthropic's servers. The line
+    contains hashes that differ between conversations, and in some versions between requests. It
+    would therefore prevent that the prefix cache finds any token after it.
+
+    Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
+    """
+    if not system.startswith(_BILLING_LINE):
+        return system
+    return system.partition("\n")[2]
+
+
+def _as_user(blocks: Sequence[_Block]) -> tuple[str, list[_Block]]:
+    """Return a system message in the middle of a conversation as a message of the user.
+
+    The tag is the one with which agents mark texts in a user's message that are not from the user.
+    """
+    text = f"<system-reminder>\n{_joined_text(blocks)}\n</system-reminder>"
+    return "user", [_TextBlock(type="text", text=text)]
+
+
+def _assistant_message(blocks: Sequence[_Block]) -> Json:
+    """Return the chat message for the blocks of an assistant's message."""
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.input},
+        }
+        for block in blocks
+        if isinstance(block, _ToolUseBlock)
+    ]
+    message: Json = {
+        "role": "assistant",
+        # An answer that continues after a tool call is one text in the chat completion.
+        "content": "".join(block.text for block in blocks if isinstance(block, _TextBlock)),
+    }
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterator[Json]:
+    """Yield the chat messages for the blocks of a user's message.
+
+    The results of tools come first, because chat templates expect them after the tool calls.
+
+    Args:
+        blocks: the blocks of the message.
+        names: maps the id of each tool call so far to the name of its tool.
+    """
+    for block in blocks:
+        if isinstance(block, _ToolResultBlock):
+            if block.tool_use_id not in names:
+                raise FieldError(
+                    "messages",
+                    "The tool_use_id of each tool_result block must be the id of an earlier "
+                    f"tool_use block, but the request has {shown(block.tool_use_id)}. Send the "
+                    "message with the tool_use block too.",
+                )
+            yield {
+                "role": "tool",
+                "content": _result_text(block),
+                "tool_call_id": block.tool_use_id,
+                "name": names[block.tool_use_id],
+            }
+    if any(isinstance(block, _TextBlock) for block in blocks):
+        yield {"role": "user", "content": _joined_text(blocks)}
+
+
+def _result_text(block: _ToolResultBlock) -> str:
+    """Return the text of a tool's result. The text of an error starts with "Error: ".
+
+    Chat templates have no other way to mark an error.
+    """
+    text = _joined_text(block.content)
+    return f"Error: {text}" if block.is_error else text

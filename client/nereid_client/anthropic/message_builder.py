@@ -1,0 +1,253 @@
+"""Build a message of Anthropic's API from deltas: its content blocks, and the events of its stream.
+
+The events of a stream are: message_start, ping, then for each block content_block_start, several
+content_block_delta and content_block_stop, and finally message_delta and message_stop.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinished_error
+
+Json = dict[str, Any]
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Maps a finish reason of the backend to the stop reason of the message."""
+
+
+class MessageBuilder:
+    """A message that is being generated.
+
+    `add` returns the events of a stream. `message` returns the whole message after the last delta.
+
+    Args:
+        message_id: the id of the message.
+        model: the name of the served model.
+        shows_thinking: whether thinking blocks contain the text of the reasoning.
+    """
+
+    def __init__(self, message_id: str, model: str, *, shows_thinking: bool = True) -> None:
+        self._id = message_id
+        self._model = model
+        self._shows_thinking = shows_thinking
+        self._finished: list[Json] = []
+        self._block: _Block | None = None
+        self._num_calls = 0
+        self._usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last delta has been added."""
+        return self._stop["stop_reason"] is not None
+
+    def message(self) -> Json:
+        """Return the message with all blocks that are complete."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._finished,
+            **self._stop,
+            "usage": _usage(self._usage) | {"service_tier": "standard"},
+        }
+
+    def opening(self, first: Delta | None) -> list[Json]:
+        """Return the events before the first delta, whose token counts they contain."""
+        self._usage = (first or {}).get("usage", self._usage)
+        return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
+
+    def add(self, delta: Delta) -> list[Json]:
+        """Append a delta to the message, and return the events for it.
+
+        Raises:
+            ApiError: the server aborted the request.
+            BackendError: the delta continues a tool call that has ended.
+        """
+        self._usage = delta.get("usage", self._usage)
+        events = []
+        if reasoning := delta.get("reasoning"):
+            events += self._add_text(reasoning, "thinking", {"thinking": "", "signature": ""})
+        if content := delta.get("content"):
+            events += self._add_text(content, "text", {"text": ""})
+        for piece in delta.get("tool_calls", ()):
+            events += self._add_call(piece)
+        if "finish_reason" in delta:
+            events += self._end(delta)
+        return events
+
+    async def add_all(self, deltas: AsyncGenerator[Delta]) -> None:
+        """Append all deltas of a stream.
+
+        Raises: ApiError, and BackendError, also if the stream has no finish reason.
+        """
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self.add(delta)
+        if not self.is_over:
+            raise unfinished_error()
+
+    def _add_text(self, text: str, kind: str, empty: Json) -> list[Json]:
+        """Append a text to the current block. Start a new block if it has another kind.
+
+        Args:
+            text: the text.
+            kind: "text" or "thinking".
+            empty: the other fields of a block without text.
+        """
+        events = []
+        if self._block is None or self._block.kind != kind:
+            events += self._start(_Block({"type": kind, **empty}))
+        return events + self._append(text)
+
+    def _add_call(self, piece: ToolCallPiece) -> list[Json]:
+        """Append a piece of a tool call. The first piece of a call starts a block."""
+        events = []
+        is_current = self._block is not None and self._block.kind == "tool_use"
+        if not is_current or piece["index"] != self._num_calls - 1:
+            if piece["index"] < self._num_calls:
+                raise BackendError(
+                    "INTERNAL",
+                    f"The Triton server sent arguments of tool call {piece['index']} after this "
+                    "call had ended",
+                )
+            self._num_calls = piece["index"] + 1
+            call = {"id": piece.get("id", ""), "name": piece.get("name", ""), "input": {}}
+            events += self._start(_Block({"type": "tool_use", **call}))
+        return events + self._append(piece.get("arguments", ""))
+
+    def _start(self, block: "_Block") -> list[Json]:
+        """Finish the current block and start another one. Return the events of both."""
+        events = self._finish()
+        self._block = block
+        start = {"type": "content_block_start", "index": len(self._finished)}
+        return [*events, start | {"content_block": block.opening}]
+
+    def _append(self, text: str) -> list[Json]:
+        """Append a text to the current block. Return its event, unless the text is not shown."""
+        if self._block is None or not text:
+            return []
+        delta = self._block.add(text)
+        is_shown = self._block.kind != "thinking" or self._shows_thinking
+        return [self._delta_event(delta)] if is_shown else []
+
+    def _finish(self) -> list[Json]:
+        """Finish the current block if there is one, and return its last events."""
+        if self._block is None:
+            return []
+        events = []
+        block = self._block.whole()
+        if self._block.kind == "thinking":
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            events.append(self._delta_event(signature))
+            if not self._shows_thinking:
+                block["thinking"] = ""
+        events.append({"type": "content_block_stop", "index": len(self._finished)})
+        self._finished.append(block)
+        self._block = None
+        return events
+
+    def _delta_event(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._finished), "delta": delta}
+
+    def _end(self, delta: Delta) -> list[Json]:
+        """End the message for the finish reason of the last delta. Return the last events."""
+        events = self._finish()
+        finish_reason, stop_reason = delta["finish_reason"], delta.get("stop_reason")
+        if finish_reason not in _STOP_REASONS:
+            raise ApiError(500, f"The server ended the request with the reason {finish_reason}")
+        self._stop["stop_reason"] = _STOP_REASONS[finish_reason]
+        if finish_reason == "stop" and isinstance(stop_reason, str):
+            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+        elif finish_reason == "stop" and self._num_calls:  # the request forced one function
+            self._stop["stop_reason"] = "tool_use"
+        message_delta = {
+            "type": "message_delta",
+            "delta": self._stop,
+            "usage": _usage(self._usage),
+        }
+        return [*events, message_delta, {"type": "message_stop"}]
+
+
+class _Block:
+    """A content block while it is generated.
+
+    Args:
+        opening: the block in the event content_block_start.
+
+    Attributes:
+        kind: the type of the block: "text", "thinking" or "tool_use".
+    """
+
+    def __init__(self, opening: Json) -> None:
+        self.opening = opening
+        self.kind: str = opening["type"]
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> Json:
+        """Append a text, and return the field `delta` of its event."""
+        self._pieces.append(text)
+        delta_type, key = _DELTAS[self.kind]
+        return {"type": delta_type, key: text}
+
+    def whole(self) -> Json:
+        """Return the whole block."""
+        text = "".join(self._pieces)
+        if self.kind == "tool_use":
+            return self.opening | {"input": _tool_input(text)}
+        if self.kind == "thinking":
+            return self.opening | {"thinking": text, "signature": _signature(text)}
+        return self.opening | {"text": text}
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Maps the type of a block to the type of its deltas, and to the key with the new text."""
+
+
+def _signature(reasoning: str) -> str:
+    """Return the signature of a thinking block: a hash of its text.
+
+    Anthropic's servers sign reasoning in order to recognize it in a later request. Some clients
+    send back only reasoning with a signature. The frontend does not check signatures.
+    """
+    return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode()
+
+
+def _tool_input(arguments: str) -> Json:
+    """Return the arguments of a tool call as an object.
+
+    Arguments that are not a JSON object, for example because max_tokens ended them, are returned in
+    one member. Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
+    """
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}
+
+
+def _usage(usage: Usage) -> Json:
+    """Return the token counts in the format of Anthropic's API.
+
+    The field input_tokens does not contain the tokens that were read from the prefix cache. The
+    field cache_creation_input_tokens is 0, because it is for servers that bill writes to the cache.
+    """
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    thinking = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": thinking},
+    }

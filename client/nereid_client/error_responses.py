@@ -1,0 +1,90 @@
+"""HTTP responses and server-sent events for errors, in the format of the API that the client uses.
+
+Most clients use OpenAI's API. A client of Anthropic's API is recognized by its path, `/v1/messages`
+and the paths below it, or by the header `anthropic-version`.
+"""
+
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from nereid_client.errors import ApiError, tokens_and_limit
+from nereid_client.streaming import sse
+
+_MESSAGES_PATH = "/v1/messages"
+_VERSION_HEADER = "anthropic-version"
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Maps an HTTP status to the `type` of an error in Anthropic's API."""
+_OVERLOADED = 529
+"""The status with which Anthropic's API reports an overloaded server. OpenAI's API has 503."""
+
+
+def uses_anthropic_api(scope: Scope) -> bool:
+    """Return whether the client that sent a request uses Anthropic's API."""
+    path: str = scope["path"]
+    if path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/"):
+        return True
+    return _VERSION_HEADER in Headers(scope=scope)
+
+
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """Return the HTTP response for an error.
+
+    Args:
+        error: the error.
+        scope: the ASGI scope of the request. It determines the format.
+    """
+    if not uses_anthropic_api(scope):
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    status = _OVERLOADED if error.status == 503 else error.status
+    return JSONResponse(_anthropic_body(error, scope), status_code=status, headers=error.headers)
+
+
+def error_event(error: ApiError, scope: Scope) -> bytes:
+    """Return the server-sent event with which an error ends a stream.
+
+    Args:
+        error: the error.
+        scope: the ASGI scope of the request. It determines the format.
+    """
+    if uses_anthropic_api(scope):
+        return sse.named_event(_anthropic_body(error, scope))
+    return sse.event(error.body())
+
+
+def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """Return the JSON body of an error in Anthropic's API.
+
+    Clients recognize a prompt that is too long by the first words of the message.
+
+    Example: a prompt with 9000 tokens returns {"type": "error", "error": {"type":
+    "invalid_request_error", "message": "prompt is too long: 9000 tokens > 4096 maximum. ..."},
+    "request_id": "..."}.
+    """
+    message = error.message
+    if error.code == "context_length_exceeded" and (lengths := tokens_and_limit(message)):
+        message = f"prompt is too long: {lengths[0]} tokens > {lengths[1]} maximum. {message}"
+    status = _OVERLOADED if error.status == 503 else error.status
+    default_type = "api_error" if error.status >= 500 else "invalid_request_error"
+    details = {} if error.code is None else {"details": {"error_code": error.code}}
+    return {
+        "type": "error",
+        "error": {
+            "type": _ANTHROPIC_TYPES.get(status, default_type),
+            "message": message,
+            **details,
+        },
+        "request_id": scope.get("state", {}).get("request_id"),
+    }

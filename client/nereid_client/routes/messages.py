@@ -1,0 +1,89 @@
+"""POST /v1/messages and /v1/messages/count_tokens, in the format of Anthropic's API."""
+
+import secrets
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from nereid_client.anthropic.chat_translation import ANTHROPIC_NAMES, chat_request
+from nereid_client.anthropic.message_builder import MessageBuilder
+from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.error_responses import error_event
+from nereid_client.errors import BackendError, FrontendError, to_api_error
+from nereid_client.request_context import (
+    context_of,
+    read_prompt_body,
+    to_json,
+    unique_request_id,
+    validate,
+)
+from nereid_client.streaming import sse
+from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
+from nereid_client.triton_backend import Generation
+
+router = APIRouter(tags=["Language model"])
+
+
+@router.post("/v1/messages", summary="Create a message (Anthropic's API)")
+async def create_message(request: Request) -> Response:
+    """Generate the next message of a conversation, as Anthropic's Messages API does.
+
+    With `stream`, the response is a stream of server-sent events.
+    """
+    context = context_of(request)
+    body = await read_prompt_body(request)
+    messages_request = validate(MessagesRequest, body)
+    await check_language_model(request, messages_request.model)
+    chat = to_json(chat_request(messages_request, body))
+    generation = Generation(unique_request_id(request), chat_request=chat)
+    deltas = merged(ANTHROPIC_NAMES.rename_in(context.backend.generate(generation)), by_kind)
+    builder = MessageBuilder(
+        f"msg_{secrets.token_hex(12)}",
+        context.settings.model_name,
+        shows_thinking=messages_request.shows_thinking,
+    )
+    if not messages_request.stream:
+        await sse.unless_disconnected(request.receive, builder.add_all(deltas))
+        return JSONResponse(builder.message())
+    first = await sse.first_of(request, deltas)
+    return sse.EventStream(_events(request, builder, first, deltas), source=deltas)
+
+
+@router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")
+async def count_tokens(request: Request) -> dict[str, int]:
+    """Return the number of tokens in the prompt of a message. Nothing is generated."""
+    body = await read_prompt_body(request)
+    count_request = validate(CountTokensRequest, body)
+    await check_language_model(request, count_request.model)
+    chat = to_json(chat_request(count_request, body))
+    generation = Generation(unique_request_id(request), chat_request=chat)
+    try:
+        tokens = await context_of(request).backend.tokenize(generation)
+    except BackendError as error:
+        raise ANTHROPIC_NAMES.rename(error) from None
+    return {"input_tokens": len(tokens)}
+
+
+async def _events(
+    request: Request, builder: MessageBuilder, first: Delta | None, rest: AsyncGenerator[Delta]
+) -> AsyncGenerator[bytes]:
+    """Yield a message as server-sent events. If the backend fails, its error is the last event.
+
+    Args:
+        request: the HTTP request.
+        builder: builds the message.
+        first: the first delta, or None if there is none.
+        rest: the deltas after the first one.
+    """
+    yield b"".join(map(sse.named_event, builder.opening(first)))
+    delta = first
+    try:
+        while delta is not None:
+            yield b"".join(map(sse.named_event, builder.add(delta)))
+            delta = await anext(rest, None)
+        if not builder.is_over:
+            raise unfinished_error()
+    except FrontendError as error:
+        yield error_event(to_api_error(error), request.scope)

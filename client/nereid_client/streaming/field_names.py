@@ -1,0 +1,51 @@
+"""Replace the names of a chat completion's fields in errors by the names of another API's fields.
+
+The Responses API and Anthropic's API translate their requests to chat completions. An error of the
+backend therefore names a field that the client has not sent.
+"""
+
+import re
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from nereid_client.errors import ApiError, BackendError, to_api_error
+from nereid_client.streaming.deltas import Delta
+
+
+class FieldNames:
+    """The names that the fields of a chat completion have in another API.
+
+    Args:
+        names: maps a field of a chat completion to the field of the other API.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        # Example: the field of "messages[0].content is empty".
+        self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
+
+    def rename(self, error: BackendError) -> ApiError:
+        """Return the response for an error of the backend, with the names of the other API.
+
+        Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
+        """
+        api_error = to_api_error(error)
+        if api_error.status != 400:
+            return api_error
+        message, param = (
+            text and self._pattern.sub(lambda match: self._names[match[1]], text)
+            for text in (api_error.message, api_error.param)
+        )
+        return ApiError(400, message or "", param=param, code=api_error.code)
+
+    async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+        """Yield deltas unchanged, and rename the fields in an error of the backend.
+
+        Raises: ApiError for every BackendError.
+        """
+        async with aclosing(deltas):
+            try:
+                async for delta in deltas:
+                    yield delta
+            except BackendError as error:
+                raise self.rename(error) from None

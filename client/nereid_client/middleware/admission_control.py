@@ -30,6 +30,8 @@ _WINDOW_S = 0.5
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
+# Above this number, the throttles that have seen no rejection in the last window are deleted.
+_MAX_THROTTLES = 1024
 # The error message of a request that waited too long in the server's queue begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
 
@@ -59,12 +61,12 @@ class Gate:
 
     def enter(self, client: Client = ANONYMOUS) -> None:
         """Count a request that starts to run."""
-        self._running.add(client.name, 1)
+        self._running.add(client.share, 1)
         client.num_requests += 1
 
     def leave(self, client: Client = ANONYMOUS) -> None:
         """Count the end of a request."""
-        self._running.remove(client.name, 1)
+        self._running.remove(client.share, 1)
         client.num_requests -= 1
 
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
@@ -78,8 +80,9 @@ class Gate:
                 headers=_RETRY_AFTER,
                 limit="draining",
             )
-        if not self._running.fits(client.name, 1):
-            own = f", {client.num_requests} of them with this API key" if client.name else ""
+        if not self._running.fits(client.share, 1):
+            num_own = self._running.used_by(client.share)
+            own = f", {num_own} of them from this client" if client.share else ""
             return ApiError(
                 429,
                 f"{self.num_requests} requests are running{own}, but the limit is "
@@ -145,6 +148,11 @@ class Throttle:
             limit="overload",
         )
 
+    def is_active(self, now: float) -> bool:
+        """Return whether the server has rejected a request within the last window."""
+        self._forget_old(now)
+        return bool(self._rejection_times)
+
     def _forget_old(self, now: float) -> None:
         for times in (self._admission_times, self._rejection_times):
             while times and times[0] < now - _WINDOW_S:
@@ -169,9 +177,7 @@ class AdmissionControl:
         self._metrics = metrics
         # A client that overloads the server must not cause the rejection of other clients, so each
         # client has its own throttle for each path.
-        self._throttles: collections.defaultdict[tuple[str, str], Throttle] = (
-            collections.defaultdict(Throttle)
-        )
+        self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or send a 429 or 503 at once."""
@@ -180,7 +186,7 @@ class AdmissionControl:
             return
         now = time.monotonic()
         client = current_client.get()
-        key = (client.name, scope["path"])
+        key = (client.share, scope["path"])
         throttle = self._throttles.get(key)
         rejection = self._gate.rejection(client) or client.rejection(now)
         if rejection is None and throttle:
@@ -214,11 +220,22 @@ class AdmissionControl:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     text = json.loads(message["body"])["error"]["message"]
                     now = time.monotonic()
-                    self._throttles[key].record_rejection(text, retry_after, started, now)
+                    self._throttle(key, now).record_rejection(text, retry_after, started, now)
                 retry_after = None
             await send(message)
 
         return send_observed
+
+    def _throttle(self, key: tuple[str, str], now: float) -> Throttle:
+        """Return the throttle with a key, and create it if necessary."""
+        if key not in self._throttles and len(self._throttles) >= _MAX_THROTTLES:
+            # A client can send a new name with each request.
+            self._throttles = {
+                name: throttle
+                for name, throttle in self._throttles.items()
+                if throttle.is_active(now)
+            }
+        return self._throttles.setdefault(key, Throttle())
 
 
 def _is_always_admitted(scope: Scope) -> bool:

@@ -57,7 +57,7 @@ class BodyLimit:
             self._metrics.count_refusal(error)
             await error_response(error, scope)(scope, receive, send)
             return
-        client = current_client.get().name
+        client = current_client.get().share
         num_received = 0
         is_complete = False
         loop = asyncio.get_running_loop()

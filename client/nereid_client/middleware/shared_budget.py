@@ -22,11 +22,20 @@ class SharedBudget:
         self.used = 0
         self._by_client: Counter[str] = Counter()
 
+    def used_by(self, client: str) -> int:
+        """Return the amount that a client uses now."""
+        return self._by_client[client]
+
     def fits(self, client: str, amount: int) -> bool:
-        """Return whether a client may use `amount` more. Only a client with a name has a share."""
+        """Return whether a client may use `amount` more.
+
+        Only a client with a name has a share. A client that uses nothing yet may use all that is
+        left.
+        """
         left = self.limit - self.used - amount
-        own = self._by_client[client] + amount
-        return left >= 0 and (not client or own <= _TIMES_THE_REST * left)
+        own = self._by_client[client]
+        has_share = bool(client) and own > 0
+        return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
         """Record that a client uses `amount` more."""

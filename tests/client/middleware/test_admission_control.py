@@ -287,3 +287,11 @@ async def test_a_servers_own_503_without_a_time_teaches_nothing():
     for _ in range(50):
         await limited({"type": "http", "method": "POST", "path": "/"}, None, send)
     assert {message["body"] for message in sent if "body" in message} == {b"{}"}
+
+
+def test_clients_with_ever_new_names_do_not_fill_the_memory_with_throttles():
+    control = AdmissionControl(None, Gate(1), None)
+    for number in range(3000):
+        throttle = control._throttle((f"client-{number}", "/v1/completions"), float(number))
+        throttle.record_rejection("full", "1", number - 0.1, float(number))
+    assert len(control._throttles) <= 1024

@@ -129,3 +129,11 @@ def test_no_client_can_use_all_of_a_shared_limit():
     budget.remove("greedy", 75)
     assert budget.used == 0
     assert budget.fits("", 100)
+
+
+def test_a_client_that_uses_nothing_may_use_all_that_is_left():
+    budget = SharedBudget(1)
+    assert budget.fits("only", 1)
+    budget.add("only", 1)
+    assert not budget.fits("only", 1)
+    assert not budget.fits("other", 1)

@@ -13,10 +13,15 @@ import pytest
 import torch
 from fakes.modular_guide import ModularGuide
 from nereid_backend import SamplingParams, device_transfer
+from nereid_backend.attention.choose_backend import step_layout
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+from nereid_backend.attention.interface import PagedForward
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk
+from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import token_inputs
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
@@ -187,3 +192,56 @@ def test_token_ids_and_positions_reach_the_device_in_copies_that_do_not_wait():
     with Watch() as watch:
         token_inputs(chunks, DEVICE)
     assert watch.waited == []
+
+
+SPECS = [
+    LayerSpec(4, 2, 16, 16),
+    LayerSpec(4, 2, 16, 16, LayerWindow(size=64)),
+    LayerSpec(4, 2, 16, 16),
+]
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [1, 700, 1, 9, 30], [40, 900]])
+def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monkeypatch):
+    """The launches of the kernels are left out, and what they get is checked."""
+    cache = GpuKVCache(SPECS, num_blocks=400, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
+    builder = BatchBuilder(
+        max_num_seqs=32,
+        max_model_len=4096,
+        block_size=BLOCK,
+        null_block=cache.null_block,
+        layout=step_layout(cache, SPECS),
+    )
+    launched = []
+
+    def prefill(query, call, rows, out, tuning):
+        launched.append(rows.tiles(gpu_attention._tiling(call.spec, tuning)).shape)
+
+    monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
+    monkeypatch.setattr(gpu_attention, "decode", lambda *args: launched.append(args[2].count))
+    monkeypatch.setattr(gpu_attention, "prefill", prefill)
+    # Chunks of one token are decodes. Their sequences have some tokens already.
+    chunks = []
+    for row, length in enumerate(lengths):
+        start = 600 * row if length == 1 else 0
+        sequence = Sequence(
+            str(row), [7] * (start + length), SamplingParams(), max_total_tokens=4000
+        )
+        sequence.row = row
+        sequence.block_table = list(range((start + length) // BLOCK + 1))
+        chunks.append(Chunk(sequence, start, length, True, True, 1))
+    chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+    num_tokens = sum(lengths)
+    with Watch() as watch:
+        batch = builder.build(StepPlan(chunks, num_tokens), DEVICE)
+        inputs = [
+            torch.empty(1, heads, num_tokens, 16, dtype=torch.bfloat16, device=DEVICE)
+            for heads in (4, 2, 2)
+        ]
+        forward = PagedForward(SPECS, cache, batch.attention)
+        for _ in SPECS:
+            forward(torch.nn.Module(), *inputs)
+    assert watch.num_copies == 1
+    assert watch.waited == []
+    num_kinds = (1 in lengths) + any(length > 1 for length in lengths)
+    assert len(launched) == num_kinds * len(SPECS)

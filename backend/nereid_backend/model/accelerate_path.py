@@ -14,10 +14,11 @@ from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.fused_norms import fuse_norms
 from nereid_backend.model.self_check import check_path
 from nereid_backend.paths.compiled_forward import CompiledForward, compile_forward
-from nereid_backend.paths.cuda_capture import Capture, capture_on, is_lost
+from nereid_backend.paths.cuda_capture import Capture, GraphCapture, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs import DecodeGraphs
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
+from nereid_backend.paths.piecewise_graphs import TOKEN_COUNTS
 from nereid_backend.runner import ForwardPath
 
 
@@ -88,8 +89,7 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
         check_path(chosen.spec.build(chosen.trial.sizes), chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a model can raise any exception
         restore()
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        progress(f"RMSNorm modules are not replaced by torch's fused function: {reason}")
+        progress(f"RMSNorm modules are not replaced by torch's fused function: {first_line(error)}")
         return
     progress("RMSNorm modules are computed by torch's fused function")
 
@@ -140,6 +140,69 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     path.graphs = DecodeGraphs(path.run, capture, sizes, device)
     path.graphs.capture_all()
     progress("decode steps are replayed from captured graphs")
+    if compiled is not None:
+        use_piecewise_graphs(path, checkpoint, chosen, compiled, sizes, capture, progress)
+
+
+def use_piecewise_graphs(  # noqa: PLR0913 - as above
+    path: PackedPath,
+    checkpoint: Checkpoint,
+    chosen: ChosenPath,
+    compiled: CompiledForward,
+    sizes: Sizes,
+    capture: GraphCapture,
+    progress: Progress,
+) -> None:
+    """Replay the parts of steps with prefills from graphs if their logits stay right.
+
+    The arguments are those of `use_decode_graphs`.
+    """
+    try:
+        test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
+        test_path = chosen.spec.build(test_sizes)
+        assert isinstance(test_path, PackedPath)
+        test_path.use(compiled)
+        failures: list[str] = []
+        test_path.pieces = test_path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
+        # The steps of the check are smaller than the smallest number of tokens.
+        test_path.pieces.capture_all(TOKEN_COUNTS[:1])
+        is_rounded = sizes.stored != "auto"
+        check_path(test_path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+        if test_path.pieces.num_replays == 0:
+            raise UnfitError(next(iter(failures), "the check had no step with prefills"))
+    except Exception as error:
+        # Capturing a model's code can raise any exception. The steps then run without graphs.
+        reason = first_line(error)
+        if is_lost(checkpoint.device):
+            raise ConfigError(
+                f"cuda_graphs: the attempt to replay captured parts of steps made "
+                f"{checkpoint.device} unusable ({reason}). Set cuda_graphs=false."
+            ) from error
+        progress(f"steps with prefills are not replayed from captured graphs: {reason}")
+        return
+    path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
+    path.pieces.capture_all()
+    progress("the parts of steps with prefills are replayed from captured graphs")
+
+
+def use_fastest_attention(
+    path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
+) -> None:
+    """Use attention libraries where they are faster than the project's kernels.
+
+    Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
+    """
+    test_path = chosen.spec.build(chosen.trial.sizes)
+    if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
+        return
+    if not test_path.choose_attention():
+        return
+    try:
+        check_path(test_path, chosen.trial, checkpoint.model.dtype)
+    except Exception as error:  # noqa: BLE001 - a library can raise any exception
+        progress(f"attention libraries are not used: {first_line(error)}")
+        return
+    progress(f"attention libraries are used in {path.choose_attention()} situations")
 
 
 def _check_graphs(

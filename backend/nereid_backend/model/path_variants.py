@@ -12,7 +12,12 @@ from functools import partial
 import torch
 from transformers import AttentionMaskInterface
 
-from nereid_backend.attention.choose_backend import cache_type, proven_type, stored_type
+from nereid_backend.attention.choose_backend import (
+    cache_type,
+    proven_type,
+    step_layout,
+    stored_type,
+)
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -235,6 +240,7 @@ def make_blocks(
         max_model_len=sizes.max_model_len,
         block_size=sizes.block_size,
         null_block=cache.null_block,
+        layout=step_layout(cache, layers),
     )
     return cache, builder
 

@@ -13,6 +13,9 @@ import torch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
+# Ends one graph and begins the next; see `GraphCapture.pieces`.
+Cut = Callable[[Callable[[], None]], None]
+CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # Memory that stays free in addition to what the largest step needs.
 _SPARE_BYTES = 256 * 2**20
@@ -25,59 +28,104 @@ class GraphMemoryError(Exception):
     """There is too little free memory for a further graph. Existing graphs can still be used."""
 
 
-def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
-    """Return the function that captures graphs on a device, or None if the device is not a GPU.
-
-    The returned function takes a callable and returns a function that replays its work. It calls
-    the callable twice on a stream of its own: once to warm up, and once to capture. The callable
-    must store its results in tensors that existed before, must not wait for the device, and must
-    not read from it. A replay runs on the stream that is current at that time.
-
-    All graphs of one returned function share their memory, so a replay overwrites the intermediate
-    results of the previous one. The function raises GraphMemoryError if too little memory is free.
+def capture_on(device: torch.device, reserve_bytes: int = 0) -> "GraphCapture | None":
+    """Return an object that captures graphs on a device, or None if the device is not a GPU.
 
     Args:
         device: where the work runs.
         reserve_bytes: memory that later steps may need, in bytes. Memory that torch's allocator has
             cached for steps is part of this number.
     """
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return GraphCapture(device, reserve_bytes) if device.type == "cuda" else None
 
-    def capture(work: Callable[[], None]) -> Replay:
+
+class GraphCapture:
+    """Captures graphs that share their memory.
+
+    A replay overwrites the intermediate results of the previous one. A replay runs on the stream
+    that is current at that time.
+    """
+
+    def __init__(self, device: torch.device, reserve_bytes: int) -> None:
+        """Create a memory pool and a stream for captures; see `capture_on` for the arguments."""
+        self._device = device
+        self._reserve_bytes = reserve_bytes
         with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """Capture some work as one graph, and return a function that replays the work.
+
+        For the work and the errors, see `pieces`.
+        """
+        return self.pieces(lambda _: work())
+
+    def pieces(self, work: Callable[[Cut], None]) -> Replay:
+        """Capture some work as several graphs, and return a function that replays the work.
+
+        The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the
+        next. A replay calls `between` after the graph that was ended, and it is not captured.
+
+        The work is called twice on a stream of its own: once to warm up, and once to capture. It
+        must store its results in tensors that existed before, must not wait for the device, and
+        must not read from it.
+
+        Raises:
+            GraphMemoryError: if too little memory is free.
+            Exception: of any class, if the work fails or cannot be captured.
+        """
+        parts: list[Replay] = []
+        with torch.cuda.device(self._device):
             # Replays must have ended before a graph is freed and before its memory is reused.
             torch.cuda.synchronize()
-            free = torch.cuda.mem_get_info()[0]
-            needed = max(0, reserve_bytes - _cached_bytes(device)) + _SPARE_BYTES
-            if free < needed:
-                raise GraphMemoryError(
-                    f"only {free / 2**20:.0f} MiB of GPU memory are free, but the forward pass "
-                    f"needs {needed / 2**20:.0f} MiB"
-                )
-            with torch.cuda.stream(stream), _without_collection():
+            self._check_memory()
+            with torch.cuda.stream(self._stream), _without_collection():
                 # Libraries allocate workspaces in their first call on a stream. Such an allocation
                 # cannot be captured, so the work runs once before.
-                work()
+                work(lambda between: between())
                 torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # With "thread_local", other threads may use the device during the capture.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph = self._begin()
+
+                def cut(between: Callable[[], None]) -> None:
+                    nonlocal graph
+                    _end(graph, self._pool)
+                    parts.extend((graph.replay, between))
+                    graph = self._begin()
+
                 try:
-                    work()
+                    work(cut)
                 except BaseException:
                     # Ending the capture usually fails, too. That error must not hide the first one.
                     with suppress(RuntimeError):
-                        _end(graph, pool)
+                        _end(graph, self._pool)
                     raise
-                _end(graph, pool)
+                _end(graph, self._pool)
+                parts.append(graph.replay)
             torch.cuda.synchronize()
-        return graph.replay
 
-    return capture
+        def replay() -> None:
+            for part in parts:
+                part()
+
+        return replay
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        """Begin a capture on the current stream, and return its graph."""
+        graph = torch.cuda.CUDAGraph()
+        # With "thread_local", other threads may use the device during the capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def _check_memory(self) -> None:
+        """Raise GraphMemoryError if less memory is free than later steps may need."""
+        free = torch.cuda.mem_get_info()[0]
+        needed = max(0, self._reserve_bytes - _cached_bytes(self._device)) + _SPARE_BYTES
+        if free < needed:
+            raise GraphMemoryError(
+                f"only {free / 2**20:.0f} MiB of GPU memory are free, but the forward pass "
+                f"needs {needed / 2**20:.0f} MiB"
+            )
 
 
 def _cached_bytes(device: torch.device) -> int:

@@ -184,13 +184,7 @@ class DecodeGraphs:
         replay = self._capture(work)
         logits.zero_()
         replay()
-        difference = _difference(logits[:count], expected[:count])
-        if not difference <= _TOLERANCE:
-            raise UnfitError(
-                "the logits of a replayed CUDA graph differ from the logits of the same step "
-                f"without a graph: the relative error is {difference:.2g}, but the limit is "
-                f"{_TOLERANCE:g}"
-            )
+        check_replay(logits[:count], expected[:count])
         return step, replay
 
 
@@ -275,6 +269,24 @@ def row_counts(max_rows: int) -> list[int]:
         counts.append(last + max(8, (1 << (last.bit_length() - 1)) // 4))
     # Keep the smallest number that is not below `max_rows`, and all smaller ones.
     return [count for i, count in enumerate(counts) if i == 0 or counts[i - 1] < max_rows]
+
+
+def check_replay(replayed: Tensor, expected: Tensor) -> None:
+    """Compare the logits of a replay with the logits of the same step without a graph.
+
+    Args:
+        replayed: [n, vocab_size].
+        expected: [n, vocab_size].
+
+    Raises:
+        UnfitError: if the logits differ.
+    """
+    difference = _difference(replayed, expected)
+    if not difference <= _TOLERANCE:
+        raise UnfitError(
+            "the logits of a replayed CUDA graph differ from the logits of the same step without a "
+            f"graph: the relative error is {difference:.2g}, but the limit is {_TOLERANCE:g}"
+        )
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:

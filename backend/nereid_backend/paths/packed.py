@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed path: every step goes through the model as one row of tokens."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nereid_backend.attention.choose_backend import uses_gpu_kernels
+from nereid_backend.attention.choose_backend import use_fastest_backends, uses_gpu_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
@@ -12,8 +14,10 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.compiled_forward import CompiledForward
+from nereid_backend.paths.cuda_capture import CapturePieces
 from nereid_backend.paths.cuda_graphs import DecodeGraphs
-from nereid_backend.paths.model_call import ModelCall
+from nereid_backend.paths.model_call import ModelCall, Sizes
+from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
 from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
@@ -23,8 +27,10 @@ class PackedPath:
     The path owns the KV cache and the block tables.
 
     Attributes:
-        graphs: replays decode steps as CUDA graphs; None if every step launches its kernels one by
-            one.
+        graphs: replays decode steps as CUDA graphs; None if every decode step launches its kernels
+            one by one.
+        pieces: replays the parts of steps with prefills as CUDA graphs; None if such steps launch
+            their kernels one by one.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class PackedPath:
         self._selects_logits = ModelCall(model).takes("logits_to_keep")
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
+        self.pieces: PiecewiseGraphs | None = None
 
     @property
     def has_kernels(self) -> bool:
@@ -74,24 +81,29 @@ class PackedPath:
         Args:
             plan: the step.
             sampled: [n] int64, the previous step's tokens if the plan was made ahead; see
-                `AsyncPath.forward`.
+                `ForwardPath.forward`.
 
         Mutates: the KV cache.
         """
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
-        if self.graphs is not None:
-            logits = self.graphs.forward(batch)
+        for graphs in (self.graphs, self.pieces):
+            logits = None if graphs is None else graphs.forward(batch)
             if logits is not None:
                 return logits
         return self.run(batch)
 
-    def run(self, batch: StepBatch) -> Tensor:
+    def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step kernel by kernel and return its logits, [num_logits, vocab_size].
+
+        Args:
+            batch: the step.
+            attention: computes the attention calls; by default, over the KV cache of the path.
 
         Mutates: the KV cache.
         """
-        attention = PagedForward(self._layers, self._cache, batch.attention)
+        if attention is None:
+            attention = PagedForward(self._layers, self._cache, batch.attention)
         if self._compiled is not None:
             return self._compiled(batch, attention)
         with self._hook.serving(attention):
@@ -105,6 +117,25 @@ class PackedPath:
         if not self._selects_logits:
             logits = logits[batch.logits_index]
         return logits[: batch.num_logits]
+
+    def piecewise_graphs(
+        self, capture: CapturePieces, sizes: Sizes, report: Callable[[str], None]
+    ) -> PiecewiseGraphs:
+        """Return graphs of this path's steps with prefills, of which none is captured yet.
+
+        Args:
+            capture: captures pieces of work; see `GraphCapture.pieces`.
+            sizes: the sizes of the path.
+            report: receives a line of text if steps are not replayed.
+        """
+        return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)
+
+    def choose_attention(self) -> int:
+        """Measure attention libraries on this GPU, and use each of them where it is faster.
+
+        Return the number of situations and kinds of layers in which a library is used.
+        """
+        return use_fastest_backends(self._cache, self._layers)
 
     def empty(self) -> None:
         """Set all keys and values to zero. Mutates: the KV cache."""

@@ -51,3 +51,48 @@ def few_threads():
 def device():
     """Where kernels are tested: a GPU, or the interpreter on this machine's processor."""
     return torch.device("cuda:0" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """A function that returns the folder of a tiny model's checkpoint."""
+    from backend.tiny_models import BY_NAME
+
+    folders = {}
+
+    def folder(name):
+        if name not in folders:
+            folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp("model"))
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture
+def engine_of(folder_of, monkeypatch):
+    """A function that opens an engine over a kind of cache, with graphs where capture is given."""
+    from backend.exactness import open_engine
+    from backend.gpu.engines import SkippingCache, sizes_of_engine
+    from nereid_backend.model import path_variants
+    from nereid_backend.paths.cuda_graphs import DecodeGraphs
+
+    opened = []
+
+    def make(name, capture=None, *, kind=SkippingCache, **settings):
+        monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
+        # The kernels' own check takes long in the interpreter, and has tests of its own.
+        monkeypatch.setattr(path_variants, "proven_type", lambda kind, *_: kind)
+        # Packed products are called past torch, where the stand-in does not see them.
+        settings = {"device": "cpu", "max_model_len": 128, **settings}
+        engine = open_engine(folder_of(name), prepack=False, **settings)
+        opened.append(engine)
+        if capture is not None:
+            path = engine._runner._path
+            path.graphs = DecodeGraphs(
+                path.run, capture, sizes_of_engine(engine), torch.device("cpu")
+            )
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()

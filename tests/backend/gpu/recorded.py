@@ -34,6 +34,15 @@ class Recorder(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
+    @torch.inference_mode()
+    def replay(self):
+        """Repeat the operators on the very same tensors."""
+        for func, args, kwargs, out in self.calls:
+            found = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
 
 def record(work):
     """Capture work as CUDA does: a replay repeats its operators and runs none of its Python.
@@ -41,19 +50,35 @@ def record(work):
     Numbers that the host knew are frozen; what was computed from tensors before is not computed
     again.
     """
-    work()
+    return record_pieces(lambda _: work())
+
+
+def record_pieces(work):
+    """Capture work in pieces: `work` gets a function that ends a piece, as in GraphCapture."""
+    work(lambda between: between())
+    parts = []
+    tape = Recorder()
+
+    def cut(between):
+        nonlocal tape
+        tape.__exit__(None, None, None)
+        parts.extend((tape.replay, between))
+        tape = Recorder()
+        tape.__enter__()
+
     # Code of transformers asks for this before it reads tensors to warn about them.
     asked = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
-    with asked, Recorder() as tape:
-        work()
+    with asked:
+        tape.__enter__()
+        try:
+            work(cut)
+        finally:
+            tape.__exit__(None, None, None)
+    parts.append(tape.replay)
 
-    @torch.inference_mode()
     def replay():
-        for func, args, kwargs, out in tape.calls:
-            found = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        for part in parts:
+            part()
 
     return replay
 

@@ -1,18 +1,17 @@
 import dataclasses
 import itertools
-import random
 
 import pytest
 import torch
 from backend.exactness import open_engine
+from backend.gpu.engines import SkippingCache, run
 from backend.gpu.recorded import CaptureError, Recorder, record, rerun
 from backend.gpu.steps import SPECS, Steps, sampled
-from backend.tiny_models import BY_NAME, VOCAB_SIZE
+from backend.tiny_models import BY_NAME
 from nereid_backend import SamplingParams
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows
-from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -24,54 +23,6 @@ from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import BatchBuilder
 
 CPU = torch.device("cpu")
-
-
-class SkippingCache(KVCache):
-    """The reference's cache, whose write skips tokens without a slot, as the kernel's does."""
-
-    def __init__(self, layers, *, num_blocks, **options):
-        super().__init__(layers, num_blocks=num_blocks + 1, **options)
-        self.null_block = num_blocks  # a further block receives skipped writes
-
-    def store(self, layer, key, value, rows):
-        last = self.keys[layer].view(-1, key.shape[-1]).shape[0] - 1
-        super().store(layer, key, value, torch.where(rows < 0, last, rows))
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    folders = {}
-
-    def folder(name):
-        if name not in folders:
-            folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp("model"))
-        return folders[name]
-
-    return folder
-
-
-@pytest.fixture
-def engine_of(folder_of, monkeypatch):
-    """A function that opens an engine over a kind of cache, with graphs where capture is given."""
-    opened = []
-
-    def make(name, capture=None, *, kind=SkippingCache, **settings):
-        monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
-        # The kernels' own check takes long in the interpreter, and has tests of its own.
-        monkeypatch.setattr(path_variants, "proven_type", lambda kind, *_: kind)
-        # Packed products are called past torch, where the stand-in does not see them.
-        settings = {"device": "cpu", "max_model_len": 128, **settings}
-        engine = open_engine(folder_of(name), prepack=False, **settings)
-        opened.append(engine)
-        if capture is not None:
-            path, info = engine._runner._path, engine.info
-            sizes = Sizes(info.num_blocks, info.block_size, info.max_num_seqs, info.max_model_len)
-            path.graphs = DecodeGraphs(path.run, capture, sizes, CPU)
-        return engine
-
-    yield make
-    for engine in opened:
-        engine.close()
 
 
 def graphs_of(engine):
@@ -86,35 +37,6 @@ def poison(engine):
         step._table.zero_()
     if found._logits is not None:
         found._logits.fill_(float("nan"))
-
-
-def run(engine, seed, *, poisoned=False, count=14):
-    """Requests of all kinds that come and go; answers by name."""
-    rng = random.Random(seed)
-    waiting = []
-    for number in range(count):
-        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 21, 40]))]
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 1.0]),
-            seed=number,
-            max_tokens=rng.randint(1, 20),
-            ignore_eos=True,
-            logprobs=rng.choice([None, 2]),
-            n=rng.choice([1, 1, 2]),
-        )
-        waiting.append((str(number), prompt, params))
-    answers = {}
-    while waiting or engine.has_work():
-        if waiting and rng.random() < 0.4:
-            engine.add_request(*waiting.pop())
-        if poisoned:
-            with torch.inference_mode():
-                poison(engine)
-        for update in engine.step():
-            assert update.error is None
-            answers.setdefault((update.request_id, update.index), []).extend(update.new_token_ids)
-        engine.check()
-    return answers
 
 
 @pytest.mark.parametrize(
@@ -132,7 +54,7 @@ def run(engine, seed, *, poisoned=False, count=14):
 def test_replayed_steps_give_the_tokens_of_steps_run_as_they_are(name, seed, engine_of):
     expected = run(engine_of(name), seed)
     engine = engine_of(name, record)
-    assert run(engine, seed, poisoned=True) == expected
+    assert run(engine, seed, poisoned=poison) == expected
     assert graphs_of(engine).failure is None
     assert graphs_of(engine).num_replays > 2 * graphs_of(engine).num_captures > 4
 
@@ -153,21 +75,21 @@ def test_every_tiny_architecture_can_be_captured(name, engine_of):
 def test_replays_go_on_under_preemption_and_with_blocks_from_the_prefix_cache(engine_of):
     small = {"kv_cache_memory": 44 * 1024, "max_num_batched_tokens": 9, "max_model_len": 64}
     engine = engine_of("llama", record, **small)
-    assert run(engine, 5, poisoned=True) == run(engine_of("llama"), 5)
+    assert run(engine, 5, poisoned=poison) == run(engine_of("llama"), 5)
     assert engine.stats().num_preemptions > 0
     assert graphs_of(engine).num_replays > 0
 
 
 def test_replays_give_the_same_tokens_where_the_next_step_is_begun_early(engine_of):
     engine = engine_of("gemma2", record, async_scheduling=True)
-    assert run(engine, 7, poisoned=True) == run(engine_of("gemma2"), 7)
+    assert run(engine, 7, poisoned=poison) == run(engine_of("gemma2"), 7)
     assert graphs_of(engine).num_replays > 0
 
 
 def test_a_model_whose_tokens_give_blocks_back_as_they_leave_its_windows_is_replayed(engine_of):
     name = "mistral, sliding window"
     engine = engine_of(name, record)
-    assert run(engine, 1, poisoned=True) == run(engine_of(name), 1)
+    assert run(engine, 1, poisoned=poison) == run(engine_of(name), 1)
     assert graphs_of(engine).num_replays > 0
 
 

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the parts between attention calls, for steps with prefills.
+
+The attention of a step with prefills depends on the lengths of its sequences, so it cannot be
+captured. All other operations of a forward pass depend only on the number of tokens. They are
+captured as one graph for each part between two attention calls:
+
+    graph 0: embedding, first half of layer 0, cache write -> attention of layer 0
+    graph 1: second half of layer 0, first half of layer 1, cache write -> attention of layer 1
+    ...
+    last graph: second half of the last layer, norm, output layer -> logits
+
+Graphs are captured for some numbers of tokens when the model is loaded. A step uses those with the
+next larger number. The surplus tokens are padding, as in cuda_graphs.py. All layers share the
+tensors through which a graph passes the query to attention and gets the result.
+
+This code has not run on a GPU yet.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention import choose_backend
+from nereid_backend.attention.attention_batch import AttentionBatch
+from nereid_backend.attention.interface import PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.errors import first_line
+from nereid_backend.paths.cuda_capture import CapturePieces, Cut, GraphMemoryError, Replay
+from nereid_backend.paths.cuda_graphs import check_replay
+from nereid_backend.paths.model_call import Sizes
+from nereid_backend.paths.step_batch import StepBatch
+
+logger = logging.getLogger(__name__)
+
+# The numbers of tokens for which graphs are captured. In larger steps, the GPU works longer than
+# the launches take.
+TOKEN_COUNTS = (16, 32, *range(64, 513, 64))
+
+Run = Callable[[StepBatch, PagedForward], Tensor]
+
+
+class PiecewiseGraphs:
+    """Captures and replays the steps with prefills of one path.
+
+    Attributes:
+        failure: the reason why no step is replayed; None if steps are replayed.
+        num_captures: the number of captured numbers of tokens.
+        num_replays: the number of replayed steps.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        capture: CapturePieces,
+        layers: Sequence[LayerSpec],
+        cache: KVCache,
+        sizes: Sizes,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """Start without graphs.
+
+        Args:
+            run: computes a packed step with a given attention, and returns its logits, [num_logits,
+                vocab_size].
+            capture: captures pieces of work; see `GraphCapture.pieces`.
+            layers: the attention layers of the model.
+            cache: the KV cache of the path.
+            sizes: the sizes of the path.
+            report: receives a line of text if steps are not replayed.
+        """
+        self._run = run
+        self._capture = capture
+        self._layers = list(layers)
+        self._cache = cache
+        self._sizes = sizes
+        self._report = report
+        self._graphs: dict[int, tuple[StaticTokens, Replay]] = {}
+        self._logits: Tensor | None = None
+        # The query and the attention of one layer, by their shapes; see `buffers`.
+        self._buffers: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        # The metadata of the step that is replayed.
+        self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
+        self.failure: str | None = None
+        self.num_captures = 0
+        self.num_replays = 0
+
+    @torch.inference_mode()
+    def capture_all(self, token_counts: Sequence[int] = TOKEN_COUNTS) -> None:
+        """Capture the graphs of some numbers of tokens, the largest first.
+
+        The smaller graphs can then use the memory of the larger ones.
+
+        Args:
+            token_counts: the numbers of tokens, in ascending order.
+        """
+        for num_tokens in reversed(token_counts):
+            try:
+                self._graphs[num_tokens] = self._make(num_tokens)
+            except GraphMemoryError as error:
+                self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
+                return
+            except Exception as error:  # noqa: BLE001
+                # Boundary: a capture runs the model's code and can fail in any way. The steps then
+                # run kernel by kernel.
+                self.failure = first_line(error)
+                self._graphs.clear()
+                self._report(
+                    "Steps with prefills are not replayed as CUDA graphs, because they could not "
+                    f"be captured: {self.failure}"
+                )
+                return
+            self.num_captures += 1
+
+    def forward(self, batch: StepBatch) -> Tensor | None:
+        """Replay a step and return its logits, [num_logits, vocab_size].
+
+        The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
+        then runs it kernel by kernel.
+
+        Mutates: the KV cache, unless the result is None.
+        """
+        num_tokens = batch.input_ids.shape[1]
+        count = next((count for count in sorted(self._graphs) if count >= num_tokens), None)
+        if count is None or self._logits is None:
+            return None
+        static, replay = self._graphs[count]
+        if batch.num_logits > static.num_logits:
+            return None
+        static.fill(batch)
+        self._attention = batch.attention
+        replay()
+        self.num_replays += 1
+        # The next replay overwrites these logits, and may be queued before the caller reads them.
+        return self._logits[: batch.num_logits].clone()
+
+    def _make(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
+        """Capture the graphs of a number of tokens, and compare a replay with the same step.
+
+        Both steps consist of padding, for which no attention is computed.
+
+        Raises:
+            GraphMemoryError: if too little memory is free.
+            Exception: of any class, if the step cannot be captured.
+        """
+        static = StaticTokens(num_tokens, self._sizes, self._cache.device)
+        self._attention = static.attention()
+        expected = self._run(static.batch(), self._split(static, _run_at_once))
+        if self._logits is None:
+            self._logits = expected.new_empty(static.num_logits, expected.shape[1])
+        logits = self._logits[: static.num_logits]
+
+        def work(cut: Cut) -> None:
+            logits.copy_(self._run(static.batch(), self._split(static, cut)))
+
+        replay = self._capture(work)
+        logits.zero_()
+        replay()
+        check_replay(logits, expected)
+        return static, replay
+
+    def _split(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
+        """Return an attention that divides the forward pass into pieces."""
+        return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
+
+    def buffers(self, spec: LayerSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensors of all layers with the same shapes, in the dtype of `like`.
+
+        Returns:
+            The query [num_heads, n, key_dim] and the attention [n, num_heads, value_dim], where n
+            is the largest number of tokens.
+        """
+        shape = (spec.num_heads, spec.key_dim, spec.value_dim)
+        if shape not in self._buffers:
+            most = TOKEN_COUNTS[-1]
+            query = like.new_zeros(most, spec.num_heads, spec.key_dim).transpose(0, 1)
+            self._buffers[shape] = query, like.new_zeros(most, spec.num_heads, spec.value_dim)
+        return self._buffers[shape]
+
+    def attend(
+        self,
+        layer: tuple[int, LayerSpec],
+        buffers: tuple[Tensor, Tensor],
+        scale: float,
+        sinks: Tensor | None,
+    ) -> None:
+        """Compute the attention of the current step in one layer, between two graphs.
+
+        Mutates: the second of `buffers`.
+        """
+        attention = self._attention
+        if not attention.num_decodes and not attention.prefills:
+            return
+        query, out = buffers
+        count = attention.slots.numel()
+        choose_backend.attend_stored(
+            query[:, :count],
+            layer,
+            self._cache,
+            attention,
+            scale=scale,
+            sinks=sinks,
+            out=out[:count],
+        )
+
+
+class StaticTokens:
+    """The inputs of a step with prefills, in tensors that keep their addresses.
+
+    Attributes:
+        num_logits: the largest number of tokens whose logits a step can need.
+    """
+
+    def __init__(self, num_tokens: int, sizes: Sizes, device: torch.device) -> None:
+        """Create the inputs of a step that contains only padding.
+
+        Args:
+            num_tokens: the number of tokens, with padding.
+            sizes: the sizes of the path.
+            device: where the tensors are created.
+        """
+        self.num_logits = min(num_tokens, sizes.max_num_seqs)
+        self._block_size = sizes.block_size
+        # The token, position and slot of a padding token. `_numbers` is [3, num_tokens].
+        self._padding = torch.tensor([[0], [0], [-1]], device=device)
+        self._numbers = self._padding.repeat(1, num_tokens)
+        self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
+
+    def fill(self, batch: StepBatch) -> None:
+        """Copy the inputs of a step into the tensors, and fill the rest with padding."""
+        count = batch.input_ids.shape[1]
+        tokens, positions, slots = self._numbers
+        self._numbers[:, count:] = self._padding
+        tokens[:count].copy_(batch.input_ids[0])
+        positions[:count].copy_(batch.position_ids[0])
+        slots[:count].copy_(batch.attention.slots)
+        self._index[: batch.num_logits].copy_(batch.logits_index[: batch.num_logits])
+        self._index[batch.num_logits :] = 0
+
+    def batch(self) -> StepBatch:
+        """Return the inputs for one run."""
+        tokens, positions, _ = self._numbers
+        attention = self.attention()
+        return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
+
+    def attention(self) -> AttentionBatch:
+        """Return an attention batch that stores all tokens and computes none."""
+        return AttentionBatch(self._numbers[2], 0, [], [], self._block_size)
+
+
+class _SplitForward(PagedForward):
+    """The attention of a forward pass that is captured in pieces."""
+
+    def __init__(
+        self,
+        layers: list[LayerSpec],
+        cache: KVCache,
+        batch: AttentionBatch,
+        graphs: PiecewiseGraphs,
+        cut: Cut,
+    ) -> None:
+        """Prepare the attention of a step.
+
+        Args:
+            layers: the attention layers of the model, in order.
+            cache: the KV cache.
+            batch: the slots of the step.
+            graphs: the owner of the tensors that graphs and attention share.
+            cut: ends a piece; see `GraphCapture.pieces`.
+        """
+        super().__init__(layers, cache, batch)
+        self._graphs = graphs
+        self._cut = cut
+
+    def attend(
+        self,
+        number: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store the step in one layer, end the piece, and return the attention's tensor.
+
+        The arguments and the result are those of `PagedForward.attend`.
+        """
+        layer = (number, self._layers[number])
+        choose_backend.store_layer(
+            key.squeeze(0), value.squeeze(0), layer, self._cache, self._batch
+        )
+        buffers = self._graphs.buffers(layer[1], query)
+        count = query.shape[2]
+        buffers[0][:, :count].copy_(query.squeeze(0))
+        self._cut(partial(self._graphs.attend, layer, buffers, scale, sinks))
+        return buffers[1][:count].unsqueeze(0)
+
+
+def _run_at_once(between: Callable[[], None]) -> None:
+    """Run the work between two pieces at once, in a step that is not captured."""
+    between()

@@ -1,0 +1,56 @@
+"""Engines over the reference's cache or over kernels, and workloads for them."""
+
+import random
+
+import torch
+from backend.tiny_models import VOCAB_SIZE
+from nereid_backend import SamplingParams
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.paths.model_call import Sizes
+
+
+class SkippingCache(KVCache):
+    """The reference's cache, whose write skips tokens without a slot, as the kernel's does."""
+
+    def __init__(self, layers, *, num_blocks, **options):
+        super().__init__(layers, num_blocks=num_blocks + 1, **options)
+        self.null_block = num_blocks  # a further block receives skipped writes
+
+    def store(self, layer, key, value, rows):
+        last = self.keys[layer].view(-1, key.shape[-1]).shape[0] - 1
+        super().store(layer, key, value, torch.where(rows < 0, last, rows))
+
+
+def sizes_of_engine(engine):
+    info = engine.info
+    return Sizes(info.num_blocks, info.block_size, info.max_num_seqs, info.max_model_len)
+
+
+def run(engine, seed, *, poisoned=None, count=14):
+    """Requests of all kinds that come and go; answers by name. `poisoned` runs before each step."""
+    rng = random.Random(seed)
+    waiting = []
+    for number in range(count):
+        length = rng.choice([1, 3, 8, 21, 40])
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=number,
+            max_tokens=rng.randint(1, 20),
+            ignore_eos=True,
+            logprobs=rng.choice([None, 2]),
+            n=rng.choice([1, 1, 2]),
+        )
+        waiting.append((str(number), prompt, params))
+    answers = {}
+    while waiting or engine.has_work():
+        if waiting and rng.random() < 0.4:
+            engine.add_request(*waiting.pop())
+        if poisoned is not None:
+            with torch.inference_mode():
+                poisoned(engine)
+        for update in engine.step():
+            assert update.error is None
+            answers.setdefault((update.request_id, update.index), []).extend(update.new_token_ids)
+        engine.check()
+    return answers

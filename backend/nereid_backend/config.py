@@ -12,6 +12,7 @@ from nereid_backend.settings_schema import (
     CheckpointPath,
     Device,
     Dtype,
+    GpuShare,
     check_names,
     from_texts,
     setting_names,
@@ -36,9 +37,9 @@ class EngineConfig:
     `float16`. `auto` means the data type of the checkpoint, but float32 for a float16
     checkpoint on a CPU."""
 
-    weight_dtype: Literal["auto", "int8"] = "auto"
-    """The data type in which linear layers store their weights: `auto` or `int8`. `auto` means
-    `dtype`. `int8` works only on CPUs and changes the output slightly."""
+    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """The data type in which linear layers store their weights: `auto` (`dtype`), `int8` (only on
+    CPUs) or `fp8` (only on GPUs, not measured). `int8` and `fp8` change the output slightly."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
@@ -74,9 +75,9 @@ class EngineConfig:
     """The number of consecutive failed steps after which the engine process ends. The server then
     starts a new engine process."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: GpuShare = 0.9
     """The share of the GPU's memory for the weights, the KV cache and the activations of one step
-    together."""
+    together. The shares of all models on a GPU must not exceed 1."""
 
     seed: NonNegativeInt = 0
     """The random seed for requests without the field `seed`."""
@@ -91,8 +92,12 @@ class EngineConfig:
     twice."""
 
     compile_forward: bool = False
-    """Whether the forward pass of the model is compiled, which makes the first start at least half
-    a minute longer. Later starts load the compiled library from disk. Not tested on GPUs."""
+    """Whether the forward pass is compiled, which makes the first start at least half a minute
+    longer. Not tested on GPUs."""
+
+    measure_attention: bool = False
+    """Whether attention libraries are measured at load and used where they are faster. Not tested
+    on GPUs."""
 
     cuda_graphs: bool = True
     """Whether decode steps on a GPU are recorded as CUDA graphs and replayed."""

@@ -104,6 +104,7 @@ def _check_size(value: object) -> object:
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, AfterValidator(_check_device)]
+GpuShare = Annotated[float, Field(gt=0, le=1)]
 SIZE_IN_BYTES = GetPydanticSchema(
     lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
 )

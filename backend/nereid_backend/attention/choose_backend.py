@@ -223,7 +223,8 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         return 0
     block_size = cache.values[0].shape[2] if cache.values else 0
     arguments = (type(cache), tuple(dict.fromkeys(layers)), block_size, cache.dtype, cache.device)
-    cache.backends = _fastest_backends(*arguments)
+    # mypy does not accept a class as a hashable argument.
+    cache.backends = _fastest_backends(*arguments)  # type: ignore[arg-type]
     return len(cache.backends)
 
 

@@ -18,6 +18,9 @@ from nereid_backend.errors import ConfigError
 # The default size of the KV cache on a CPU: a share of the free memory, and a maximum.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
+# The memory of a process on a GPU that torch's allocator does not report: the CUDA context and the
+# workspaces of libraries.
+_CONTEXT_BYTES = 512 * 2**20
 # The length limit for models without position embeddings, whose config has no limit.
 _NO_MODEL_LIMIT = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -261,7 +264,12 @@ def _describe_windows(layers: Sequence[LayerSpec]) -> str:
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
-    """Return the memory for the KV cache in bytes: kv_cache_memory, or a share of the free memory.
+    """Return the memory for the KV cache in bytes: kv_cache_memory, or a share of the memory.
+
+    On a GPU, gpu_memory_utilization limits the memory of this process alone. The embedding model
+    and the reranker have shares of their own, and may be loaded before or after this process.
+    Example: the share 0.9 of 80 GiB is 72 GiB. If the weights take 16 GiB, the context 0.5 GiB and
+    a step 2 GiB, then 53.5 GiB remain for the KV cache.
 
     Args:
         config: the settings.
@@ -276,7 +284,9 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        usable = int(total * config.gpu_memory_utilization) - (total - free) - activations
+        used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+        share = int(total * config.gpu_memory_utilization)
+        usable = min(share - used, free) - activations
     else:
         free = available_memory()
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)

@@ -12,6 +12,7 @@ from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.huge_pages import move_weights
+from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
 from nereid_backend.linear.int8_linear import model_bytes, quantise_linears
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears
@@ -39,22 +40,23 @@ def load_weights(
         ConfigError: if the setting weight_dtype does not fit the device or the model.
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
-    _check_cpu_only(config, device)
+    _check_weight_dtype(config, device)
     checkpoint = _load(config, device, hook, progress)
-    if config.weight_dtype == "int8":
-        checkpoint = _quantise(checkpoint, progress)
+    if config.weight_dtype != "auto":
+        checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
     elif config.prepack and not _rearrange(checkpoint, progress):
         checkpoint = _load(config, device, hook, progress)
     move_weights(checkpoint.model)
     return checkpoint
 
 
-def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
-    """Raise a ConfigError if a setting that requires a CPU is set for another device."""
-    if config.weight_dtype != "auto" and device.type != "cpu":
+def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
+    """Raise a ConfigError if the setting weight_dtype requires another device."""
+    required = {"int8": "cpu", "fp8": "cuda"}.get(config.weight_dtype, device.type)
+    if device.type != required:
         raise ConfigError(
-            f"weight_dtype: the value {config.weight_dtype} requires device=cpu, but the device is "
-            f"{device}. Set weight_dtype=auto."
+            f"weight_dtype: the value {config.weight_dtype} requires device={required}, but the "
+            f"device is {device}. Set weight_dtype=auto."
         )
 
 
@@ -68,6 +70,7 @@ def _load(
         attention=hook.name,
         progress=progress,
         trust_remote_code=config.trust_remote_code,
+        use_panels=config.prepack and device.type == "cpu",
     )
 
 
@@ -107,27 +110,52 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
     return bool((after - before).abs().max() <= _LAYOUT_TOLERANCE * before.std())
 
 
-def _quantise(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
+def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
     """Return the checkpoint with 8-bit weights in its linear layers.
 
+    Args:
+        checkpoint: the model. Mutated.
+        weight_dtype: "int8" or "fp8".
+        progress: called with one line about the result.
+
     Raises:
-        ConfigError: if the model does not work with 8-bit weights.
+        ConfigError: if the model or the device does not work with 8-bit weights.
     """
     before = _short_logits(checkpoint)
-    num_layers = quantise_linears(checkpoint.model)
+    if weight_dtype == "int8":
+        num_layers = quantise_linears(checkpoint.model)
+    else:
+        num_layers = _store_as_float8(checkpoint)
     after = _short_logits(checkpoint)
     if not num_layers or after is None or before is None:
         raise ConfigError(
-            "weight_dtype: the value int8 requires a model with standard linear layers, which "
-            f"{checkpoint.architecture} does not have. Set weight_dtype=auto."
+            f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
+            f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
         )
     difference = ((after - before).square().mean().sqrt() / before.std()).item()
-    warning = "" if has_kernels() else ". This is slow, because the native kernels cannot be built"
+    is_slow = weight_dtype == "int8" and not has_kernels()
+    warning = ". This is slow, because the native kernels cannot be built" if is_slow else ""
     progress(
-        f"the weights of {num_layers} linear layers are stored as 8-bit integers, which changes "
+        f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
         f"the logits by {difference:.2g} of their standard deviation{warning}"
     )
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+def _store_as_float8(checkpoint: Checkpoint) -> int:
+    """Round the weights of a model's linear layers to e4m3, and return the number of layers.
+
+    Raises:
+        ConfigError: if the device has no products of 8-bit floating point numbers.
+    """
+    product = find_product(checkpoint.device, checkpoint.model.dtype)
+    if product is None:
+        raise ConfigError(
+            "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
+            f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not. Set "
+            "weight_dtype=auto."
+        )
+    return store_linears_as_float8(checkpoint.model, product)
 
 
 @torch.inference_mode()

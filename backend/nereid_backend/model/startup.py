@@ -17,7 +17,11 @@ from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.window import AttentionWindow
-from nereid_backend.model.accelerate_path import use_compiled_forward, use_decode_graphs
+from nereid_backend.model.accelerate_path import (
+    use_compiled_forward,
+    use_decode_graphs,
+    use_fastest_attention,
+)
 from nereid_backend.model.activation_memory import measure_activations
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.limits import (
@@ -117,6 +121,8 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     )
     path = spec.build(sizes)
     clock.end("cache")
+    if config.measure_attention:
+        use_fastest_attention(path, checkpoint, chosen, progress)
     compiled = None
     if config.compile_forward:
         compiled = use_compiled_forward(path, checkpoint, hook, chosen, progress)

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from pydantic import PositiveInt
 
-from nereid_backend.settings_schema import CheckpointPath, Device, Dtype, settings_class
+from nereid_backend.settings_schema import CheckpointPath, Device, Dtype, GpuShare, settings_class
 
 _Pooler = Literal[
     "cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade"
@@ -41,6 +41,9 @@ class PoolingConfig:
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
     GPU."""
+
+    gpu_memory_utilization: GpuShare = 0.05
+    """The largest share of the GPU's memory that the model may use."""
 
     max_batch_tokens: PositiveInt | None = None
     """The largest number of tokens in one step. By default, the limit is 1024 on a CPU and 16384

@@ -2,7 +2,8 @@
 """Loads a checkpoint, and computes vectors or scores of prepared items."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,29 @@ _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 8
 
 
+@contextmanager
+def gpu_share(device: torch.device, share: float) -> Iterator[None]:
+    """Limit the memory of this process on a GPU, also after the with statement.
+
+    Args:
+        device: the device of the model. If it is a CPU, nothing is limited.
+        share: the setting gpu_memory_utilization.
+
+    Raises:
+        ConfigError: inside the with statement, the limit was too small.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"gpu_memory_utilization: the weights do not fit into the share {share:g} of the "
+            f"memory of {device}. Raise the setting. The shares of all models on a GPU must not "
+            "exceed 1."
+        ) from error
+
+
 class PoolingModel:
     """A loaded model that embeds, reranks or classifies.
 
@@ -91,13 +115,15 @@ class PoolingModel:
         torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
         self._spec = spec = read_checkpoint_spec(config)
         self._hook = AttentionHook()
-        self._encoder = encoder = load_encoder(
-            spec,
-            dtype=config.dtype,
-            device=choose_device(config.device),
-            attention=self._hook.name,
-            progress=progress,
-        )
+        device = choose_device(config.device)
+        with gpu_share(device, config.gpu_memory_utilization):
+            self._encoder = encoder = load_encoder(
+                spec,
+                dtype=config.dtype,
+                device=device,
+                attention=self._hook.name,
+                progress=progress,
+            )
         max_len = _length_limit(config, spec, encoder)
         progress("comparing a batch of texts with each text alone")
         # A model with a text and an image tower has neither a chosen forward pass nor a head.

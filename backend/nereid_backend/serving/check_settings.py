@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
+from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
 from nereid_backend.serving.serving_settings import (
     NO_FORMAT,
@@ -29,6 +31,8 @@ from nereid_backend.serving.serving_settings import (
 )
 
 EXIT_WRONG_SETTINGS = 2
+# The digits to which a sum of shares is rounded, because 0.9 + 0.05 + 0.05 is not exactly 1.
+_SHARE_DIGITS = 6
 # Matches one parameter of config.pbtxt, such as
 # parameters { key: "max_num_seqs" value: { string_value: "8" } }
 _PARAMETER = re.compile(
@@ -51,7 +55,41 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
                 check(_arguments(path), environ)
             except ConfigError as error:
                 problems.append(str(error))
+    if not problems:
+        problems += _find_full_gpus(repository, environ)
     return list(dict.fromkeys(problems))
+
+
+def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
+    """Return one message for each GPU of which the models would use more than the whole memory.
+
+    Settings for a GPU are checked on machines without a GPU, too. The settings must be valid.
+    """
+    shares: dict[str, dict[str, float]] = defaultdict(dict)
+
+    def add(setting: str, config: EngineConfig | PoolingConfig | None) -> None:
+        if config is not None and config.device != "cpu":
+            device = config.device if ":" in config.device else "cuda:0"
+            shares[device][setting] = config.gpu_memory_utilization
+
+    path = repository / "executor" / "config.pbtxt"
+    if path.is_file():
+        add("gpu_memory_utilization", read_settings(_arguments(path), environ)[1])
+    for kind in (EMBEDDING, RERANK):
+        path = repository / kind / "config.pbtxt"
+        if path.is_file():
+            config = read_pooling_settings(kind, _arguments(path), environ)[1]
+            add(f"{kind}_gpu_memory_utilization", config)
+    problems = []
+    for device, by_setting in shares.items():
+        total = round(sum(by_setting.values()), _SHARE_DIGITS)
+        if total > 1:
+            terms = ", ".join(f"{setting} {share:g}" for setting, share in by_setting.items())
+            problems.append(
+                f"gpu_memory_utilization: the models on {device} would use {total:g} times its "
+                f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
+            )
+    return problems
 
 
 def _arguments(path: Path) -> dict[str, str]:

@@ -202,4 +202,4 @@ def test_unsupported_cache_types_are_refused():
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
 def test_keys_and_values_of_8_bits_are_not_refused_on_a_gpu(stored):
     config = EngineConfig("/model", kv_cache_dtype=stored)
-    load_weights._check_cpu_only(config, torch.device("cuda:0"))
+    load_weights._check_weight_dtype(config, torch.device("cuda:0"))

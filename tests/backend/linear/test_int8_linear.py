@@ -70,8 +70,13 @@ def test_the_tokens_of_an_engine_with_quantised_weights_do_not_depend_on_the_bat
 
 
 def test_unsupported_weight_types_are_refused():
-    with pytest.raises(ConfigError, match="weight_dtype: the value must be 'auto' or 'int8'"):
+    with pytest.raises(
+        ConfigError, match="weight_dtype: the value must be 'auto', 'int8' or 'fp8'"
+    ):
         EngineConfig("/model", weight_dtype="int4")
     config = EngineConfig("/model", weight_dtype="int8")
     with pytest.raises(ConfigError, match="weight_dtype: the value int8 requires device=cpu"):
-        load_weights._check_cpu_only(config, torch.device("cuda:0"))
+        load_weights._check_weight_dtype(config, torch.device("cuda:0"))
+    config = EngineConfig("/model", weight_dtype="fp8")
+    with pytest.raises(ConfigError, match="weight_dtype: the value fp8 requires device=cuda"):
+        load_weights._check_weight_dtype(config, torch.device("cpu"))

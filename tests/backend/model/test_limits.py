@@ -1,16 +1,49 @@
+import pytest
 import torch
 from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
 from nereid_backend.model import limits
+from nereid_backend.pooling.pooling_model import gpu_share
 
 GIB = 2**30
 
 
-def test_what_loading_freed_counts_as_free_on_a_gpu(monkeypatch):
-    kept_by_torch = [9 * GIB]
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept_by_torch.clear())
+def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch):
+    limited = []
     monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda _: (64 * GIB - sum(kept_by_torch), 80 * GIB)
+        torch.cuda, "set_per_process_memory_fraction", lambda *args: limited.append(args)
     )
+    device = torch.device("cuda:1")
+    with (
+        pytest.raises(ConfigError, match=r"do not fit into the share 0\.25 of .* cuda:1\."),
+        gpu_share(device, 0.25),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert limited == [(0.25, device)]
+    with gpu_share(torch.device("cpu"), 0.25):
+        pass
+    assert len(limited) == 1
+
+
+@pytest.mark.parametrize(
+    ("used_by_others", "expected"),
+    [
+        (0, 40 * GIB - 16 * GIB - GIB),
+        # Other processes, such as an embedding model, have shares of their own.
+        (20 * GIB, 40 * GIB - 16 * GIB - GIB),
+        # But memory that they use cannot be used again.
+        (60 * GIB, 80 * GIB - 60 * GIB - 16 * GIB - GIB),
+    ],
+)
+def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others, expected):
+    weights = 16 * GIB - limits._CONTEXT_BYTES
+    kept_by_torch = [9 * GIB]
+
+    def free(_):
+        return 80 * GIB - used_by_others - 16 * GIB - sum(kept_by_torch), 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept_by_torch.clear())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: weights + sum(kept_by_torch))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     config = EngineConfig("somewhere", gpu_memory_utilization=0.5)
-    found = limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
-    assert found == 40 * GIB - 16 * GIB - GIB
+    assert limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB) == expected

@@ -50,6 +50,31 @@ def test_a_wrong_setting_is_reported_once(variables, message):
     assert problem.startswith(message)
 
 
+def with_pooling_models(**variables):
+    """Variables that serve all three models."""
+    models = {f"NEREID_{kind}_MODEL": str(CHAT) for kind in ("EMBEDDING", "RERANK")}
+    return {**models, **{f"NEREID_{name}": value for name, value in variables.items()}}
+
+
+def test_the_shares_of_all_models_on_a_gpu_must_fit():
+    assert find_problems(REPOSITORY, with_pooling_models()) == []
+    [problem] = find_problems(
+        REPOSITORY, with_pooling_models(EMBEDDING_GPU_MEMORY_UTILIZATION="0.2", DEVICE="cuda")
+    )
+    assert problem == (
+        "gpu_memory_utilization: the models on cuda:0 would use 1.15 times its memory "
+        "(gpu_memory_utilization 0.9, embedding_gpu_memory_utilization 0.2, "
+        "rerank_gpu_memory_utilization 0.05). Lower a share, or set the device of a model to "
+        "another GPU."
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_models_on_other_devices_have_the_memory_of_those(device):
+    variables = with_pooling_models(EMBEDDING_GPU_MEMORY_UTILIZATION="0.9", EMBEDDING_DEVICE=device)
+    assert find_problems(REPOSITORY, variables) == []
+
+
 def test_a_length_above_the_limit_of_the_checkpoint_is_reported():
     variables = {"NEREID_MODEL": str(CHAT), "NEREID_MAX_MODEL_LEN": "4096"}
     assert find_problems(REPOSITORY, variables) == []

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers for GPUs with weights of 8-bit floating point numbers (e4m3).
+
+The weights take half of the memory of bfloat16. Each call also rounds its input to e4m3, because
+the GPU multiplies two matrices of e4m3. If the device supports it, each output of the weight and
+each row of the input has its own scale. Otherwise, each matrix has one scale.
+
+docs/history/gpu-kernels.md has the rounding errors. The speed has not been measured on a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nereid_backend.linear.prepack import shared_weights
+
+_DTYPE = torch.float8_e4m3fn
+# The largest number of e4m3.
+_LARGEST = 448.0
+# The smallest scale that is used as a divisor, so that a row of zeros is not divided by zero.
+_MIN_SCALE = 1e-12
+# The products need sizes that are multiples of this number.
+_MULTIPLE = 16
+# The largest accepted error of the product at load, relative to the exact product. Rounding to 3
+# mantissa bits causes 0.04, and a wrong scale causes more than 0.3.
+_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Product:
+    """A way in which a device multiplies matrices of e4m3.
+
+    Attributes:
+        has_row_scales: whether each row has its own scale. If False, each matrix has one scale.
+    """
+
+    has_row_scales: bool
+
+    def rounded(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a matrix as e4m3, and its scales in float32: [rows, 1], or [] for one scale.
+
+        Example for one scale: [[1.0, -4.48]] becomes [[100, -448]] with the scale 0.01; 100 is then
+        rounded to 96.
+        """
+        wide = matrix.float()
+        largest = wide.abs().amax(1, keepdim=True) if self.has_row_scales else wide.abs().amax()
+        scales = (largest / _LARGEST).clamp(min=_MIN_SCALE)
+        return (wide / scales).clamp(-_LARGEST, _LARGEST).to(_DTYPE), scales
+
+    def multiply(self, rows: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+        """Return the product of rows and a transposed weight, [num_rows, out_features].
+
+        Args:
+            rows: [num_rows, in_features], in the model's data type.
+            weight: [out_features, in_features] e4m3.
+            weight_scales: the scales of the weight, from `rounded`.
+        """
+        numbers, scales = self.rounded(rows)
+        if self.has_row_scales:
+            weight_scales = weight_scales.t()
+        # A product with scales for each row supports only bfloat16 as the type of its result.
+        dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
+        product: Tensor = torch._scaled_mm(
+            numbers, weight.t(), scale_a=scales, scale_b=weight_scales, out_dtype=dtype
+        )
+        return product.to(rows.dtype)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose weight is stored as e4m3. It supports only inference.
+
+    `weight` has the original shape, dtype and device, but its numbers are NaN. Model code that
+    reads the numbers instead of calling the layer then gives NaN, which the self-check detects.
+
+    Attributes:
+        stored: [out_features, in_features] e4m3.
+        scales: the scales of the weight; see `Float8Product.rounded`.
+        product: how the device multiplies.
+    """
+
+    stored: Tensor
+    scales: Tensor
+    product: Float8Product
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out_features] for [..., in_features], in the input's dtype."""
+        rows = input.reshape(-1, self.in_features)
+        output = self.product.multiply(rows, self.stored, self.scales)
+        output = output.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
+    """Return the most accurate product of e4m3 that gives right results on a device, or None.
+
+    Args:
+        device: where the product is computed.
+        dtype: the data type of the model.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.randn(count, 64, generator=generator).to(device, dtype) for count in (5, 48)
+    )
+    exact = rows.float() @ weight.float().t()
+    for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
+        try:
+            result = product.multiply(rows, *product.rounded(weight)).float()
+        except (RuntimeError, NotImplementedError):
+            # The device, or this version of torch, does not support the product.
+            continue
+        if bool((result - exact).norm() <= _TOLERANCE * exact.norm()):
+            return product
+    return None
+
+
+@torch.inference_mode()
+def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
+    """Round the weights of a model's linear layers to e4m3.
+
+    Layers that share their weight and the output layer keep their weights, because rounding the
+    output layer would change all logits directly. So do layers whose sizes are no multiples of 16.
+
+    Args:
+        model: the model. Mutated; it can then neither be trained nor saved.
+        product: how the device multiplies; see `find_product`.
+
+    Returns:
+        The number of converted layers.
+    """
+    shared = shared_weights(model)
+    find_output = getattr(model, "get_output_embeddings", lambda: None)
+    output_layer = find_output()
+    count = 0
+    for module in model.modules():
+        if type(module) is not nn.Linear or module is output_layer:
+            continue
+        sizes = (module.in_features, module.out_features)
+        if module.weight.data_ptr() in shared or any(size % _MULTIPLE for size in sizes):
+            continue
+        _convert(module, product)
+        count += 1
+    return count
+
+
+def _convert(layer: nn.Module, product: Float8Product) -> None:
+    """Convert one layer of the class nn.Linear to a Float8Linear. Mutates: layer."""
+    assert isinstance(layer, nn.Linear)
+    weight = layer.weight.detach()
+    stored, scales = product.rounded(weight)
+    placeholder = torch.full((1, 1), float("nan"), dtype=weight.dtype, device=weight.device)
+    layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
+    layer.__class__ = Float8Linear
+    # The tensors are buffers, so that torch.export treats them as part of the model.
+    layer.register_buffer("stored", stored, persistent=False)
+    layer.register_buffer("scales", scales, persistent=False)
+    layer.product = product  # type: ignore[assignment]

@@ -19,7 +19,7 @@ WHEELS ?=
 GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,10 @@ type: setup ## Check types (mypy, strict)
 
 deps: setup ## Check which package may import which (import-linter)
 	@$(BIN)/lint-imports
+
+wheels: setup ## Build the wheels and source distributions of `nereid` and its three packages in dist/
+	@for folder in . parsers backend client; do $(BIN)/python -m build --quiet --no-isolation --outdir dist $$folder || exit; done
+	@ls -1 dist
 
 demo-train: setup ## Train the demo models again from their seeds (under an hour on two cores)
 	@$(BIN)/python demo/train.py $(ARGS)

@@ -3,6 +3,8 @@
 `app.py` is the entry point of the frontend, and `cli/main.py` is that of the command.
 """
 
-__version__ = "0.1.0"
+from importlib import metadata
+
+__version__ = metadata.version("nereid-client")
 
 __all__ = ["__version__"]

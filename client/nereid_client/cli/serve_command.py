@@ -111,7 +111,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="DIR",
         help="The folder with the Triton models. The default is the folder model_repository in the "
-        "current folder, else the one beside Nereid's sources.",
+        "current folder, else the one in Nereid's checkout or in the installed package.",
     )
     server.add_argument(
         "--tritonserver",
@@ -340,11 +340,16 @@ def _find_tritonserver(given: Path | None) -> Path:
 
 
 def _find_repository(given: Path | None) -> Path:
+    """Return the model repository that was given, or the first one that exists.
+
+    The places are the working folder, the folder of a checkout, and the installed wheel `nereid`.
+    """
     if given is not None:
         return given.expanduser().absolute()
-    here = Path.cwd() / "model_repository"
-    beside_sources = Path(__file__).resolve().parents[3] / "model_repository"
-    return here if here.is_dir() or not beside_sources.is_dir() else beside_sources
+    packages = Path(__file__).resolve().parents[2]
+    places = (Path.cwd(), packages.parent, packages / "nereid")
+    repositories = [place / "model_repository" for place in places]
+    return next((path for path in repositories if path.is_dir()), repositories[0])
 
 
 def _environment_path(variable: str) -> Path | None:

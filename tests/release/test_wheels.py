@@ -1,0 +1,98 @@
+"""The wheels: what they contain, and that they serve the demo models without the repository."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from loadtest.server.served import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"nereid": ".", "parsers": "parsers", "backend": "backend", "client": "client"}
+
+
+def run(*command: str | Path, folder: Path = ROOT) -> str:
+    """Return the standard output of a command that must succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_wheel(name: str, target: Path, *options: str) -> Path:
+    run(
+        sys.executable, "-m", "build", "--quiet", "--no-isolation", *options,
+        "--outdir", target, FOLDERS[name],
+    )  # fmt: skip
+    (wheel,) = target.glob("nereid-*.whl" if name == "nereid" else f"nereid_{name}-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def parsers_wheels(tmp_path_factory):
+    """Two builds of the wheel of the parsers."""
+    return [build_wheel("parsers", tmp_path_factory.mktemp(n), "--wheel") for n in ("a", "b")]
+
+
+def test_two_builds_of_a_wheel_are_equal(parsers_wheels):
+    first, second = (hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in parsers_wheels)
+    assert first == second
+
+
+def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels):
+    wheel = parsers_wheels[0]
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {
+        path.relative_to(ROOT / "parsers").as_posix()
+        for path in (ROOT / "parsers" / "nereid_parsers").rglob("*.py")
+    }
+    assert modules <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert wheel.name.split("-")[1] in next(name for name in names if name.endswith("METADATA"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.triton
+def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_path):
+    wheels = [build_wheel(name, tmp_path / "dist") for name in FOLDERS]
+    names = zipfile.ZipFile(wheels[0]).namelist()
+    assert "nereid/model_repository/llm/config.pbtxt" in names
+    assert "nereid/demo/chat/model.safetensors" in names
+
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment)
+    python, nereid = environment / "bin" / "python", environment / "bin" / "nereid"
+    constraints = ROOT / "constraints.txt"
+    run(python, "-m", "pip", "install", "--quiet", "-c", constraints, *wheels)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run(nereid, "install-server", folder=empty)
+    ports = dict(zip(("http", "grpc", "metrics", "openai"), free_ports(4), strict=True))
+    flags = [f"--{name}-port={port}" for name, port in ports.items()]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
+    variables["XDG_STATE_HOME"] = str(tmp_path)
+    server = subprocess.Popen(
+        [nereid, "serve", *flags], cwd=empty, env=variables, text=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert server.stdout is not None
+        assert any(line.startswith("curl ") for line in server.stdout)
+        body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{ports['openai']}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer = json.load(response)
+        assert answer["choices"][0]["message"]["content"]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=120)

@@ -220,6 +220,10 @@ def test_a_model_as_strict_tool_is_parsed_and_its_schema_allows_it(
         ({"type": "integer", "multipleOf": 5}, "10", "11"),
         ({"type": "integer", "multipleOf": 5.0}, "10", "11"),
         ({"type": "integer", "minimum": 1.0, "maximum": 30.0}, "30", "31"),
+        ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, '"abc"', '"abcd"'),
+        ({"items": {"type": "integer"}, "type": "array", "maxItems": 2.0}, "[1,2]", "[1,2,3]"),
+        ({"type": "object", "minProperties": 1.0}, '{"a":1}', "{}"),
+        ({"type": "integer", "enum": [30.0, 40.0]}, "30", "31"),
         ({"type": "number", "multipleOf": 0.5}, "1.5", "1.2"),
         ({"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]}, "3", "9"),
         (
@@ -239,6 +243,25 @@ def test_multiple_of_and_several_parts_of_all_of_are_enforced(allows, schema, al
     spec = schema_spec(schema, is_strict=True)
     assert allows(spec, allowed)
     assert not allows(spec, forbidden)
+
+
+def test_instructor_reads_nested_models_with_each_of_its_modes(client):
+    instructor = pytest.importorskip("instructor", reason="needs the package instructor")
+    value = {"address": {"street": "a", "code": None}, "others": [{"street": "b", "code": "1"}]}
+    text = json.dumps(value)
+    call = f'<tool_call>{{"name": "Customer", "arguments": {text}}}</tool_call>'
+    for mode, prompt in (
+        (instructor.Mode.JSON_SCHEMA, text),
+        (instructor.Mode.TOOLS, call),
+        (instructor.Mode.TOOLS_STRICT, call),
+    ):
+        customer = instructor.from_openai(client, mode=mode).chat.completions.create(
+            model="echo",
+            messages=[{"role": "user", "content": prompt}],
+            response_model=Customer,
+            max_retries=0,
+        )
+        assert customer.model_dump() == value
 
 
 def test_a_tool_whose_integer_is_written_with_a_fraction_of_zero_is_parsed(client):

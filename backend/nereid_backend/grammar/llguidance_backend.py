@@ -36,6 +36,12 @@ _MAX_MESSAGE = 300
 _MAX_LOCATED = 200
 # Each line of the library's error excerpts begins with this many characters that are not source.
 _EXCERPT_INDENT = 3
+_LENGTHS = frozenset(
+    f"{bound}{word}"
+    for bound in ("min", "max")
+    for word in ("Length", "Items", "Properties", "Contains")
+)
+"""The keywords of JSON Schema whose values are lengths or counts."""
 
 
 class _Tokens:
@@ -75,7 +81,7 @@ class LLGuidanceBackend:
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
         """Compile a grammar; see GrammarBackend.compile."""
         if kind == "json_schema":
-            schema = _with_inclusive_bounds(json.loads(source))
+            schema = _with_inclusive_bounds(_with_integer_lengths(json.loads(source)))
             matcher = self._matcher(_schema_grammar(schema))
             if matcher.is_error():
                 raise self._schema_error(schema, _problem(matcher))
@@ -218,6 +224,20 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
     if has_pattern:
         text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
     return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
+
+
+def _with_integer_lengths(schema: object) -> object:
+    """Return a schema whose lengths and counts are integers. Mutates: schema.
+
+    JSON Schema accepts 30.0 as an integer, but llguidance does not. Example: {"maxLength": 30.0}
+    returns {"maxLength": 30}.
+    """
+    for part, _ in subschemas(schema):
+        if isinstance(part, dict):
+            part |= {
+                name: int(part[name]) for name in _LENGTHS & part.keys() if _is_integer(part[name])
+            }
+    return schema
 
 
 def _with_inclusive_bounds(schema: object) -> object:

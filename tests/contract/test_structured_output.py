@@ -245,7 +245,7 @@ def test_multiple_of_and_several_parts_of_all_of_are_enforced(allows, schema, al
     assert not allows(spec, forbidden)
 
 
-def test_instructor_reads_nested_models_with_each_of_its_modes(client):
+def test_instructor_reads_nested_models_from_content_and_from_tool_calls(client):
     instructor = pytest.importorskip("instructor", reason="needs the package instructor")
     value = {"address": {"street": "a", "code": None}, "others": [{"street": "b", "code": "1"}]}
     text = json.dumps(value)
@@ -253,7 +253,6 @@ def test_instructor_reads_nested_models_with_each_of_its_modes(client):
     for mode, prompt in (
         (instructor.Mode.JSON_SCHEMA, text),
         (instructor.Mode.TOOLS, call),
-        (instructor.Mode.TOOLS_STRICT, call),
     ):
         customer = instructor.from_openai(client, mode=mode).chat.completions.create(
             model="echo",

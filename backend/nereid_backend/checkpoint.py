@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a Hugging Face checkpoint into the model code of transformers."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
+from nereid_backend.checkpoints.integer_panels import fill_placeholders, use_placeholders
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_arguments import (
     restore_generation_config,
     weight_arguments,
 )
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
+from nereid_backend.linear.int8_linear import model_bytes
 
 Progress = Callable[[str], None]
 
@@ -83,7 +87,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def load_checkpoint(
+def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are stored
     path: str,
     *,
     dtype: str,
@@ -91,22 +95,25 @@ def load_checkpoint(
     attention: str,
     progress: Progress,
     trust_remote_code: bool = False,
+    use_panels: bool = False,
 ) -> Checkpoint:
-    """Load the safetensors weights of a checkpoint into the model code of transformers.
+    """Load the weights of a checkpoint into the model code of transformers.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, or a GGUF file.
         dtype: the setting `dtype`.
         device: the device for the weights.
         attention: the name of Nereid's attention in transformers' attention interface.
         progress: called with one line for each slow operation.
         trust_remote_code: whether Python files of the checkpoint may be executed.
+        use_panels: whether quantised integers are stored in panels of the CPU kernels. Otherwise
+            they are dequantised.
 
     Raises:
         ModelError: if the folder is not a checkpoint, or the checkpoint is broken.
         UnsupportedModelError: if transformers has no code for the model.
     """
-    folder = Path(path)
+    folder = Path(checkpoint_folder(path))
     check_files(folder)
     config = _read_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
@@ -114,16 +121,18 @@ def load_checkpoint(
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
     model = None
+    load = functools.partial(
+        _load_weights, folder, config, torch_dtype, trust_remote_code, use_panels
+    )
     if _takes_attention_by_name(config, text_config):
-        model = _load_with_attention(folder, config, torch_dtype, attention, trust_remote_code)
+        model = _load_with_attention(load, config, attention)
     takes_hook = model is not None
     if model is None:
-        model = _load_weights(folder, config, torch_dtype, "eager", trust_remote_code)
+        model = load("eager")
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
     model.train(False)
-    tensors = [*model.parameters(), *model.buffers()]
     return Checkpoint(
         model=model,
         device=device,
@@ -131,7 +140,7 @@ def load_checkpoint(
         architecture=architecture,
         eos_token_ids=_eos_token_ids(model, config, text_config),
         vocab_size=_num_embeddings(model),
-        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        weights_bytes=model_bytes(model),
         takes_hook=takes_hook,
     )
 
@@ -150,7 +159,8 @@ def check_files(folder: Path) -> None:
         raise ModelError(
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
-    open_tensors(folder)
+    if not (folder / GGUF_LINK).is_file():
+        open_tensors(folder)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -168,18 +178,14 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _load_with_attention(
-    folder: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    attention: str,
-    trust_remote_code: bool,
+    load: Callable[[str], PreTrainedModel], config: PretrainedConfig, attention: str
 ) -> PreTrainedModel | None:
     """Load the model with an attention from transformers' attention interface.
 
     Return None if the class of the model always uses its own attention.
     """
     try:
-        model = _load_weights(folder, config, dtype, attention, trust_remote_code)
+        model = load(attention)
     except _OwnAttentionError:
         return None
     is_replaceable = model._can_set_attn_implementation() or _model_class(config)
@@ -190,8 +196,9 @@ def _load_weights(
     folder: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
-    attention: str,
     trust_remote_code: bool,
+    use_panels: bool,
+    attention: str,
 ) -> PreTrainedModel:
     """Load the weights into the class of the model.
 
@@ -205,6 +212,11 @@ def _load_weights(
             f"quantised weights of the model type {config.model_type} are not supported, because "
             "transformers has no class for it. Use a checkpoint that is not quantised."
         )
+    weights = arguments.get("state_dict", {})
+    if use_panels and weights:
+        with torch.device("meta"):
+            empty_model = _model_class(config)(arguments["config"])
+        weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
     try:
         # With output_loading_info=True, the function returns a pair. Its type annotation lacks
         # that.
@@ -241,6 +253,7 @@ def _load_weights(
             f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
             "would be random. Download the checkpoint again."
         )
+    fill_placeholders(model, weights.values())
     if arguments["pretrained_model_name_or_path"] is None:
         restore_generation_config(model, folder)
     return model  # type: ignore[no-any-return]

@@ -36,7 +36,9 @@ def awq_format(settings: Settings) -> Format:
             f"the AWQ version {version} with {bits} bits is not supported. The supported version "
             "is gemm with 4 bits"
         )
-    layout = Layout(".qweight", (".qzeros", ".scales"), _decode, numbers_per_element=8)
+    layout = Layout(
+        ".qweight", (".qzeros", ".scales"), _decode, numbers_per_element=8, has_integers=True
+    )
     return Format((layout,))
 
 

@@ -51,7 +51,9 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
             ".weight.quant_state.bitsandbytes__fp4",
         )
     )
-    eight_bits = Layout(".weight", (".SCB",), _decode_eight_bits, main_dtypes=("I8",))
+    eight_bits = Layout(
+        ".weight", (".SCB",), _decode_eight_bits, main_dtypes=("I8",), has_integers=True
+    )
     return Format((*four_bits, eight_bits), (".weight_format",))
 
 

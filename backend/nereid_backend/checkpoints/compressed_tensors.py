@@ -81,6 +81,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
                 optional=(".weight_zero_point", ".weight_g_idx"),
                 main_dtypes=("I32",),
                 numbers_per_element=8,
+                has_integers=True,
             ),
             Layout(
                 ".weight_packed",
@@ -96,6 +97,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
                 _integer_decoder(group_size),
                 optional=(".weight_zero_point", ".weight_g_idx"),
                 main_dtypes=("I8",),
+                has_integers=True,
             ),
             *float8_layouts(block),
         ),
@@ -159,7 +161,8 @@ def _integers(
 
 def _signed(values: Tensor, bits: int) -> Tensor:
     """Return the integers that are stored as integer + 2**(bits - 1), as int8."""
-    return (values.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    offset: int = 2 ** (bits - 1)
+    return (values.to(torch.int16) - offset).to(torch.int8)
 
 
 def _decode_float4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -48,6 +48,7 @@ def gptq_format(settings: Settings) -> Format:
         _decoder(bits, has_offset=name == "gptq"),
         optional=(".g_idx",),
         numbers_per_element=32 / bits,
+        has_integers=True,
     )
     return Format((layout,))
 

@@ -41,8 +41,8 @@ class Layout:
         optional: the suffixes of tensors that may exist.
         main_dtypes: the data types of the main tensor, in the spelling of safetensors. With any
             other data type, the tensor is not quantised. None means any data type.
-        num_elements: the number of weights, given the shape of the main tensor; None if it is the
-            number of elements of the main tensor.
+        numbers_per_element: the number of weights in one element of the main tensor.
+        has_integers: whether the decoder returns an IntegerWeight.
     """
 
     main: str
@@ -52,6 +52,7 @@ class Layout:
     optional: tuple[str, ...] = ()
     main_dtypes: tuple[str, ...] | None = None
     numbers_per_element: float = 1
+    has_integers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,11 @@ class LazyWeight:
         return round(math.prod(self._main.shape) * factor)
 
     @property
+    def has_integers(self) -> bool:
+        """Whether `decode` returns an IntegerWeight."""
+        return self.layout is not None and self.layout.has_integers
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the weight is quantised."""
         return self.layout is not None

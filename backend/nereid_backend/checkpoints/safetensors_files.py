@@ -148,7 +148,7 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
         ModelError: if the file is incomplete or damaged.
     """
     try:
-        file = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework="pt")
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - the object is not a mapping
             view = file.get_slice(name)

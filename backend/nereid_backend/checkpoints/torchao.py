@@ -30,10 +30,22 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
     """Return the layouts of a torchao checkpoint."""
     return Format(
         (
-            Layout(_MAIN, (_SCALE,), _decode_int8, optional=(_ZERO,), main_dtypes=("I8",)),
+            Layout(
+                _MAIN,
+                (_SCALE,),
+                _decode_int8,
+                optional=(_ZERO,),
+                main_dtypes=("I8",),
+                has_integers=True,
+            ),
             Layout(_MAIN, (_SCALE,), _decode_float8, main_dtypes=FLOAT8),
             Layout(
-                _MAIN, (_SCALE, _ZERO), _decode_int4, main_dtypes=("U8",), numbers_per_element=2
+                _MAIN,
+                (_SCALE, _ZERO),
+                _decode_int4,
+                main_dtypes=("U8",),
+                numbers_per_element=2,
+                has_integers=True,
             ),
         ),
         ("._weight_act_quant_scale", "._weight_act_quant_zero_point"),

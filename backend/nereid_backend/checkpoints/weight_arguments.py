@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights, quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 
@@ -15,8 +16,8 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of transformers' from_pretrained that select the weights.
 
-    transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint, it
-    gets weights that are read and dequantised one by one, and a config without
+    transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
+    for a GGUF file, it gets weights that are read and dequantised one by one, and a config without
     quantization_config, because it would otherwise create layers for a quantisation library.
 
     Args:
@@ -29,6 +30,12 @@ def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype)
         UnsupportedModelError: if the quantisation method is not supported.
     """
     settings = quantisation_settings(config)
+    if (folder / GGUF_LINK).is_file():
+        return {
+            "pretrained_model_name_or_path": None,
+            "config": config,
+            "state_dict": _gguf_weights(folder / GGUF_LINK, config, dtype),
+        }
     if settings is None:
         return {
             "pretrained_model_name_or_path": folder,
@@ -40,6 +47,16 @@ def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype)
         "config": _without_quantisation(config),
         "state_dict": lazy_weights(open_tensors(folder), settings, dtype),
     }
+
+
+def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the weights of a GGUF file by name."""
+    # Only GGUF files need the gguf library.
+    from nereid_backend.checkpoints.gguf_file import read_gguf
+    from nereid_backend.checkpoints.gguf_weights import gguf_weights
+
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return dict(gguf_weights(read_gguf(path.resolve()), heads, kv_heads, dtype))
 
 
 def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the folder of a checkpoint for the setting `model`."""
+
+from pathlib import Path
+
+GGUF_LINK = "model.gguf"
+"""The name of the link to the GGUF file in the folder that describes the file."""
+
+
+def checkpoint_folder(model: str) -> str:
+    """Return the folder of the checkpoint that the setting `model` names.
+
+    A GGUF file is described as a folder in Nereid's cache folder. Any other path is returned
+    unchanged.
+
+    Raises:
+        ModelError: if the GGUF file is damaged or not supported.
+    """
+    if not model.endswith(".gguf"):
+        return model
+    # Only GGUF files need the gguf library.
+    from nereid_backend.checkpoints.gguf_folder import create_gguf_folder
+
+    return str(create_gguf_folder(Path(model), GGUF_LINK))

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derives the config of a transformers model from the metadata of a GGUF file.
+
+A metadata value that changes the output of the model, but that this module does not understand, is
+an error. Otherwise the model would load, and its output would be slightly wrong.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nereid_backend.checkpoints.gguf_file import GgufFile
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+# The config's field for each metadata value, without the name of the architecture.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+# The transformers model type, the name of the class, and the additional fields of each supported
+# architecture.
+_ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "llama": ("llama", "LlamaForCausalLM", {}),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", _WINDOW | _SOFTCAPS),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _WINDOW | _SOFTCAPS),
+}
+GEMMA = ("gemma2", "gemma3")
+"""The architectures whose norms are stored as weight + 1."""
+
+# The attention of the largest models of these architectures is scaled by hidden_size / heads
+# instead of head_dim. The file does not contain the scale, so the number of layers selects it.
+_LAYERS_WITH_HIDDEN_SCALE = {"gemma2": 46, "gemma3": 62}
+# Metadata values that other values determine, or that do not change the output.
+_REDUNDANT = (
+    "vocab_size",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "attention.value_length",
+    "tensor_data_layout",
+)
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
+    """Return the content of config.json for a GGUF file.
+
+    Args:
+        file: the header of the file.
+        rope_factors: the numbers of the tensor rope_freqs.weight; None if there is no such tensor.
+
+    Raises:
+        UnsupportedModelError: if the architecture or a value is not supported.
+        ModelError: if a value is missing.
+    """
+    architecture = file.architecture
+    if architecture not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path}: the GGUF architecture {architecture!r} is not supported. The supported "
+            f"architectures are {', '.join(_ARCHITECTURES)}. Use the model's safetensors files."
+        )
+    model_type, class_name, more_fields = _ARCHITECTURES[architecture]
+    prefix = f"{architecture}."
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in file.metadata.items()
+        if name.startswith(prefix)
+    }
+    fields = _FIELDS | more_fields
+    unknown = sorted(values.keys() - fields.keys() - set(_REDUNDANT))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{file.path}: the metadata value {prefix}{unknown[0]} is not supported. Use the "
+            "model's safetensors files."
+        )
+    missing = sorted({"embedding_length", "block_count", "attention.head_count"} - values.keys())
+    if missing or "token_embd.weight" not in file.tensors:
+        name = prefix + missing[0] if missing else "token_embd.weight"
+        raise ModelError(f"{file.path} lacks {name}. Download the file again.")
+    config = {field: values[name] for name, field in fields.items() if name in values}
+    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    config.setdefault("num_key_value_heads", num_heads)
+    config.setdefault("head_dim", hidden_size // num_heads)
+    _check_head_size(file, values, config["head_dim"])
+    config |= {
+        "model_type": model_type,
+        "architectures": [class_name],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
+        "rope_parameters": _rope(file, values, rope_factors),
+        **_token_ids(file.metadata),
+    }
+    if architecture in GEMMA:
+        has_hidden_scale = values["block_count"] == _LAYERS_WITH_HIDDEN_SCALE[architecture]
+        scale = hidden_size // num_heads if has_hidden_scale else config["head_dim"]
+        config["query_pre_attn_scalar"] = scale
+    if architecture == "gemma3":
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": values.get("rope.freq_base_swa", 10000.0),
+            },
+        }
+    if more_fields is _EXPERTS:
+        # llama.cpp always divides the weights of the chosen experts by their sum.
+        config["norm_topk_prob"] = True
+    return config
+
+
+def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
+    """Raise an UnsupportedModelError if only a part of a head is rotated, or if values differ."""
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if values.get(name, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{file.path}: {name} is {values[name]}, but heads of {head_dim} numbers are "
+                "supported only if both are equal. Use the model's safetensors files."
+            )
+
+
+def _has_bfloat16(file: GgufFile) -> bool:
+    return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens. The end of a turn also ends the output."""
+    prefix = "tokenizer.ggml."
+    ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        "bos_token_id": metadata.get(f"{prefix}bos_token_id"),
+        "eos_token_id": sorted({token for token in ends if token is not None}) or None,
+        "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
+    }
+
+
+def _rope(
+    file: GgufFile, values: Mapping[str, Any], factors: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the parameters of the rotary position embeddings.
+
+    Raises:
+        UnsupportedModelError: if the scaling is not supported.
+    """
+    parameters = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
+    kind = values.get("rope.scaling.type", "none")
+    if factors is not None:
+        return _llama3_rope(file, parameters, factors)
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{file.path}: rope.scaling.type {kind!r} is not supported. Use the model's "
+            "safetensors files."
+        )
+    parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        original = values.get("rope.scaling.original_context_length")
+        parameters["original_max_position_embeddings"] = original or values.get("context_length")
+    return parameters
+
+
+def _llama3_rope(
+    file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
+) -> dict[str, Any]:
+    """Return the parameters for which each frequency is divided by its factor.
+
+    The file contains the factors instead of the parameters from which they were computed.
+
+    Raises:
+        UnsupportedModelError: if the factors were computed from other parameters.
+    """
+    found = parameters | {
+        "rope_type": "llama3",
+        "factor": float(max(factors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = _llama3_factors(found, len(factors))
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, factors, strict=True)):
+        raise UnsupportedModelError(
+            f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
+            "safetensors files."
+        )
+    return found
+
+
+def _llama3_factors(parameters: Mapping[str, Any], count: int) -> list[float]:
+    """Return the divisor of each of `count` frequencies.
+
+    Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
+    """
+    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    divisors = []
+    for index in range(count):
+        length = 2 * math.pi * parameters["rope_theta"] ** (index / count)
+        smooth = min(1.0, max(0.0, (original / length - low) / (high - low)))
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors

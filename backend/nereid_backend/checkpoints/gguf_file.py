@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the header of a GGUF file: the metadata and the places of the tensors.
+
+Source: docs/gguf.md in the repository of ggml, version 3 of the format. All numbers are
+little-endian:
+
+    "GGUF", version uint32, number of tensors uint64, number of metadata values uint64
+    each metadata value: name, type uint32, value
+    each tensor: name, number of dimensions uint32, dimensions uint64, type uint32, offset uint64
+    padding, then the numbers of the tensors
+
+Every length in the file is compared with the rest of the file before anything is allocated.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from nereid_backend.errors import ModelError
+
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+# A vocabulary has fewer entries. The limits bound the memory for the header of a hostile file.
+_MAX_STRINGS = 2**22
+_MAX_HEADER_BYTES = 2**29
+_STRING, _ARRAY = 8, 9
+# The struct format of each metadata type with a fixed size.
+_FORMATS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """The place of a tensor in the file.
+
+    Attributes:
+        name: the name of the tensor.
+        shape: the shape, the dimension of adjacent numbers last.
+        kind: the type of the numbers, such as Q4_K.
+        start: the offset of the first byte from the beginning of the file.
+        num_bytes: the size of the tensor in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The header of a GGUF file.
+
+    Attributes:
+        path: the path of the file.
+        metadata: the metadata by name. Arrays are lists.
+        tensors: the tensors by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """The architecture, such as "llama"."""
+        return str(self.metadata.get("general.architecture", ""))
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of a GGUF file.
+
+    Raises:
+        ModelError: if the file is missing, incomplete or damaged.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+            metadata, tensors = _read(content)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error}).") from error
+    except (ValueError, struct.error) as error:
+        raise ModelError(
+            f"{path} is incomplete or damaged, or it is not a GGUF file: {error}. Download the "
+            "file again."
+        ) from error
+    return GgufFile(path, metadata, {tensor.name: tensor for tensor in tensors})
+
+
+def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Return the metadata and the tensors.
+
+    Raises:
+        ValueError, struct.error: if the file is damaged.
+    """
+    if content[:4] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    reader = _Reader(content)
+    version = reader.number("I")
+    if version not in _VERSIONS:
+        raise ValueError(f"the version is {version}, but versions 2 and 3 are supported")
+    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    # A metadata value has at least 13 bytes, and a tensor at least 24.
+    reader.check(num_values * 13 + num_tensors * 24)
+    metadata = {}
+    for _ in range(num_values):
+        name = reader.string()
+        metadata[name] = reader.value(reader.number("I"))
+    entries = [reader.tensor() for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
+        raise ValueError(f"general.alignment is {alignment}")
+    start = -(-reader.place // alignment) * alignment
+    tensors = [_place(entry, start) for entry in entries]
+    _check_places(tensors, len(content))
+    return metadata, tensors
+
+
+class _Reader:
+    """Reads values one after the other.
+
+    Attributes:
+        place: the offset of the next byte.
+    """
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        self._num_strings = 0
+        self.place = 4
+
+    def check(self, num_bytes: int) -> None:
+        """Raise ValueError if the next `num_bytes` bytes exceed the file or the header's limit."""
+        end = self.place + num_bytes
+        if end > len(self._content):
+            raise ValueError(f"a value ends at byte {end}, but the file has {len(self._content)}")
+        if end > _MAX_HEADER_BYTES:
+            raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
+
+    def number(self, code: str) -> Any:  # noqa: ANN401 - an integer, a float or a boolean
+        """Return the next number. `code` is its struct format without the byte order."""
+        return self._numbers(code, 1)[0]
+
+    def string(self) -> str:
+        """Return the next string."""
+        length = self.number("Q")
+        self.check(length)
+        self._num_strings += 1
+        if self._num_strings > _MAX_STRINGS:
+            raise ValueError(f"the header has more than {_MAX_STRINGS} strings")
+        text = self._content[self.place : self.place + length].decode("utf-8", errors="replace")
+        self.place += length
+        return text
+
+    def value(self, kind: int) -> Any:  # noqa: ANN401 - a number, a string or a list
+        """Return the next metadata value, which has the type `kind`."""
+        if kind in _FORMATS:
+            return self.number(_FORMATS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise ValueError(f"a metadata value has the unknown type {kind}")
+        element, count = self.number("I"), self.number("Q")
+        if element in _FORMATS:
+            return list(self._numbers(_FORMATS[element], count))
+        if element != _STRING:
+            raise ValueError(f"an array has elements of the unknown type {element}")
+        self.check(count * 8)
+        return [self.string() for _ in range(count)]
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return the next tensor: the name, the shape, the type and the offset."""
+        name, num_dimensions = self.string(), self.number("I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
+        dimensions = self._numbers("Q", num_dimensions)
+        return name, tuple(reversed(dimensions)), self.number("I"), self.number("Q")
+
+    def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{code}") * count
+        self.check(size)
+        numbers = struct.unpack_from(f"<{count}{code}", self._content, self.place)
+        self.place += size
+        return numbers
+
+
+def _place(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
+    """Return a tensor of the table. The offset in the table is relative to `data_start`.
+
+    Raises:
+        ValueError: if the type is unknown, or if a row is not a whole number of blocks.
+    """
+    name, shape, number, offset = entry
+    kind = GGMLQuantizationType(number)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if not shape or shape[-1] % block_size:
+        raise ValueError(f"the tensor {name} has the shape {shape}, but blocks of {block_size}")
+    num_bytes = prod(shape) // block_size * block_bytes
+    return GgufTensor(name, shape, kind, data_start + offset, num_bytes)
+
+
+def _check_places(tensors: list[GgufTensor], file_bytes: int) -> None:
+    """Raise ValueError if a tensor exceeds the file, or if two tensors overlap or have one name."""
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        if tensor.start < end:
+            raise ValueError(f"the tensor {tensor.name} overlaps another tensor")
+        end = tensor.start + tensor.num_bytes
+        if end > file_bytes:
+            raise ValueError(
+                f"the tensor {tensor.name} ends at byte {end}, but the file has {file_bytes}"
+            )
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("two tensors have the same name")

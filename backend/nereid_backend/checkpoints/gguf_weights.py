@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presents the tensors of a GGUF file as the weights of a transformers model.
+
+The names and the changes of numbers are those of llama.cpp's converter (convert_hf_to_gguf.py and
+the folder conversion/). The blocks of quantised numbers are those of ggml-quants.c:
+
+    Q8_0  scale float16, 32 x int8                             weight = scale * q
+    Q4_0  scale float16, 32 x 4 bits                           weight = scale * (q - 8)
+    Q6_K  128 bytes low bits, 64 bytes high bits, 16 x int8,   weight = scale * sub[i] * (q - 32)
+          scale float16
+    Q4_K  scale and minimum float16, 8 x two 6-bit numbers,    weight = scale * sub[i] * q
+    Q5_K  32 bytes high bits (Q5_K only), 128 bytes low bits            - minimum * min[i]
+
+The gguf library dequantises the other types.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoints.gguf_config import GEMMA
+from nereid_backend.checkpoints.gguf_file import GgufFile, GgufTensor
+from nereid_backend.checkpoints.integer_weight import PART_NUMBERS, IntegerWeight
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
+_MODEL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Tensors that the config describes.
+_NOT_WEIGHTS = ("rope_freqs.weight",)
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeight:
+    """A weight that is read and dequantised when transformers reads its elements.
+
+    Attributes:
+        path: the file.
+        tensor: the place of the tensor.
+        dtype: the data type of the result.
+        num_heads: the number of heads of which the file has the rows in another order, or None.
+        offset: the number that is subtracted from each weight.
+        expert: the index in the first dimension; None if the weight is the whole tensor.
+    """
+
+    path: Path
+    tensor: GgufTensor
+    dtype: torch.dtype
+    num_heads: int | None = None
+    offset: float = 0.0
+    expert: int | None = None
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the whole weight. `index` is `...`, with which transformers reads a tensor."""
+        weight = self.decode()
+        return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
+
+    def decode(self) -> Tensor | IntegerWeight:
+        """Return the weight. It is not dequantised if it consists of integers."""
+        *_, num_rows, num_columns = (1, *self.tensor.shape)
+        blocks = self._read_blocks()
+        kind = self.tensor.kind
+        decode = _INTEGERS.get(kind.name)
+        if decode is not None:
+            weight = decode(blocks, num_rows)
+            if self.num_heads is None:
+                return weight
+            order = _row_order(num_rows, self.num_heads)
+            zeros = weight.zeros
+            return IntegerWeight(
+                weight.values[order],
+                weight.scales[order],
+                None if zeros is None else zeros[order],
+                weight.group_size,
+                weight.bits,
+            )
+        result = torch.empty(num_rows, num_columns, dtype=self.dtype)
+        row_blocks = len(blocks) // num_rows
+        step = max(1, PART_NUMBERS // num_columns)
+        for start in range(0, num_rows, step):
+            part = result[start : start + step]
+            numbers = _floats(blocks[start * row_blocks :][: len(part) * row_blocks], kind)
+            part.copy_(numbers.view(part.shape) - self.offset)
+        if self.num_heads is not None:
+            result = result[_row_order(num_rows, self.num_heads)]
+        return result if self.expert is not None else result.view(self.tensor.shape)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the weight."""
+        shape = self.tensor.shape[1:] if self.expert is not None else self.tensor.shape
+        return int(np.prod(shape))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether `decode` returns an IntegerWeight."""
+        return self.tensor.kind.name in _INTEGERS
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the weight is quantised."""
+        return self.tensor.kind.name not in _FLOATS
+
+    def _read_blocks(self) -> Tensor:
+        """Return the blocks of the weight, uint8 [blocks, bytes of a block]."""
+        start, num_bytes = self.tensor.start, self.tensor.num_bytes
+        if self.expert is not None:
+            num_bytes //= self.tensor.shape[0]
+            start += self.expert * num_bytes
+        content = np.fromfile(self.path, dtype=np.uint8, count=num_bytes, offset=start)
+        if len(content) < num_bytes:
+            raise ModelError(
+                f"the tensor {self.tensor.name} in {self.path} cannot be read, because the file "
+                "has become shorter."
+            )
+        block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.kind][1]
+        return torch.from_numpy(content.reshape(-1, block_bytes))
+
+
+def gguf_weights(
+    file: GgufFile, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> dict[str, GgufWeight]:
+    """Return the weights of a GGUF file by their names in transformers.
+
+    Args:
+        file: the header of the file.
+        num_heads: the number of attention heads.
+        num_kv_heads: the number of key and value heads.
+        dtype: the data type of dequantised weights.
+
+    Raises:
+        UnsupportedModelError: if a tensor of the file is not used.
+    """
+    weights: dict[str, GgufWeight] = {}
+    for tensor in file.tensors.values():
+        if tensor.name in _NOT_WEIGHTS:
+            continue
+        name = _model_name(tensor.name, file)
+        offset = float(file.architecture in GEMMA and name.endswith("norm.weight"))
+        heads = None
+        # llama.cpp stores pairs of rotated numbers next to each other in this architecture only.
+        if file.architecture == "llama" and ".attn_q." in tensor.name:
+            heads = num_heads
+        elif file.architecture == "llama" and ".attn_k." in tensor.name:
+            heads = num_kv_heads
+        if "*" in name:
+            for expert in range(tensor.shape[0]):
+                weight = GgufWeight(file.path, tensor, dtype, expert=expert)
+                weights[name.replace("*", str(expert))] = weight
+        else:
+            weights[name] = GgufWeight(file.path, tensor, dtype, heads, offset)
+    return weights
+
+
+def _model_name(name: str, file: GgufFile) -> str:
+    """Return the name of a tensor in transformers. "*" stands for the index of an expert.
+
+    Example: "blk.3.attn_q.weight" gives "model.layers.3.self_attn.q_proj.weight".
+
+    Raises:
+        UnsupportedModelError: if the name is unknown.
+    """
+    if name in _MODEL_NAMES:
+        return _MODEL_NAMES[name]
+    match = _LAYER.fullmatch(name)
+    names = _GEMMA_LAYER_NAMES if file.architecture in GEMMA else _LAYER_NAMES
+    if match is not None:
+        layer, part, kind = match.groups()
+        experts = _EXPERTS.fullmatch(part)
+        if experts is not None:
+            return f"model.layers.{layer}.mlp.experts.*.{experts[1]}_proj.{kind}"
+        if part in names:
+            return f"model.layers.{layer}.{names[part]}.{kind}"
+    raise UnsupportedModelError(
+        f"{file.path}: the tensor {name} of the GGUF architecture {file.architecture} is not "
+        "supported. Use the model's safetensors files."
+    )
+
+
+def _row_order(num_rows: int, num_heads: int) -> Tensor:
+    """Return the rows of the file in the order of transformers.
+
+    The file has the two numbers that are rotated together in adjacent rows. transformers has them
+    half a head apart. Example: for one head of 4 rows, the order is [0, 2, 1, 3].
+    """
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _floats(blocks: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    """Return the float32 numbers of blocks."""
+    if kind.name in _FLOATS:
+        return blocks.flatten().view(_FLOATS[kind.name]).float()
+    return torch.from_numpy(gguf.dequantize(blocks.numpy(), kind))
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 number at byte `start` of each block, as float32 [blocks, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    values = blocks[:, 2:].contiguous().view(torch.int8).view(num_rows, -1)
+    return IntegerWeight(values, _half(blocks, 0).view(num_rows, -1), None, 32, bits=8)
+
+
+def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    packed = blocks[:, 2:]
+    values = torch.cat((packed & 15, packed >> 4), dim=1).view(num_rows, -1).to(torch.int8) - 8
+    return IntegerWeight(values, _half(blocks, 0).view(num_rows, -1), None, 32, bits=4)
+
+
+def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    low, high = blocks[:, :128].view(-1, 2, 64), blocks[:, 128:192].view(-1, 2, 32)
+    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = (high.unsqueeze(2) >> shifts) & 3
+    values = (low | (high << 4)).view(num_rows, -1).to(torch.int8) - 32
+    parts = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    scales = (_half(blocks, 208) * parts).view(num_rows, -1)
+    return IntegerWeight(values, scales, None, 16, bits=8)
+
+
+def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    packed = blocks[:, 16:].view(-1, 4, 1, 32)
+    values = torch.cat((packed & 15, packed >> 4), dim=2)
+    return _with_minimums(blocks, values, num_rows, bits=4)
+
+
+def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
+    packed = blocks[:, 48:].view(-1, 4, 1, 32)
+    low = torch.cat((packed & 15, packed >> 4), dim=2).view(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    high = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1
+    return _with_minimums(blocks, low | (high << 4), num_rows, bits=8)
+
+
+def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> IntegerWeight:
+    """Return a weight whose groups of 32 numbers have a scale and a minimum of 6 bits each.
+
+    The bytes a to l of a block contain the scales and minimums of 8 groups: the scales of groups
+    0 to 3 are the low 6 bits of a to d, and their minimums the low 6 bits of e to h. Groups 4 to 7
+    have the low and high 4 bits of i to l, and the upper 2 bits of a to d and of e to h.
+    """
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    parts = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=1)
+    minimums = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=1)
+    scales = (_half(blocks, 0) * parts.float()).view(num_rows, -1)
+    lows = (_half(blocks, 2) * minimums.float()).view(num_rows, -1)
+    values = values.reshape(num_rows, -1)
+    is_constant = scales == 0
+    if is_constant.any():
+        # All weights of such a group are -minimum. A scale of 1 with integers of 0 gives the same.
+        groups = is_constant.repeat_interleave(32, dim=1)
+        values = values.masked_fill(groups, 0)
+        scales = scales.masked_fill(is_constant, 1.0)
+    return IntegerWeight(values, scales, lows / scales, 32, bits)
+
+
+_INTEGERS: dict[str, Callable[[Tensor, int], IntegerWeight]] = {
+    "Q8_0": _decode_q8_0,
+    "Q4_0": _decode_q4_0,
+    "Q6_K": _decode_q6_k,
+    "Q4_K": _decode_q4_k,
+    "Q5_K": _decode_q5_k,
+}

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores the integers of quantised weights directly in the panels of the CPU kernels.
+
+The weights of the layers are read in two steps, so that neither the dequantised weights nor the
+integers of several layers are in memory at the same time:
+
+    1. transformers creates the model. The weight of each such layer is a placeholder, a tensor of
+       the right shape that takes no memory.
+    2. The integers of each layer are read, packed and stored in the layer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nereid_backend.checkpoints.integer_weight import IntegerWeight
+from nereid_backend.errors import ModelError
+from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
+
+# The panels store scales and zeros as float16. A scale that float16 represents less exactly, such
+# as a very small one, is not stored in panels.
+_MAX_SCALE_ERROR = 2.0**-10
+
+
+class LazyWeight(Protocol):
+    """A weight of a checkpoint that is read when it is needed."""
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether `decode` returns an IntegerWeight."""
+
+    def decode(self) -> Tensor | IntegerWeight:
+        """Return the weight."""
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the dequantised weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A weight that transformers loads as a placeholder.
+
+    Attributes:
+        weight: the weight.
+        tensor: the placeholder.
+    """
+
+    weight: LazyWeight
+    tensor: Tensor
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the placeholder. `index` is `...`, with which transformers reads a tensor."""
+        return self.tensor
+
+
+def use_placeholders(
+    weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
+) -> dict[str, LazyWeight | Placeholder]:
+    """Replace the weights of integers by placeholders if they belong to linear layers.
+
+    Args:
+        weights: the weights of a checkpoint by name.
+        model: the model without memory for its weights, on the device `meta`.
+        dtype: the data type of the model.
+    """
+    layers = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+    }
+    shared = _names_of_shared(model)
+    replaced: dict[str, LazyWeight | Placeholder] = {}
+    for name, weight in weights.items():
+        layer = layers.get(name)
+        if layer is None or name in shared or not weight.has_integers:
+            replaced[name] = weight
+            continue
+        tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
+        replaced[name] = Placeholder(weight, tensor)
+    return replaced
+
+
+@torch.inference_mode()
+def fill_placeholders(model: nn.Module, weights: Iterable[object]) -> int:
+    """Read the weights of all layers whose weight is a placeholder.
+
+    Args:
+        model: the model. Mutated; it can then neither be trained, saved nor moved.
+        weights: the weights from which the model was loaded.
+
+    Returns:
+        The number of layers whose integers are stored in panels.
+
+    Raises:
+        ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
+    """
+    waiting = {
+        weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
+    }
+    count = 0
+    for module in model.modules():
+        if type(module) is not nn.Linear:
+            continue
+        placeholder = waiting.pop(module.weight.data_ptr(), None)
+        if placeholder is not None:
+            count += _fill(module, placeholder.weight.decode())
+    if waiting:
+        raise ModelError(
+            f"{len(waiting)} quantised weights do not belong to linear layers. Set prepack=false."
+        )
+    return count
+
+
+def _names_of_shared(model: nn.Module) -> set[str]:
+    """Return the names of parameters that several modules share, such as tied embeddings."""
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    has_ties = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    return {*tied, *(tied.values() if isinstance(tied, dict) else ())} if has_ties else set()
+
+
+def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
+    """Store a weight in a layer, and return whether it is stored in panels. Mutates: the layer."""
+    dtype = layer.weight.dtype
+    shape = weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape
+    if shape != layer.weight.shape:
+        raise ModelError(
+            f"a quantised weight has the shape {tuple(shape)}, but its layer has "
+            f"{tuple(layer.weight.shape)}. Download the checkpoint again."
+        )
+    if isinstance(weight, Tensor):
+        layer.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        return False
+    if not _fits_panels(weight):
+        layer.weight = nn.Parameter(weight.dequantise(dtype), requires_grad=False)
+        return False
+    layer.__class__ = GroupedLinear
+    assert isinstance(layer, GroupedLinear)
+    bits = 4 if weight.bits <= 4 else 8
+    layer.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
+    return True
+
+
+def _fits_panels(weight: IntegerWeight) -> bool:
+    """Return whether the panels represent a weight without a further error."""
+    in_features = weight.values.shape[1]
+    if weight.input_groups is not None:
+        return False
+    if weight.group_size < in_features and weight.group_size % UNIT:
+        return False
+    scales = weight.scales.float()
+    error = (scales.half().float() - scales).abs()
+    return bool((error <= _MAX_SCALE_ERROR * scales.abs()).all())

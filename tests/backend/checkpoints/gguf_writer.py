@@ -1,0 +1,105 @@
+"""Writes GGUF files of tiny checkpoints with the gguf library, as llama.cpp's converter does."""
+
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+
+# The name of each tensor in GGUF files, by the end of its name in transformers.
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | None = None) -> Path:
+    """Write a GGUF file of a checkpoint, and return its path.
+
+    Args:
+        folder: the folder of the checkpoint. Its weights are replaced by the weights of the file.
+        architecture: the architecture in GGUF's spelling.
+        kind: the type of the weights, such as "Q8_0". Norms are float32.
+        metadata: more metadata, without the name of the architecture.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    file = folder / "model.gguf.tmp"
+    writer = gguf.GGUFWriter(file, architecture)
+    numbers = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+    }
+    if config.get("head_dim"):
+        numbers["attention.key_length"] = config["head_dim"]
+    for name, number in (numbers | (metadata or {})).items():
+        add = writer.add_float32 if isinstance(number, float) else writer.add_uint32
+        add(f"{architecture}.{name}", number)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    stored, experts = {}, {}
+    quantised = gguf.GGMLQuantizationType[kind]
+    for name, weight in load_file(folder / "model.safetensors").items():
+        new_name, weight = _convert(name, weight, architecture, config)
+        if "exps" in new_name:
+            experts.setdefault(new_name, []).append(weight)
+        else:
+            stored[new_name] = weight
+    stored |= {name: torch.stack(weights) for name, weights in experts.items()}
+    for name, weight in stored.items():
+        used = quantised if weight.dim() > 1 and weight.shape[-1] % 32 == 0 else None
+        data = gguf.quantize(weight.numpy(), used) if used is not None else weight.numpy()
+        writer.add_tensor(name, data, raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.rename(folder / f"{kind}.gguf")
+
+
+def _convert(name: str, weight: torch.Tensor, architecture: str, config: dict):
+    """Return the name and the numbers of a weight in a GGUF file."""
+    is_gemma = architecture.startswith("gemma")
+    if is_gemma and name.endswith("norm.weight"):
+        weight = weight + 1
+    if name in _TOP:
+        return _TOP[name], weight.contiguous()
+    _, _, layer, rest = name.split(".", 3)
+    part, _, suffix = rest.rpartition(".")
+    if ".experts." in part:
+        before, _, after = part.partition(".experts.")
+        part = f"{before}.experts.{after.split('.', 1)[1]}"
+    if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        is_key = part.endswith("k_proj")
+        heads = config["num_key_value_heads" if is_key else "num_attention_heads"]
+        halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+        weight = halves.transpose(1, 2).reshape(weight.shape)
+    names = _NAMES | (_GEMMA_NORMS if is_gemma else _NORMS)
+    return f"blk.{layer}.{names[part]}.{suffix}", weight.contiguous()

@@ -1,0 +1,262 @@
+import contextlib
+import json
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from backend.checkpoints.gguf_writer import write_gguf
+from backend.exactness import PARAMS, open_engine
+from backend.tiny_models import BY_NAME, Family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend.checkpoint import load_checkpoint
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.gguf_file import GgufTensor, read_gguf
+from nereid_backend.checkpoints.gguf_weights import GgufWeight
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+GEMMA3 = Family(
+    "gemma3",
+    "gemma3_text",
+    {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 12,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+)
+WINDOW = {"attention.sliding_window": 12}
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+CASES = {
+    "llama": (BY_NAME["llama"], {}),
+    "qwen2": (BY_NAME["qwen2"], {}),
+    "qwen3": (BY_NAME["qwen3"], {}),
+    "qwen3moe": (
+        Family("moe", "qwen3_moe", BY_NAME["qwen3_moe"].extra | {"norm_topk_prob": True}),
+        EXPERTS,
+    ),
+    "gemma2": (BY_NAME["gemma2"], WINDOW | SOFTCAPS),
+    "gemma3": (GEMMA3, WINDOW | {"rope.freq_base": 1e6}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def load(path, dtype="float32", *, use_panels=False):
+    return load_checkpoint(
+        str(path),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention="eager",
+        progress=lambda line: None,
+        use_panels=use_panels,
+    ).model
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_a_float_file_computes_the_logits_of_the_checkpoint(architecture, tmp_path):
+    family, metadata = CASES[architecture]
+    folder = family.save(tmp_path / "checkpoint")
+    file = write_gguf(folder, architecture, "F32", metadata=metadata)
+    expected, found = load(folder), load(file)
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+    ids = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        difference = (found(ids).logits - expected(ids).logits).abs().max()
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16", "BF16"])
+def test_a_quantised_file_has_the_weights_that_the_gguf_library_dequantises(kind, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    file = write_gguf(folder, "llama", kind)
+    found = load(file).state_dict()
+    reader = gguf.GGUFReader(file)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for stored, name in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.1.ffn_down.weight": "model.layers.1.mlp.down_proj.weight",
+    }.items():
+        tensor = tensors[stored]
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_allclose(found[name].numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+def random_blocks(kind, num_blocks, seed=0):
+    """Return blocks of random integers with finite scales."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
+    scales = random.uniform(0.001, 0.1, (num_blocks, 2)).astype(np.float16).view(np.uint8)
+    starts = {"Q6_K": [208]}.get(kind.name, [0, 2] if kind.name in ("Q4_K", "Q5_K") else [0])
+    for place, start in enumerate(starts):
+        blocks[:, start : start + 2] = scales[:, 2 * place : 2 * place + 2]
+    return blocks, size
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_NL"])
+def test_blocks_are_dequantised_like_in_the_gguf_library(name, tmp_path):
+    kind = gguf.GGMLQuantizationType[name]
+    blocks, size = random_blocks(kind, 12)
+    if name in ("Q4_K", "Q5_K"):
+        blocks[3, 4:8] = 0  # the first groups of this block have the scale 0
+        blocks[3, 12:16] = 0
+    (tmp_path / "file").write_bytes(b"1234" + blocks.tobytes())
+    tensor = GgufTensor("x", (4, 3 * size), kind, 4, blocks.nbytes)
+    found = GgufWeight(tmp_path / "file", tensor, torch.float32)[...]
+    expected = gguf.dequantize(blocks.reshape(4, -1), kind)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_engine_generates_the_tokens_of_the_dequantised_model(tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    file = write_gguf(folder, "llama", "Q8_0")
+    assert any(type(module) is GroupedLinear for module in load(file, use_panels=True).modules())
+    load(file).save_pretrained(folder)
+    outputs = []
+    for path in (folder, file):
+        engine = open_engine(path)
+        outputs.append(engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS))
+        engine.close()
+    for one, other in zip(*outputs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def bpe_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|end|>"], initial_alphabet=["a"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the tokens of the tokenizer in the file"] * 3, trainer)
+    return tokenizer
+
+
+def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
+    tokenizer = bpe_tokenizer()
+    content = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    path = write_gguf(folder, "llama", "F32")
+    add_tokenizer(path, tokens, [" ".join(pair) for pair in content["merges"]], "gpt-2")
+    loaded = AutoTokenizer.from_pretrained(checkpoint_folder(str(path)))
+    for text in ("the tokens", "in the file of<|end|>", "  the\n file"):
+        assert loaded.encode(text) == tokenizer.encode(text).ids
+    assert loaded.eos_token == "<|end|>"
+    assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
+
+
+def add_tokenizer(path, tokens, merges, pre):
+    """Add a tokenizer to a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(tokens.index("<|end|>"))
+    writer.add_chat_template("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").rename(path)
+
+
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    path = write_gguf(folder, "llama", "F32")
+    add_tokenizer(path, ["a", "<|end|>"], ["a a"], "some-other")
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'some-other'"):
+        checkpoint_folder(str(path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("falcon", {}, "architecture 'falcon' is not supported. The supported architectures are"),
+        ("llama", {"expert_count": 8}, r"metadata value llama\.expert_count is not supported"),
+        ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8"),
+    ],
+)
+def test_an_unsupported_file_is_refused(architecture, metadata, message, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    path = write_gguf(folder, architecture, "F32", metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=message):
+        checkpoint_folder(str(path))
+
+
+def header(*, tensors=0, values=0, version=3, rest=b""):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, values) + rest
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGU",
+        b"nothing of the kind",
+        header(version=9),
+        header(tensors=2**60),
+        header(values=2**63),
+        header(values=1, rest=struct.pack("<Q", 2**62) + bytes(64)),
+        header(values=1, rest=text(b"a") + struct.pack("<IIQ", 9, 8, 2**61) + bytes(64)),
+        header(values=1, rest=text(b"a") + struct.pack("<IIQ", 9, 9, 2) + bytes(64)),
+        header(values=1, rest=text(b"a") + struct.pack("<IIQ", 9, 10, 2**61) + bytes(64)),
+        header(tensors=1, rest=text(b"a") + struct.pack("<I", 2**31) + bytes(64)),
+        header(tensors=1, rest=text(b"a") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0)),
+        header(tensors=1, rest=text(b"a") + struct.pack("<IQIQ", 1, 64, 999, 0) + bytes(64)),
+        header(tensors=1, rest=text(b"a") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(64)),
+        header(tensors=1, rest=text(b"a") + struct.pack("<IQIQ", 1, 8, 0, 2**50) + bytes(64)),
+        header(
+            tensors=2,
+            rest=text(b"a")
+            + struct.pack("<IQIQ", 1, 8, 0, 0)
+            + text(b"b")
+            + struct.pack("<IQIQ", 1, 8, 0, 16)
+            + bytes(256),
+        ),
+    ],
+)
+def test_a_hostile_file_is_refused(content, tmp_path):
+    path = tmp_path / "file.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"file\.gguf"):
+        checkpoint_folder(str(path))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_damaged_header_never_causes_another_error(data, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    if not folder.exists():
+        write_gguf(BY_NAME["llama"].save(folder), "llama", "F32")
+    content = bytearray((folder / "F32.gguf").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 2000))] = data.draw(st.integers(0, 255))
+    path = folder / "changed.gguf"
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    with contextlib.suppress(ModelError):
+        read_gguf(path)

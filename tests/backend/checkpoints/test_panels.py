@@ -1,0 +1,78 @@
+"""The integers of quantised checkpoints in the panels of the CPU kernels."""
+
+import pytest
+import torch
+from backend.checkpoints import writers
+from backend.exactness import PARAMS, open_engine
+from nereid_backend.checkpoint import load_checkpoint
+from nereid_backend.linear.grouped_linear import GroupedLinear
+
+
+def load(folder, *, use_panels):
+    return load_checkpoint(
+        str(folder),
+        dtype="float32",
+        device=torch.device("cpu"),
+        attention="eager",
+        progress=lambda line: None,
+        use_panels=use_panels,
+    ).model
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
+WRITERS = {
+    "awq": writers.awq,
+    "gptq": lambda: writers.gptq(4),
+    "gptq, 3 bits": lambda: writers.gptq(3, is_v2=True),
+    "gptq, 8 bits": lambda: writers.gptq(8),
+    "compressed-tensors": lambda: writers.compressed_tensors("pack-quantized", **INT4),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
+    _, quantised = writers.write_pair("llama", tmp_path, *WRITERS[name]())
+    expected = load(quantised, use_panels=False).state_dict()
+    model = load(quantised, use_panels=True)
+    layers = [
+        (layer, module) for layer, module in model.named_modules() if type(module) is GroupedLinear
+    ]
+    assert len(layers) == 14  # 7 layers in each of 2 blocks; lm_head is not quantised
+    for layer, module in layers:
+        weight = expected[f"{layer}.weight"]
+        # The panels store scales and zeros as float16.
+        difference = (module.dequantised() - weight).abs().max()
+        assert difference <= 2e-3 * weight.abs().max(), layer
+    for name, weight in model.state_dict().items():
+        if name in expected and "_proj" not in name:
+            assert torch.equal(weight, expected[name]), name
+
+
+def test_an_activation_order_is_dequantised(tmp_path):
+    _, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(4, desc_act=True))
+    expected = load(quantised, use_panels=False).state_dict()
+    found = load(quantised, use_panels=True).state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_merged_experts_are_dequantised(tmp_path):
+    _, quantised = writers.write_pair("qwen3_moe", tmp_path, *writers.awq())
+    expected = load(quantised, use_panels=False).state_dict()
+    found = load(quantised, use_panels=True)
+    assert any(type(module) is GroupedLinear for module in found.modules())
+    for name, weight in found.state_dict().items():
+        if "experts" in name:
+            assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+def test_an_engine_generates_the_tokens_of_the_dequantised_model(prepack, tmp_path):
+    plain, quantised = writers.write_pair("llama", tmp_path, *writers.gptq(8))
+    outputs = []
+    for folder in (plain, quantised):
+        engine = open_engine(folder, prepack=prepack)
+        outputs.append(engine.generate([[5, 6, 7], [9, 8, 7, 6, 5]], PARAMS))
+        engine.close()
+    expected, found = outputs
+    for one, other in zip(expected, found, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids

@@ -31,8 +31,8 @@ def text(value):
     return np.array([value.encode()], dtype=np.object_)
 
 
-def chat(*messages, **fields):
-    return {"chat_request": text(json.dumps({"messages": list(messages), **fields}))}
+def chat(*contents, **fields):
+    return {"chat_request": text(json.dumps({"messages": list(contents), **fields}))}
 
 
 def user(content="a"):
@@ -136,6 +136,26 @@ def test_the_largest_number_of_messages_is_accepted(tokenizer):
     count = tokenizer._prompts.limits.max_messages
     reply = tokenizer.respond(Request(**chat(*[user("")] * count)))
     assert reply.error is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": [user("\ud800")]}, "chat_request: a text contains half of a surrogate pair"),
+        ({"cache_salt": "\udfff"}, "chat_request: a text contains half of a surrogate pair"),
+        ({"tool_choice": 7}, "tool_choice: the value must be auto, required, none or an object"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [7]}}, "tool_choice: the value must"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": 7}}, "tool_choice: the value"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(tokenizer, fields, said):
+    error = refusal(tokenizer, chat(**{"messages": [user()], **fields}))
+    assert error.startswith(f"[INVALID_ARGUMENT] {said}")
+
+
+def test_surrogate_pairs_and_huge_budgets_are_accepted(tokenizer):
+    request = Request(**chat(user("\U0001f600"), thinking_token_budget=10**400))
+    assert tokenizer.respond(request).error is None
 
 
 def test_a_client_can_ask_for_the_limits(tokenizer):

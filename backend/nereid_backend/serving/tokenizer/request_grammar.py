@@ -87,6 +87,7 @@ def build_chat_grammar(
     """
     output = read_output_format(fields)
     choice = fields.get("tool_choice")
+    _check_tool_choice(choice)
     has_calls = bool(tools) or choice not in (None, "auto", "none")
     if fmt is None:
         if has_calls:
@@ -318,6 +319,19 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     is_strict = output is not None and output.is_strict
     strict_schema = _to_json(output.schema) if output is not None and is_strict else ""
     return RequestGrammar(spec, strict_schema, field)
+
+
+def _check_tool_choice(choice: object) -> None:
+    """Raise a RequestError if `tool_choice` is neither text nor an object that names functions."""
+    if choice is None or isinstance(choice, str):
+        return
+    allowed = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
+    tools = allowed.get("tools", []) if isinstance(allowed, Mapping) else None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(
+            "tool_choice: the value must be auto, required, none or an object that names "
+            f"functions, but the request has {shown(choice)}."
+        )
 
 
 def _refuse_calls_without_format(choice: object) -> None:

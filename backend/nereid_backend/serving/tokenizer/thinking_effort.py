@@ -20,6 +20,8 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
+# A larger budget is no limit either, and would not fit into the messages to the engine.
+_LARGEST = 2**31 - 1
 # Jinja code between {{ }} or {% %}, and string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -207,4 +209,4 @@ def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSO
             f"{name}: the value must be a number of tokens (-1 means no limit), but the request "
             f"has {shown(value)}."
         )
-    return None if value == _UNLIMITED else value
+    return None if value == _UNLIMITED else min(value, _LARGEST)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _NUM_SEED_TOKENS = 6
 # Tokenising this many bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 _SERVER_PARAMETER_PREFIX = "triton_"
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class TokenizerModel:
@@ -234,7 +236,25 @@ def _json_object(
         raise RequestError(
             f"{name}: the text must be a JSON object, but the request has {shown(value)}."
         )
+    if _ESCAPED_SURROGATE.search(text):
+        try:
+            _refuse_surrogates(name, value)
+        except RecursionError:
+            raise limits.depth_error(name) from None
     return value
+
+
+def _refuse_surrogates(name: str, value: dict[str, Any]) -> None:
+    r"""Raise a RequestError if a text in a JSON object contains half of a surrogate pair.
+
+    Such a text, for example "\ud800", cannot be encoded in UTF-8.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{name}: a text contains half of a surrogate pair, which is not a valid character."
+        ) from None
 
 
 def _sampling_fields(

@@ -1,13 +1,17 @@
-"""The DeepSeek family as a reference: its three formats through the whole server, by a script.
+"""The three formats of the DeepSeek family, from the openai library to a scripted engine.
 
-Each answer is asked for streaming and not, and must be the same message both ways.
+Each request is sent twice, with and without streaming, and both answers must be the same message.
+One format runs on a real server. The others run in this process, in the same steps.
 """
 
 import json
+from contextlib import contextmanager
 
 import openai
 import pytest
+from e2e.pipeline_backend import PipelineBackend
 from e2e.scripted import checkpoint, scripted
+from fakes.live_frontend import live_frontend
 
 pytestmark = pytest.mark.triton
 
@@ -94,29 +98,55 @@ def rules(script):
     ]
 
 
-def serve(tmp_path_factory, template, script, **settings):
-    folder = tmp_path_factory.mktemp(template)
+@contextmanager
+def on_a_server(folder, template, script):
+    """Yield the OpenAI URL of `nereid serve` with a template and a script."""
     model = checkpoint(folder / "model", template, MARKERS, BOS, EOS)
-    return scripted(model, rules(script), folder, **settings)
+    with scripted(model, rules(script), folder) as served:
+        yield served.openai_url
 
 
-@pytest.fixture(scope="module", params=SCRIPTS)
+@contextmanager
+def in_this_process(folder, template, script, **settings):
+    """Yield the OpenAI URL of a frontend whose backend runs in this process, without a server."""
+    model = checkpoint(folder / "model", template, MARKERS, BOS, EOS)
+    with (
+        PipelineBackend(model, rules(script), folder, **settings) as backend,
+        live_frontend(backend) as port,
+    ):
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+PLACES = [
+    *((name, in_this_process) for name in SCRIPTS),
+    ("deepseek_v31", on_a_server),
+    *(
+        pytest.param((name, on_a_server), marks=pytest.mark.long)
+        for name in SCRIPTS
+        if name != "deepseek_v31"
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]} {place[1].__name__}")
 def family(request, tmp_path_factory):
     """One of the three checkpoints: its name and a function that asks it."""
-    with serve(tmp_path_factory, request.param, SCRIPTS[request.param]) as served:
-        yield request.param, asker(served)
+    name, run = request.param
+    with run(tmp_path_factory.mktemp(name), name, SCRIPTS[name]) as url:
+        yield name, asker(url)
 
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
-    with serve(tmp_path_factory, "deepseek_v31", STRICT, parser_policy="strict") as served:
-        yield asker(served)
+    folder = tmp_path_factory.mktemp("strict")
+    with in_this_process(folder, "deepseek_v31", STRICT, parser_policy="strict") as url:
+        yield asker(url)
 
 
-def asker(served):
+def asker(url):
     def ask(content, **fields):
         """The message of an answer, asserted to be the same streaming and not."""
-        with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             body = {
                 "model": client.models.list().data[0].id,
                 "messages": [{"role": "user", "content": content}],

@@ -1,0 +1,43 @@
+"""The steps of the ensemble in this process, as the backend of a frontend."""
+
+import numpy as np
+import pytest
+from backend.serving.pipeline import Pipeline
+from fakes.fake_backend import FakeBackend
+from nereid_backend.errors import NereidError
+from nereid_client.triton_backend import read_error
+
+
+class PipelineBackend(FakeBackend):
+    """A backend that runs the tokenizer, a scripted engine and the postprocessor of a checkpoint.
+
+    Args:
+        model: the folder of the checkpoint.
+        script: the rules of the scripted engine.
+        folder: an empty folder for the script.
+        settings: settings of the model repository, such as parser_policy="strict".
+    """
+
+    def __init__(self, model, script, folder, **settings):
+        super().__init__()
+        self._patch = pytest.MonkeyPatch()
+        self._pipeline = Pipeline(model, script, folder, self._patch, **settings)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._patch.undo()
+
+    async def generate(self, generation):
+        inputs = {
+            "chat_request": np.array([generation.chat_request.encode()], dtype=np.object_),
+            "stream": np.array([True]),
+        }
+        try:
+            replies = self._pipeline.ask(**inputs)
+        except NereidError as error:
+            raise read_error(str(error)) from None
+        for reply in replies:
+            for delta in filter(None, reply["delta"]):
+                yield delta

@@ -1,13 +1,141 @@
-"""For all tests: examples that hypothesis makes are the same in every run, and may take their time.
+"""Configuration of all tests: examples of hypothesis, work of each process, and leftover processes.
 
-Other examples each time:  pytest --hypothesis-profile=exploring
+To generate other examples in each run:  pytest --hypothesis-profile=exploring
 """
 
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
-# On a busy machine any example can take long, and that says nothing about the code.
+# On a busy machine, any example can take long. That is no defect of the code.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 settings.register_profile("exploring", **PATIENT)
 settings.register_profile("repeatable", derandomize=True, **PATIENT)
 settings.load_profile("repeatable")
+
+# Each of these groups of files has a server of its own. pytest-xdist runs a group in one process,
+# because every process would start the server again, which takes about 20 s.
+SHARED_SERVERS = {
+    "the server of the fixture `served`": (
+        *("tests/docs/test_pages.py", "tests/e2e/test_cancel.py", "tests/e2e/test_ensemble.py"),
+        *("tests/e2e/test_examples.py", "tests/e2e/test_openai.py", "tests/e2e/test_output.py"),
+        *("tests/e2e/test_parsed.py", "tests/e2e/test_pooling.py", "tests/e2e/test_rag.py"),
+        *("tests/e2e/test_responses.py", "tests/e2e/test_strict.py", "tests/e2e/test_faults.py"),
+    ),
+    "the server of tests/fuzz": (
+        *("tests/fuzz/test_grammars.py", "tests/fuzz/test_http.py"),
+        *("tests/fuzz/test_images.py", "tests/fuzz/test_tensors.py"),
+    ),
+}
+_GROUP_OF_FILE = {file: group for group, files in SHARED_SERVERS.items() for file in files}
+_LEFTOVER_LIMIT_S = 15.0
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The demo models on a real Triton server with the OpenAI frontend.
+
+    The end of the server is a test, too: on SIGTERM, `nereid serve` must end all of its processes
+    and return exit code 0.
+    """
+    # The tests of parsers/ use this file, too, but they run without these packages.
+    import psutil
+
+    from loadtest.server.served import Served
+
+    with Served(arguments=["--log-level=warning"]) as running:
+        yield running
+        children = psutil.Process(running.process.pid).children(recursive=True)
+        assert len(children) >= 6  # tritonserver, its stubs, the engine, two workers, the frontend
+        assert running.stop() == 0
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+
+
+# ---- the order of the files
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Run files that start servers first, and among them the group with the most tests.
+
+    The many short files at the end keep all processes busy until the last moment.
+    """
+    servers = {item.path for item in items if item.get_closest_marker("triton")}
+    shared = {item.path for item in items if _group_of(item.nodeid) in SHARED_SERVERS}
+    items.sort(key=lambda item: (item.path not in shared, item.path not in servers))
+
+
+def _group_of(nodeid):
+    """Return the group of a test's file, or the file if it belongs to no group."""
+    file = nodeid.split("::", 1)[0]
+    return _GROUP_OF_FILE.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Return a scheduler that gives all files of a group to the same process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class GroupScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return _group_of(nodeid)
+
+        def remove_node(self, node):
+            """Return the test that ended its process, and let another process run the rest.
+
+            The method of the base class would run the same test again in the next eight processes.
+            """
+            units = self.assigned_work.pop(node)
+            waiting = {scope: unit for scope, unit in units.items() if not all(unit.values())}
+            if not waiting:
+                return None
+            first = next(iter(waiting.values()))
+            crashed = next(nodeid for nodeid, has_ended in first.items() if not has_ended)
+            first[crashed] = True
+            self.workqueue.update(waiting)
+            for other in self.nodes:
+                self._reschedule(other)
+            return crashed
+
+    config.option.loadscopereorder = False  # the order above, not the number of tests
+    return GroupScheduling(config, log)
+
+
+# ---- processes that outlive the tests
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Fail the run if a test left a process running, and end that process."""
+    scheduler = config.pluginmanager.getplugin("dsession")
+    if scheduler is None or not hasattr(scheduler, "nodemanager"):
+        return  # only the processes of pytest-xdist mark their children
+    mark = f"PYTEST_XDIST_TESTRUNUID={scheduler.nodemanager.testrunuid}\0".encode()
+    deadline = time.monotonic() + _LEFTOVER_LIMIT_S
+    while (left := _marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid, command in left.items():
+        terminalreporter.write_line(f"A test left this process running: {command}", red=True)
+        config.pluginmanager.getplugin("session").exitstatus = pytest.ExitCode.TESTS_FAILED
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked_processes(mark):
+    """Return the command line of each process that started with `mark` in its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # the process ended, or belongs to another user
+            continue
+    return found

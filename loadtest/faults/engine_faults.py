@@ -115,10 +115,10 @@ def generating() -> list[Ask]:
     ]
 
 
-def embedding() -> list[Ask]:
-    """Return requests that run for a few seconds on the embedding model, and one chat stream."""
+def embedding(num_texts: int) -> list[Ask]:
+    """Return three requests of `num_texts` texts for the embedding model, and one chat stream."""
     words = "Hugo lives in Pinemark and has a turtle, which is older than he is. " * 6
-    texts = [f"{n} {words}" for n in range(1200)]
+    texts = [f"{n} {words}" for n in range(num_texts)]
     return [
         *(_openai("embedding", "/v1/embeddings", model="embed", input=texts) for _ in range(3)),
         _chat("stream", "Hello!", stream=True, max_tokens=300, ignore_eos=True),
@@ -164,13 +164,23 @@ def faults() -> list[EngineFault]:
     ]
 
 
-async def measure_one(served: Served, asker: Asker, fault: EngineFault) -> Row:
-    """Inject one fault while the requests for its process run, and return the results."""
+async def measure_one(
+    served: Served, asker: Asker, fault: EngineFault, num_texts: int = 1200
+) -> Row:
+    """Inject one fault while the requests for its process run, and return the results.
+
+    Args:
+        served: the server, from `serve`.
+        asker: the client.
+        fault: the fault.
+        num_texts: the number of texts in each request for the embedding model. The 1200 texts of
+            the default need a few seconds.
+    """
     if fault.role == "engine":
         probe = _chat("probe", "Hello!", max_tokens=2)
         return await measure(served, asker, fault, generating(), probe)
     probe = _openai("probe", "/v1/embeddings", model="embed", input=["x"])
-    return await measure(served, asker, fault, embedding(), probe)
+    return await measure(served, asker, fault, embedding(num_texts), probe)
 
 
 def make_asker(served: Served, limit_s: float = 60.0) -> Asker:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from docs.blocks import (
     BIN,
@@ -114,12 +115,23 @@ class Servers:
         return ports
 
     def _stop(self) -> None:
-        """Stop all servers at the same time; plain `tritonserver` and its frontend included."""
+        """Stop all servers at the same time; plain `tritonserver` and its frontend included.
+
+        Raises: AssertionError if a server leaves one of its processes running.
+        """
+        children = [
+            child
+            for process in self._processes
+            if process.poll() is None
+            for child in psutil.Process(process.pid).children(recursive=True)
+        ]
         for process in reversed(self._processes):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         for process in self._processes:
             process.wait(120)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
 
 
 def _answers(url: str) -> bool:
@@ -131,10 +143,9 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
+def servers(served, tmp_path_factory):
     with ExitStack() as stack:
-        main = stack.enter_context(Served(arguments=["--log-level=warning"]))
-        yield Servers(main, tmp_path_factory.mktemp("nereid"), stack)
+        yield Servers(served, tmp_path_factory.mktemp("nereid"), stack)
 
 
 @pytest.mark.triton

@@ -12,7 +12,7 @@ from loadtest.faults.server_watch import Watch
 pytestmark = pytest.mark.triton
 
 SEED = 20
-NUM_REQUESTS = 240
+NUM_REQUESTS = 120
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,9 @@ def test_structured_answers_match_the_schema_and_are_sorted(served):
     done = run(served, ".venv/bin/python client/examples/structured_openai.py --n 3")
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
-    assert all(re.fullmatch(r"mean token probability \d+%: name=.+ age=\d+", line) for line in lines)
+    assert all(
+        re.fullmatch(r"mean token probability \d+%: name=.+ age=\d+", line) for line in lines
+    )
     probabilities = [int(line.split("%")[0].split()[-1]) for line in lines]
     assert probabilities == sorted(probabilities, reverse=True)
 

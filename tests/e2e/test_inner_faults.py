@@ -41,11 +41,13 @@ def serving():
 def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
     monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))
+    if "hangs" not in name:  # other faults show in the next forward pass
+        fault = dataclasses.replace(fault, settled_s=2.0)
 
     async def measure():
         asker = make_asker(serving, limit_s=240.0)
         try:
-            return await measure_one(serving, asker, fault)
+            return await measure_one(serving, asker, fault, num_texts=400)
         finally:
             await asker.close()
 

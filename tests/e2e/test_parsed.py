@@ -87,6 +87,7 @@ def test_plain_triton_clients_get_the_parts_in_the_delta(served):
     assert "<tool_call>" in reply.text
 
 
+@pytest.mark.long  # test_chat_format.py proves the same without a server
 def test_parsing_can_be_switched_off():
     off = {"NEREID_REASONING_PARSER": "none", "NEREID_TOOL_PARSER": "none"}
     with Served(environment=off, arguments=ALONE) as served:

@@ -18,7 +18,10 @@ from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
-FLAGS = ["--log-level=warning", "--served-model-name=chat", "--restart-backoff=0", *ALONE]
+FLAGS = [
+    *("--log-level=warning", "--served-model-name=chat", "--restart-backoff=0"),
+    *("--drain-timeout=200", *ALONE),
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,29 +62,29 @@ def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeyp
     wait_for(lambda: not processes.what_is_busy(stack))
 
 
-def test_sigterm_lets_a_stream_finish_and_frees_everything():
-    with Served(arguments=[*FLAGS, "--drain-timeout=200"]) as running:
-        url = f"http://127.0.0.1:{running.openai_port}"
-        long = probe().body | {"max_tokens": 800, "ignore_eos": True, "stream": True}
+def test_sigterm_lets_a_stream_finish_and_frees_everything(stack):
+    """The last test of this server: it ends the server."""
+    url = f"http://127.0.0.1:{stack.openai_port}"
+    long = probe().body | {"max_tokens": 800, "ignore_eos": True, "stream": True}
 
-        async def stop_in_the_middle():
-            asker = Asker(url, running.http_url)
-            # What it was asked before it was ready may be over for its client alone.
-            wait_for(lambda: processes.num_in_frontend(running) == 0)
-            task = asyncio.create_task(asker.ask(Ask("openai", "/v1/chat/completions", long)))
-            while not await asyncio.to_thread(processes.num_in_frontend, running):
-                assert not task.done()
-            running.process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 100
+    async def stop_in_the_middle():
+        asker = Asker(url, stack.http_url)
+        # A request of the test before may still run in the frontend after its client has left.
+        wait_for(lambda: processes.num_in_frontend(stack) == 0)
+        task = asyncio.create_task(asker.ask(Ask("openai", "/v1/chat/completions", long)))
+        while not await asyncio.to_thread(processes.num_in_frontend, stack):
+            assert not task.done()
+        stack.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 100
+        refused = await asker.ask(probe())
+        while refused.kind == "ok" and time.monotonic() < deadline:
             refused = await asker.ask(probe())
-            while refused.kind == "ok" and time.monotonic() < deadline:
-                refused = await asker.ask(probe())
-            outcome = await task
-            await asker.close()
-            return outcome, refused
+        outcome = await task
+        await asker.close()
+        return outcome, refused
 
-        outcome, refused = asyncio.run(stop_in_the_middle())
-        assert outcome.kind == "ok", outcome.detail
-        assert refused.kind in ("refused", "lost"), refused.detail
-        assert running.process.wait(240) == 0
-    assert processes.shared_memory(running) == []
+    outcome, refused = asyncio.run(stop_in_the_middle())
+    assert outcome.kind == "ok", outcome.detail
+    assert refused.kind in ("refused", "lost"), refused.detail
+    assert stack.process.wait(240) == 0
+    assert processes.shared_memory(stack) == []

@@ -23,7 +23,6 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.model.startup import load
 from nereid_backend.offline import generate
 from nereid_backend.sampling.logits_processor import check_token_ids
-from nereid_backend.step_failures import StepFailures
 from nereid_backend.step_loop import StepLoop
 from nereid_backend.text.load_decoder import load_decoder
 
@@ -100,7 +99,7 @@ class Engine:
         self._loop = StepLoop(
             self._scheduler,
             self._runner,
-            StepFailures(config.max_step_failures),
+            max_step_failures=config.max_step_failures,
             is_async=config.async_scheduling and obstacle is None,
         )
 

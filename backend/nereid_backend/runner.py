@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,8 +34,14 @@ logger = logging.getLogger(__name__)
 class ForwardPath(Protocol):
     """The interface of a forward path, which owns the KV cache and other state of the model."""
 
-    def forward(self, plan: StepPlan) -> Tensor:
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the forward pass of a plan that has at least one chunk.
+
+        Args:
+            plan: the plan.
+            sampled: [n] int64 on the device, the tokens that the previous step sampled, if the plan
+                has pending chunks. These chunks read their input tokens from this tensor. Only the
+                packed path supports pending chunks.
 
         Returns:
             Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
@@ -49,19 +55,6 @@ class ForwardPath(Protocol):
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
         sequence that gets these blocks.
-        """
-
-
-class AsyncPath(ForwardPath, Protocol):
-    """The interface of a forward path that supports steps that were planned ahead."""
-
-    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Run the forward pass of a plan.
-
-        Args:
-            plan: a plan with at least one chunk.
-            sampled: [n] int64 on the device, the tokens that the previous step sampled. The pending
-                chunks of the plan read their input tokens from this tensor.
         """
 
 
@@ -138,9 +131,10 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if before is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
+        sampled = None if before is None or before.pending is None else before.pending.token_ids
         with self._clearing(plan):
             try:
-                logits = self._forward(plan, before)
+                logits = self._path.forward(plan, sampled)
             except BaseException:
                 # The mask threads use the guides until they are finished.
                 self._masks.join(mask_jobs or ())
@@ -208,11 +202,6 @@ class Runner:
             for chunk in plan.chunks:
                 self._path.clear(chunk.sequence)
             raise
-
-    def _forward(self, plan: StepPlan, before: RunningStep | None) -> Tensor:
-        if before is None or before.pending is None:
-            return self._path.forward(plan)
-        return cast(AsyncPath, self._path).forward(plan, before.pending.token_ids)
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:

@@ -15,14 +15,17 @@ sequence, B does not sample a token for the sequence, and a later step computes 
 If a sequence of A ends with an error, B is dropped completely.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
+from nereid_backend.errors import EngineError, is_lost_device
 from nereid_backend.runner import Runner, RunningStep
-from nereid_backend.step_failures import StepFailures
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +51,24 @@ class StepLoop:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, failures: StepFailures, *, is_async: bool
+        self, scheduler: Scheduler, runner: Runner, *, max_step_failures: int, is_async: bool
     ) -> None:
         """Create a loop without a running step.
 
-        With `is_async`, the next step starts before the tokens of the current step are read. In
-        this case, the scheduler must not propose draft tokens, and the path of the runner must
-        support steps that were planned ahead.
+        Args:
+            scheduler: plans the steps.
+            runner: executes the plans.
+            max_step_failures: the number of consecutive failed steps after which the engine ends.
+            is_async: whether the next step starts before the tokens of the current step are read.
+                If True, the scheduler must not propose draft tokens, and the path of the runner
+                must support pending chunks.
         """
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
-        self._failures = failures
+        self._max_step_failures = max_step_failures
+        # The number of consecutive failed steps.
+        self._num_failures = 0
         self._is_async = is_async
         self._running_step: RunningStep | None = None
 
@@ -103,7 +112,7 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
             updates = self._fail(step.plan, error)
         else:
-            self._failures.reset()
+            self._num_failures = 0
             updates = self._scheduler.commit(step.plan, result)
         return updates if next_step is None else updates + self._sample_next(next_step, result)
 
@@ -144,8 +153,21 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """Count a failed step, end its sequences, and return their last updates."""
-        return self._scheduler.fail(plan, self._failures.record(plan, error))
+        """Count a failed step, end its sequences, and return their last updates.
+
+        Raises:
+            EngineError: if the GPU is lost, or if too many consecutive steps have failed.
+        """
+        logger.error("A step with %d sequences failed.", len(plan.chunks), exc_info=error)
+        message = f"the engine failed: {type(error).__name__}: {error}"
+        self._num_failures += 1
+        if is_lost_device(message):
+            raise EngineError(f"the device is lost, because {message}") from error
+        if self._num_failures >= self._max_step_failures:
+            raise EngineError(
+                f"{self._num_failures} consecutive steps have failed (max_step_failures): {message}"
+            ) from error
+        return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
         """Add the requests whose first tokens are in a plan to `started`."""

@@ -292,7 +292,7 @@ def test_masks_are_filled_while_the_model_computes():
     model_started, mask_filled = threading.Event(), threading.Event()
 
     class Waiting(HashedPath):
-        def forward(self, plan):
+        def forward(self, plan, sampled=None):
             model_started.set()
             assert mask_filled.wait(60)
             return super().forward(plan)
@@ -314,7 +314,7 @@ def test_masks_are_filled_while_the_model_computes():
 
 def test_a_failed_step_waits_for_its_masks_and_clears_all_it_has_touched():
     class Failing(HashedPath):
-        def forward(self, plan):
+        def forward(self, plan, sampled=None):
             raise RuntimeError("out of memory")
 
     class Slow(ModularGuide):

@@ -16,7 +16,6 @@ from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.sampling import random_sampling, sampler
-from nereid_backend.step_failures import StepFailures
 from nereid_backend.step_loop import StepLoop
 
 from backend import shrink
@@ -77,20 +76,20 @@ class ScriptedRunner:
             raise RuntimeError("a fault made by the test")
 
 
-class MadeFailures(StepFailures):
-    """Only what the tests make may fail."""
+class CheckedLoop(StepLoop):
+    """A loop in which only steps that the test breaks may fail."""
 
-    def record(self, plan, error):
+    def _fail(self, plan, error):
         if "made by the test" not in str(error):
             raise error
-        return super().record(plan, error)
+        return super()._fail(plan, error)
 
 
 class OverlappedWorkload(Workload):
     def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
         super().__init__(*args, **kwargs)
         self.runner = ScriptedRunner(self.model, self.rng, wrong=wrong, faulty=faulty)
-        self.loop = StepLoop(self.scheduler, self.runner, MadeFailures(1000), is_async=True)
+        self.loop = CheckedLoop(self.scheduler, self.runner, max_step_failures=1000, is_async=True)
 
     def step(self):
         self.take(self.loop.step())

@@ -31,8 +31,9 @@ class HashedPath:
             logits[:] = np.nan
         return torch.from_numpy(logits)
 
-    def forward(self, plan: StepPlan) -> Tensor:
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """See ForwardPath.forward."""
+        assert sampled is None
         rows = []
         for sequence, start, num_tokens, _, _, num_logits in plan.chunks:
             token_ids = sequence.token_ids + list(getattr(sequence, "draft_token_ids", ()))

@@ -78,6 +78,8 @@ def rules_for(
 
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
     """Return the tokens that contain the end of the marker; see GuideRules.spanning."""
+    if not marker:
+        return {}
     table: dict[int, list[tuple[int, bytes]]] = {}
     for num_before in range(1, len(marker)):
         ending = marker[num_before:]
@@ -85,9 +87,8 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tu
             rest = data[len(ending) :].lstrip(WHITE_SPACE)
             if rest:
                 table.setdefault(num_before, []).append((number, rest))
-    for data, number in vocabulary.sorted_tokens if marker else ():
-        if marker in data:
-            rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
-            if rest:
-                table.setdefault(0, []).append((number, rest))
+    for data, number in vocabulary.sorted_tokens:
+        rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
+        if rest:
+            table.setdefault(0, []).append((number, rest))
     return table

@@ -144,8 +144,9 @@ class PaddedPath:
         self._cache = cache
         self._batches_sequences = batches_sequences
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """Return the logits of a plan; see `ForwardPath.forward`."""
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        assert sampled is None
         self._cache.copy_blocks(plan.copies)
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         for group in self._groups(plan.chunks):

@@ -83,8 +83,9 @@ class RowsPath:
         # The rows of the last batch and their merged cache; None if all states are split.
         self._batch_cache: tuple[tuple[int, ...], Any] | None = None
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """Return the logits of a plan; see `ForwardPath.forward`."""
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        assert sampled is None
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         # The indices of the chunks of one token whose sequences have a state.
         decodes: list[int] = []

@@ -53,8 +53,9 @@ class SinglePath:
         self._takes_positions = "position_ids" in names
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """Return the logits of a plan; see `ForwardPath.forward`."""
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
             row = chunk.sequence.row

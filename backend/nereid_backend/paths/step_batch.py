@@ -208,7 +208,8 @@ class BatchBuilder:
             rows: [num_tokens] int64, the row of the sequence of each token.
         """
         blocks = self._tables[rows, positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size
+        slots: Integers = blocks * self._block_size + positions % self._block_size
+        return slots
 
     def _update_tables(self, plan: StepPlan) -> Integers:
         """Copy the new blocks of a plan's sequences into the array of block tables.
@@ -287,7 +288,8 @@ def _consecutive(starts: Integers, counts: Integers) -> Integers:
     """
     ends = counts.cumsum()
     first_indices = ends - counts
-    return np.arange(ends[-1]) + (starts - first_indices).repeat(counts)
+    numbers: Integers = np.arange(ends[-1]) + (starts - first_indices).repeat(counts)
+    return numbers
 
 
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:

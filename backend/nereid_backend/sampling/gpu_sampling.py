@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.device_transfer import upload
+from nereid_backend.errors import first_line
 from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
 # The number of tokens in one tile, and the number of warps in one program. With these numbers, the
@@ -80,7 +81,7 @@ def why_not(device: torch.device) -> str | None:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001
         # Boundary: a compiler or driver can fail in any way. Torch then samples instead.
-        return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     if differing > _MAX_DIFFERING:
         return (
             f"{differing} of {_NUM_CHECKED_ROWS} tokens differ from the reference implementation's "

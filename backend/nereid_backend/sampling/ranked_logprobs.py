@@ -16,7 +16,6 @@ from torch import Tensor
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
-from nereid_backend.sampling.logsumexp import argmax_logsumexp
 
 # The largest number of logits in a slice; see `slices`.
 _SLICE_LOGITS_CPU = 2**20
@@ -116,7 +115,7 @@ def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[
     targets = upload(np.array(token_ids), logits.device)
     for piece in slices(len(token_ids), logits.shape[1], logits.device):
         rows = logits[piece]
-        logsumexp = argmax_logsumexp(rows).logsumexp
+        logsumexp = native_logits.argmax_logsumexp(rows).logsumexp
         num_tops = [num_top] * len(rows)
         ranked.append(rank_tokens(rows.float(), logsumexp, targets[piece], num_tops))
     return ranked

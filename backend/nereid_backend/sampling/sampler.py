@@ -24,7 +24,7 @@ from nereid_backend.grammar.vocabulary import TokenMask
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, explain_no_token
-from nereid_backend.sampling.logsumexp import argmax, argmax_logsumexp
+from nereid_backend.sampling.native_logits import argmax, argmax_logsumexp
 from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, sample_or_defer
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, slices
 from nereid_backend.sampling.sampling_table import SamplingRows, SamplingTable
@@ -276,9 +276,14 @@ class Sampler:
             defers=defers,
         )
         column = token_ids[:, None]
-        sampled_logits = model_logits.gather(1, column).squeeze(1).float()
-        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
-        sampled = _SampledRows(token_ids, sampled_logits - logsumexp, has_allowed)
+        sampled_logits = model_logits.gather(1, column)
+        # If every token of a row is forbidden, the sampled token is forbidden, too.
+        changed_logits = sampled_logits
+        if processed is not model_logits:
+            changed_logits = processed.gather(1, column)
+        has_allowed = changed_logits.squeeze(1) > float("-inf")
+        logprobs = sampled_logits.squeeze(1).float() - logsumexp
+        sampled = _SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # Uncertain rows need a copy, because the next forward pass may overwrite the logits.
         saved_logits = None if uncertain is None else model_logits.clone()

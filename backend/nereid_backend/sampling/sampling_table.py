@@ -57,16 +57,16 @@ class SamplingTable:
         Either all sequences of the positions have rows, or none has. Sequences outside a scheduler
         have no rows. The index of a position is then used as its row.
         """
-        sequences = [position.sequence for position in positions]
-        rows = rows_of(positions)
-        if max(rows) >= len(self._owners):
-            self._grow(max(rows) + 1)
+        rows: list[int] = []
         owners = self._owners
-        if [owners[row] for row in rows] != sequences:
-            for row, sequence in zip(rows, sequences, strict=True):
-                if owners[row] is not sequence:
-                    owners[row] = sequence
-                    self._rows[row] = _make_row(sequence)
+        for index, (sequence, _) in enumerate(positions):
+            row = index if sequence.row is None else sequence.row
+            rows.append(row)
+            if row >= len(owners):
+                self._grow(row + 1)
+            if owners[row] is not sequence:
+                owners[row] = sequence
+                self._rows[row] = _make_row(sequence)
         return self._rows[rows]
 
     def _grow(self, num_rows: int) -> None:
@@ -74,12 +74,6 @@ class SamplingTable:
         num_new = max(num_rows, 2 * len(self._owners)) - len(self._owners)
         self._rows = np.concatenate([self._rows, np.zeros(num_new, ROW)])
         self._owners += [None] * num_new
-
-
-def rows_of(positions: abc.Sequence[Position]) -> list[int]:
-    """Return the row of the sequence at each position, or the position's index if it has no row."""
-    rows = [position.sequence.row for position in positions]
-    return [index if row is None else row for index, row in enumerate(rows)]
 
 
 def changes_logits(params: SamplingParams) -> bool:

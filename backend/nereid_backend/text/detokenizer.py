@@ -104,18 +104,19 @@ class Detokenizer:
         the last tokens does, their bytes are invalid. In that case, return the text of all tokens
         except the last few, with U+FFFD for the invalid bytes.
         """
-        newest = len(self._window)
-        for end in range(newest - 1, max(newest - _MAX_CHARACTER_TOKENS, self._start), -1):
+        length = len(self._window)
+        for end in range(length - 1, length - _MAX_CHARACTER_TOKENS - 1, -1):
             text = self._decode(self._window[:end])
             if not text.endswith(_REPLACEMENT):
-                self._advance(end)
-                return text[len(before) :]
-        end = newest - _MAX_CHARACTER_TOKENS
-        text = self._decode(self._window[:end])
+                break
         self._advance(end)
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:
-        """Mark the tokens before `end` as returned, and keep the latest of them as context."""
-        self._window = self._window[self._start :] if self._start < end else self._window
+        """Mark the tokens before `end` as returned, and keep the latest of them as context.
+
+        Example: the window is [5, 6, 7, 8], and its first 2 tokens are returned. After
+        `_advance(3)`, the window is [7, 8], and its first token is returned.
+        """
+        del self._window[: self._start]
         self._start = end - self._start

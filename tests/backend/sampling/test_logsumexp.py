@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.sampling import native_logits
-from nereid_backend.sampling.logsumexp import argmax_logsumexp
+from nereid_backend.sampling.native_logits import argmax_logsumexp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

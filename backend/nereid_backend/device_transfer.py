@@ -37,6 +37,11 @@ def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    return upload_packed(arrays, device)
+
+
+def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
+    """Return integer arrays as tensors on the device, each at an aligned address, in one copy."""
     packed = pack(arrays, pinned=device.type == "cuda")
     return unpack(packed.to(device, non_blocking=True), arrays)
 

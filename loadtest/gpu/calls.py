@@ -101,6 +101,16 @@ def calls() -> dict[str, Call]:
                 engine_part(
                     "8B, async, fp8 cache", "8b", 90, async_scheduling=True, kv_cache_dtype="fp8"
                 ),
+                engine_part(
+                    "8B, async, fp8 weights", "8b", 90, async_scheduling=True, weight_dtype="fp8"
+                ),
+                engine_part(
+                    "8B, async, attention libraries",
+                    "8b",
+                    90,
+                    async_scheduling=True,
+                    measure_attention=True,
+                ),
                 engine_part("8B without graphs", "8b", 90, cuda_graphs=False),
             ],
         ),

@@ -146,6 +146,23 @@ def test_steps_are_begun_without_waiting_for_the_device(vocab_size, dtype):
         assert ahead.plan.pending
 
 
+def test_a_greedy_step_is_one_upload_and_one_wait(monkeypatch):
+    """The step of a GPU, from the plan to the tokens."""
+    waits = []
+    monkeypatch.setattr(device_transfer.HostCopy, "wait", lambda self: waits.append(self._tensors))
+    scheduler = start_requests([{"temperature": 0.0}] * 4, [3, 700, 3, 1])
+    runner = Runner(MetaPath(40_000, torch.bfloat16))
+    plan = scheduler.plan()
+    with Watch() as watch:
+        flight = runner.start(plan)
+        runner.sample(flight, plan)
+        with pytest.raises(TypeError):  # the replaced `wait` returns no numbers
+            flight.pending.result()
+    assert watch.num_copies == 1
+    assert watch.waited == []
+    assert len(waits) == 1
+
+
 def test_the_watch_sees_what_would_wait():
     for work in (
         lambda: torch.tensor([1, 2], device=DEVICE),

@@ -19,7 +19,7 @@ from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention, gpu_check
 from nereid_backend.attention.gpu.backends.attention_backend import ChosenBackends
-from nereid_backend.attention.gpu.backends.fastest_backend import fastest_backends
+from nereid_backend.attention.gpu.fastest_backend import fastest_backends
 from nereid_backend.attention.gpu.gpu_batch import StepLayout
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache

@@ -285,7 +285,7 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Store the step in one layer, end the piece, and return the attention's tensor.
+        """Store the step in one layer, end the piece, and return the attention.
 
         The arguments and the result are those of `PagedForward.attend`.
         """
@@ -297,7 +297,8 @@ class _SplitForward(PagedForward):
         count = query.shape[2]
         buffers[0][:, :count].copy_(query.squeeze(0))
         self._cut(partial(self._graphs.attend, layer, buffers, scale, sinks))
-        return buffers[1][:count].unsqueeze(0)
+        # Compiled code may overwrite the result of an operator, so it gets a copy of its own.
+        return buffers[1][:count].unsqueeze(0).clone()
 
 
 def _run_at_once(between: Callable[[], None]) -> None:

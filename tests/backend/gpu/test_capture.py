@@ -20,6 +20,10 @@ class Cuda:
         self.fails_at_instantiation = False
         self.free = 2**40
         self.segments = []
+        self.log = []
+
+    def synchronize(self):
+        assert self.under_way == [], "the host waits for the device during a capture"
 
     def begin(self):
         assert POOL not in self.under_way
@@ -58,7 +62,7 @@ def cuda(monkeypatch):
                 raise RuntimeError("CUDA error: out of memory")
 
         def replay(self):
-            pass
+            found.log.append("graph")
 
     for name, value in {
         "device": lambda _: nullcontext(),
@@ -66,7 +70,7 @@ def cuda(monkeypatch):
         "Stream": object,
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: POOL,
-        "synchronize": lambda: None,
+        "synchronize": found.synchronize,
         "current_device": lambda: 0,
         "mem_get_info": lambda: (found.free, 2**40),
         "memory_snapshot": lambda: found.segments,
@@ -146,3 +150,37 @@ def test_memory_that_the_allocator_cached_for_steps_is_part_of_the_reserve(
     else:
         with pytest.raises(cuda_capture.GraphMemoryError):
             capture(lambda: None)
+
+
+def test_pieces_are_replayed_in_their_order_with_the_work_between_them(cuda):
+    def work(cut):
+        for number in range(2):
+            cuda.log.append("code")
+            cut(lambda number=number: cuda.log.append(number))
+
+    replay = cuda_capture.capture_on(DEVICE).pieces(work)
+    # The work runs once before the capture, together with the work between the pieces.
+    assert cuda.log == ["code", 0, "code", 1, "code", "code"]
+    assert cuda.users == 3
+    assert cuda.under_way == []
+    cuda.log.clear()
+    for _ in range(2):
+        replay()
+    assert cuda.log == ["graph", 0, "graph", 1, "graph"] * 2
+
+
+def test_a_piece_that_cuda_gives_up_ends_the_capture(cuda):
+    num_calls = 0
+
+    def work(cut):
+        nonlocal num_calls
+        num_calls += 1
+        cut(lambda: None)
+        if num_calls == 2:
+            cuda.read()
+
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        cuda_capture.capture_on(DEVICE).pieces(work)
+    assert cuda.under_way == []
+    # The first piece was captured and gives the pool back by itself.
+    assert cuda.users == 1

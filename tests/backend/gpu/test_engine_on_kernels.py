@@ -2,7 +2,7 @@
 
 import pytest
 from backend.gpu.steps import sampled
-from backend.tiny_models import BY_NAME
+from backend.tiny_models import BY_NAME, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
@@ -10,6 +10,8 @@ from nereid_backend.model import path_variants
 
 PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+# The duration in the interpreter is proportional to the layers and key heads of a model.
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def answers(folder, kind, monkeypatch, **settings):
@@ -47,7 +49,7 @@ def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, 
 def test_an_engine_on_the_kernels_answers_from_8_bits(stored, tmp_path, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
-    folder = BY_NAME["llama"].save(tmp_path)
+    folder = Family("one layer", "llama", SMALL).save(tmp_path)
     found, info = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype=stored)
     assert [len(tokens) for tokens in found] == [4, 4, 4]
     assert info.self_check_difference < 0.2

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 from nereid_backend.attention import reference
-from nereid_backend.attention.gpu import gpu_attention
-from nereid_backend.attention.gpu.backends import fastest_backend, torch_varlen
+from nereid_backend.attention.gpu import fastest_backend, gpu_attention
+from nereid_backend.attention.gpu.backends import torch_varlen
 from nereid_backend.attention.gpu.backends.attention_backend import Situation
 from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
 from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill

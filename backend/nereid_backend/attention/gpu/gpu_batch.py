@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.attention.layers import LayerWindow
-from nereid_backend.device_transfer import Integers, upload, upload_all
+from nereid_backend.device_transfer import Integers, upload, upload_packed
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class GpuBatch:
             [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
             [PrefillShape.of(prefill) for prefill in batch.prefills],
         )
-        return PackedRows(layout, upload_all(arrays, batch.slots.device)).unpack(batch)
+        return PackedRows(layout, upload_packed(arrays, batch.slots.device)).unpack(batch)
 
 
 class Tiling(NamedTuple):

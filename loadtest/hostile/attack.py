@@ -3,7 +3,7 @@
 import http.client
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -57,7 +57,9 @@ class Attack:
         name: a short description of this attack.
         send: sends the attack with a time limit in seconds, and returns the outcome.
         allowed: the statuses that are allowed. Empty allows every answer below 500.
-        limit_s: the time after which the attack counts as hung.
+        limit_s: the time after which the attack counts as hung, on a machine that is not busy.
+        own_answers: further answers that are allowed because the Triton server itself sends them,
+            as pairs of a status and a part of the text.
     """
 
     kind: str
@@ -65,12 +67,17 @@ class Attack:
     send: Send
     allowed: tuple[int | str, ...] = ()
     limit_s: float = 15.0
+    own_answers: tuple[tuple[int, str], ...] = ()
 
     def fault(self, outcome: Outcome) -> str | None:
         """Return why an outcome is a defect of the server, or None if it is none."""
         status = outcome.status
         if status == "hung":
-            return f"no complete answer within {self.limit_s:g} s"
+            return "no complete answer within the time limit"
+        if any(status == own and text in outcome.text for own, text in self.own_answers):
+            return None
+        if isinstance(status, int) and status >= 500 and status in self.allowed:
+            return None
         if self.allowed:
             is_allowed = status in self.allowed
         else:
@@ -167,20 +174,24 @@ def exchange(  # noqa: PLR0913 - the parts of a request
         connection.close()
 
 
-def raw(*parts: bytes, is_triton: bool = False) -> Send:
-    """Return a function that sends bytes to an HTTP endpoint, and reads until the server closes.
+def raw(*parts: bytes, is_triton: bool = False, leaves_after_s: float = 0.0) -> Send:
+    """Return a function that sends bytes to an HTTP endpoint, and reads the first response.
 
-    `{key}` is replaced by the attacker's API key.
+    `{key}` is replaced by the attacker's API key. The attacker closes the connection after
+    `leaves_after_s` without a response. 0 means never.
     """
 
     def send(target: Target, limit_s: float) -> Outcome:
         port = target.http if is_triton else target.openai
-        with socket.create_connection(("127.0.0.1", port), timeout=limit_s) as connection:
+        patience_s = leaves_after_s or limit_s
+        with socket.create_connection(("127.0.0.1", port), timeout=patience_s) as connection:
             # The server may answer before it has read everything.
             with suppress(OSError):
                 for part in parts:
                     connection.sendall(part.replace(b"{key}", target.key.encode()))
-            return read_raw(connection)
+            outcome = read_raw(connection)
+            has_left = leaves_after_s and outcome.status == "hung"
+            return Outcome("left") if has_left else outcome
 
     return send
 
@@ -202,6 +213,16 @@ def read_raw(connection: socket.socket) -> Outcome:
     if len(words) >= 2 and words[1].isdigit():
         return Outcome(int(words[1]), received.decode(errors="replace"))
     return Outcome("closed", received[:200].decode(errors="replace"))
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the outcome of several requests that is most likely a fault."""
+
+    def badness(outcome: Outcome) -> tuple[bool, int]:
+        status = outcome.status
+        return status == "hung", status if isinstance(status, int) else 0
+
+    return max(outcomes, key=badness)
 
 
 def chat(**fields: object) -> dict[str, object]:

@@ -4,10 +4,8 @@ import json
 import os
 import queue
 import struct
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,9 +33,8 @@ _INPUTS = {
     "rerank": ("query", "BYTES"),
 }
 _OTHER_INPUTS = {"executor": ("prompt_token_ids", "INT32"), "postprocessor": ("token_ids", "INT32")}
-_DECODED = ("llm", "executor", "postprocessor")
-CANARY_FILE = Path(tempfile.gettempdir()) / "nereid-hostile-canary"
-"""A file of zeros that no model may change."""
+MODELS = tuple(_INPUTS)
+_DECOUPLED = ("llm", "executor", "postprocessor")
 Tensor = tuple[str, str, Sequence[int], bytes]
 
 
@@ -146,20 +143,26 @@ def _envelopes() -> dict[str, bytes]:
 
 
 def _states() -> dict[str, bytes]:
-    def opening(path: str, slots: tuple[int, ...]) -> bytes:
-        context = msgpack.packb({"stream": True, "num_prompt_tokens": 1})
-        return bytes(msgpack.packb((0, 1, 1, [], False, (context, path, slots))))
+    """Return states that the executor has not signed, most of which are otherwise valid."""
 
+    def state(slot: int = 0, deltas: object = (), slots: tuple[int, ...] = (0,)) -> bytes:
+        context = msgpack.packb({"stream": True, "num_prompt_tokens": 1})
+        return bytes(msgpack.packb((slot, 1, 1, deltas, False, (context, slots))))
+
+    delta = (0, 1, (), None, None, 0, None)
     return {
         "random bytes": os.urandom(300),
         "empty": b"",
         "a row that is too short": msgpack.packb([1]),
         "no opening": msgpack.packb((0, 99_999, 7, [], False, None)),
-        "a feedback file of somebody else": opening(str(CANARY_FILE), (0,)),
-        "a feedback file in a missing folder": opening("/nowhere/x", (0,)),
-        "a slot of 2**40": opening("/dev/shm/nothing", (2**40,)),
-        "a negative slot": opening("/dev/shm/nothing", (-1,)),
-        "deltas of wrong types": msgpack.packb((0, 1, 1, [1, "a"], False, None)),
+        "a state without a signature": state(deltas=[delta]),
+        "a state with a signature of zeros": bytes(32) + state(deltas=[delta]),
+        "a state with a signature at the end": state(deltas=[delta]) + bytes(32),
+        "a slot of 2**40": state(slots=(2**40,)),
+        "a negative slot": state(slot=-1),
+        "100,000 slots": state(slots=tuple(range(100_000))),
+        "deltas of wrong types": state(deltas=[1, "a"]),
+        "a delta with 2**60 tokens": state(deltas=[(0, 2**60, (), None, None, 0, None)]),
         "100,000 nested lists": b"\x91" * 100_000 + b"\xc0",
     }
 
@@ -184,18 +187,23 @@ def infer(model: str, tensors: Sequence[Tensor]) -> Send:
         for name, datatype, shape, data in tensors:
             request.inputs.add(name=name, datatype=datatype, shape=shape)
             request.raw_input_contents.append(data)
-        options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
-        with grpc.insecure_channel(target.grpc, options=options) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            try:
-                if model in _DECODED:
-                    return _streamed(stub, request, limit_s)
-                stub.ModelInfer(request, timeout=limit_s)
-            except grpc.RpcError as error:
-                return _outcome(error)
-        return Outcome(200)
+        return send_request(target, request, limit_s)
 
     return send
+
+
+def send_request(target: Target, request: Any, limit_s: float) -> Outcome:  # noqa: ANN401 - untyped library
+    """Send a request to its model, on a stream if the model is decoupled."""
+    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    with grpc.insecure_channel(target.grpc, options=options) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            if request.model_name in _DECOUPLED:
+                return _streamed(stub, request, limit_s)
+            stub.ModelInfer(request, timeout=limit_s)
+        except grpc.RpcError as error:
+            return _outcome(error)
+    return Outcome(200)
 
 
 def _streamed(stub: Any, request: Any, limit_s: float) -> Outcome:  # noqa: ANN401 - untyped library

@@ -11,7 +11,7 @@ from loadtest.hostile.attack import Attack, Outcome, Send, Target, call, chat, p
 
 _CHAT = "/v1/chat/completions"
 _BODY = json.dumps(chat()).encode()
-_CLOSES = (400, 401, 404, 405, 408, 411, 413, 414, 417, 426, 431, 501, 505, "closed")
+CLOSES = (400, 401, 404, 405, 408, 411, 413, 414, 417, 426, 431, 501, 505, "closed")
 _SLOW_S = 20.0
 _SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n\r\n"
 
@@ -22,10 +22,9 @@ def attacks() -> Iterator[Attack]:
     yield from _damaged_http()
     yield from _headers()
     yield from _slow()
-    yield from _triton_http()
 
 
-def _head(*lines: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
+def head(*lines: bytes, path: bytes = b"/v1/chat/completions") -> bytes:
     """Return the head of a POST request with further header lines."""
     usual = (b"Host: a", b"Authorization: Bearer {key}", b"Content-Type: application/json")
     request_line = b"POST " + path + b" HTTP/1.1"
@@ -55,20 +54,20 @@ def _smuggling() -> Iterator[Attack]:
     }
     for name, lines in heads.items():
         body = chunk if "chunked" in name or "transfer" in name else _BODY
-        send = _not_smuggled(_head(*lines) + body + _SMUGGLED)
-        yield Attack("smuggling", name, send, (200, *_CLOSES), 10)
+        send = not_smuggled(head(*lines) + body + _SMUGGLED)
+        yield Attack("smuggling", name, send, (200, *CLOSES), 10)
     early = b"0\r\n\r\n" + _SMUGGLED
     lines = (b"Content-Length: %d" % len(early), chunked)
     yield Attack(
         "smuggling",
         "an empty chunk before a second request",
-        _not_smuggled(_head(*lines) + early),
-        _CLOSES,
+        not_smuggled(head(*lines) + early),
+        CLOSES,
         10,
     )
 
 
-def _not_smuggled(sent: bytes) -> Send:
+def not_smuggled(sent: bytes) -> Send:
     """Return a function that sends bytes with a second request inside the body of the first one.
 
     A second response is allowed only if the first request was complete before it. The outcome has
@@ -116,8 +115,8 @@ def _damaged_http() -> Iterator[Attack]:
         "an upgrade to h2c": b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
     }
     for name, sent in heads.items():
-        yield Attack("damaged HTTP", name, raw(sent), (403, *_CLOSES), 10)
-    chunked = _head(b"Transfer-Encoding: chunked")
+        yield Attack("damaged HTTP", name, raw(sent), (403, *CLOSES), 10)
+    chunked = head(b"Transfer-Encoding: chunked")
     bodies = {
         "a chunk of 2**64 bytes": b"FFFFFFFFFFFFFFFF\r\nabc",
         "a chunk size with 1,000 digits": b"1" * 1000 + b"\r\nabc",
@@ -128,12 +127,12 @@ def _damaged_http() -> Iterator[Attack]:
         "a million chunks": b"1\r\n \r\n" * 10**6 + b"0\r\n\r\n",
     }
     for name, sent in bodies.items():
-        yield Attack("damaged HTTP", name, raw(chunked + sent), _CLOSES, 15)
+        yield Attack("damaged HTTP", name, raw(chunked + sent), CLOSES, 15)
     yield Attack(
         "damaged HTTP",
         "500 requests at once on one connection",
         raw(_SMUGGLED * 500),
-        (200, *_CLOSES),
+        (200, *CLOSES),
         15,
     )
     compressed = gzip.compress(b" " * 50_000_000)
@@ -174,27 +173,27 @@ def _headers() -> Iterator[Attack]:
         "headers in Latin-1": [b"X: \xe9\xff"],
     }
     for name, more in lines.items():
-        yield Attack("headers", name, raw(_head(length, *more) + _BODY), (200, *_CLOSES), 10)
+        yield Attack("headers", name, raw(head(length, *more) + _BODY), (200, *CLOSES), 10)
 
 
 def _slow() -> Iterator[Attack]:
     length = b"Content-Length: %d" % len(_BODY)
-    chunked = _head(b"Transfer-Encoding: chunked")
+    chunked = head(b"Transfer-Encoding: chunked")
     sends = {
-        "a body of one byte in a second": _dripping(_head(length), _BODY, 1.0),
-        "a body that never comes": _dripping(_head(length), b"", 1.0),
-        "a body that stops in the middle": _dripping(_head(length) + _BODY[:20], b"", 1.0),
+        "a body of one byte in a second": _dripping(head(length), _BODY, 1.0),
+        "a body that never comes": _dripping(head(length), b"", 1.0),
+        "a body that stops in the middle": _dripping(head(length) + _BODY[:20], b"", 1.0),
         "Expect: 100-continue without a body": _dripping(
-            _head(length, b"Expect: 100-continue"), b"", 1.0
+            head(length, b"Expect: 100-continue"), b"", 1.0
         ),
         "endless chunks": _dripping(chunked, b"1\r\n \r\n" * 100_000, 0.002),
         "a chunk that never ends": _dripping(chunked + b"FFFFFFF\r\n", b" " * 10**6, 0.5),
-        "headers of one byte in a second": _dripping(b"", _head(length), 1.0),
+        "headers of one byte in a second": _dripping(b"", head(length), 1.0),
         "headers that never end": _dripping(b"POST / HTTP/1.1\r\n", b"A: b\r\n" * 10**6, 0.2),
         "a connection without a request": _dripping(b"", b"", 1.0),
     }
     for name, send in sends.items():
-        yield Attack("slow client", name, send, _CLOSES, _SLOW_S)
+        yield Attack("slow client", name, send, CLOSES, _SLOW_S)
     yield Attack("slow client", "700 connections without a request", _idle(700), ("left",), _SLOW_S)
     yield Attack("slow client", "50 streams that nobody reads", _unread(50), ("left",), _SLOW_S)
 
@@ -244,7 +243,7 @@ def _idle(count: int) -> Send:
 def _unread(count: int) -> Send:
     """Return a function that starts streams, reads nothing for a few seconds, and closes them."""
     body = json.dumps(chat(stream=True, max_tokens=500, ignore_eos=True, logprobs=True)).encode()
-    sent = _head(b"Content-Length: %d" % len(body)) + body
+    sent = head(b"Content-Length: %d" % len(body)) + body
 
     def send(target: Target, limit_s: float) -> Outcome:
         connections = []
@@ -261,54 +260,3 @@ def _unread(count: int) -> Send:
         return Outcome("left")
 
     return send
-
-
-def _triton_http() -> Iterator[Attack]:
-    infer = "/v2/models/{}/infer"
-    bodies: dict[str, object] = {
-        "an empty body": b"",
-        "damaged JSON": b'{"inputs": [',
-        "inputs is a number": {"inputs": 7},
-        "no data": {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES"}]},
-        "a negative shape": {
-            "inputs": [{"name": "text_input", "shape": [-1], "datatype": "BYTES", "data": ["a"]}]
-        },
-        "100,000 brackets": b"[" * 100_000,
-    }
-    for model in ("llm", "tokenizer", "executor", "postprocessor", "embedding", "rerank"):
-        for name, body in bodies.items():
-            send = call("POST", infer.format(model), is_triton=True, body=body)
-            yield Attack("Triton HTTP", f"{model}: {name}", send, limit_s=10)
-    calls = {
-        "GET a file": ("GET", "/v2/../../etc/passwd", b""),
-        "generate with a list": ("POST", "/v2/models/llm/generate", b"[]"),
-        "generate with 20,000 keys": (
-            "POST",
-            "/v2/models/llm/generate",
-            json.dumps({"text_input": "a", **{f"k{i}": 1 for i in range(20_000)}}).encode(),
-        ),
-        "generate with 5 MB": (
-            "POST",
-            "/v2/models/llm/generate",
-            json.dumps({"text_input": "word " * 10**6}).encode(),
-        ),
-        "generate with a damaged chat": (
-            "POST",
-            "/v2/models/llm/generate",
-            json.dumps({"chat_request": "[" * 50_000}).encode(),
-        ),
-        "generate_stream with bad parameters": (
-            "POST",
-            "/v2/models/llm/generate_stream",
-            json.dumps({"text_input": "a", "sampling_parameters": "{"}).encode(),
-        ),
-        "shared memory of a file": (
-            "POST",
-            "/v2/systemsharedmemory/region/a/register",
-            json.dumps({"key": "/../../etc/passwd", "offset": 0, "byte_size": 2**40}).encode(),
-        ),
-        "an unknown model": ("POST", "/v2/models/nothing/infer", b"{}"),
-    }
-    for name, (method, path, sent) in calls.items():
-        send = call(method, path, is_triton=True, body=sent)
-        yield Attack("Triton HTTP", name, send, limit_s=10)

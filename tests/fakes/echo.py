@@ -114,7 +114,7 @@ def logprob_of(index: int) -> float:
 def _text(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+    return "".join(part["text"] for part in content if part.get("type", "text") == "text")
 
 
 @dataclass

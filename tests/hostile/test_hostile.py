@@ -7,16 +7,20 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from fakes.live_frontend import live_frontend
 
-from loadtest.hostile import bodies, tensors, wire
+from loadtest.hostile import tensors
 from loadtest.hostile.attack import Attack, Outcome, Target, post
 from loadtest.hostile.hostile import all_attacks
+from loadtest.hostile.report import Limits
 
-KINDS = ("damaged HTTP", "damaged body", "headers", "identifier", "smuggling", "slow client")
+KINDS = (
+    *("damaged HTTP", "damaged body", "headers", "identifier", "smuggling", "paths", "contents"),
+    "connections",
+)
 KEYS = '[attacker]\nkey = "sk-attacker"\n[neighbour]\nkey = "sk-neighbour"\n'
 # These requests reach the models of the Triton server, or take long.
 NEED_A_SERVER = (
-    *("embeddings", "rerank", "score", "classify", "pooling", "connections", "streams"),
-    *("nested 300", "a million chunks", "tokenize"),
+    *("embeddings", "rerank", "score", "classify", "pooling", "300 ", "streams", "half-closed"),
+    *("nested 300", "a million chunks", "tokenize", "gzip", "deflate", "2**64"),
 )
 
 
@@ -40,20 +44,35 @@ def target(tmp_path_factory):
         yield Target(port, 0, "", "sk-attacker", response_id, 0)
 
 
+def faults_of(target, attacks):
+    found = [(one, one.send(target, 20.0)) for one in attacks]
+    return {
+        one.name: (one.fault(outcome), outcome.text[:300])
+        for one, outcome in found
+        if one.fault(outcome)
+    }
+
+
+def attacks_of(kind):
+    attacks = [one for one in all_attacks() if one.kind == kind and is_for_the_frontend(one)]
+    assert len(attacks) >= 2
+    return attacks
+
+
+def test_the_frontend_survives_some_hostile_requests_of_each_kind(target):
+    attacks = [one for kind in KINDS for one in attacks_of(kind)[::7]]
+    assert faults_of(target, attacks) == {}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_frontend_survives_hostile_requests(target, kind):
-    attacks = [one for one in (*bodies.attacks(), *wire.attacks()) if is_for_the_frontend(one)]
-    attacks = [one for one in attacks if one.kind == kind]
-    assert len(attacks) >= 5
-    if kind == "slow client":
-        attacks = attacks[1:4]  # each one waits until the limit of one second
-    found = [(one.name, one.send(target, 20.0)) for one in attacks]
-    faults = {
-        name: (attack.fault(outcome), outcome.text[:300])
-        for attack, (name, outcome) in zip(attacks, found, strict=True)
-        if attack.fault(outcome)
-    }
-    assert faults == {}
+    assert faults_of(target, attacks_of(kind)) == {}
+
+
+def test_a_body_that_stops_in_the_middle_ends_the_request(target):
+    (attack,) = [one for one in all_attacks() if one.name == "a body that stops in the middle"]
+    assert faults_of(target, [attack]) == {}
 
 
 def test_the_table_of_attacks_covers_all_models_and_has_no_name_twice():
@@ -68,12 +87,21 @@ def test_the_table_of_attacks_covers_all_models_and_has_no_name_twice():
     [
         (Outcome(200), (), None),
         (Outcome(500), (), "status 500"),
-        (Outcome("hung"), (), "no complete answer within 5 s"),
+        (Outcome("hung"), (), "no complete answer within the time limit"),
+        (Outcome(504), (200, 504), None),
+        (Outcome(501, "not supported"), (), None),
+        (Outcome(501, "something else"), (), "status 501"),
         (Outcome("closed"), (400,), "status closed"),
         (Outcome(200, '{"type":"server_error"}'), (), 'the answer contains "server_error"'),
         (Outcome(200), (400,), "status 200"),
     ],
 )
 def test_which_outcomes_are_defects(outcome, allowed, fault):
-    attack = Attack("kind", "name", post("/", {}), allowed, 5)
+    attack = Attack("kind", "name", post("/", {}), allowed, 5, ((501, "not supported"),))
     assert attack.fault(outcome) == fault
+
+
+def test_the_time_limits_of_a_busy_machine_follow_from_a_measurement_without_attacks():
+    quiet, busy = Limits.measure([0.1] * 40), Limits.measure([1.0] * 39 + [3.0])
+    assert (quiet.first_token_s, quiet.slowness) == (2.0, 1.0)
+    assert (busy.first_token_s, busy.slowness) == (12.0, 6.0)

@@ -1,0 +1,130 @@
+"""What runs beside the attacks: a well-behaved client, a memory watch, and a canary address."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from loadtest.hostile.attack import chat
+from loadtest.server import processes
+from loadtest.server.served import Served
+
+_SAMPLE_S = 0.2
+_PAUSE_S = 0.2
+
+
+class Neighbour(threading.Thread):
+    """A well-behaved client that requests a short stream again and again.
+
+    Attributes:
+        waits: for each request the time at which it started, and the seconds until the first token.
+        errors: the time and the description of each request that failed.
+    """
+
+    def __init__(self, port: int, key: str) -> None:
+        super().__init__(daemon=True)
+        self._port, self._key = port, key
+        self._stopped = threading.Event()
+        self.waits: list[tuple[float, float]] = []
+        self.errors: list[tuple[float, str]] = []
+
+    def run(self) -> None:
+        """Send requests until `stop` is called."""
+        while not self._stopped.wait(_PAUSE_S):
+            started = time.monotonic()
+            try:
+                wait_s = first_token_s(self._port, self._key)
+            except OSError as error:
+                self.errors.append((started, str(error)))
+            else:
+                self.waits.append((started, wait_s))
+
+    def stop(self) -> None:
+        """Stop after the current request."""
+        self._stopped.set()
+        self.join(60)
+
+
+def first_token_s(port: int, key: str) -> float:
+    """Request a short stream, and return the seconds until its first token.
+
+    Raises: OSError if there is no token.
+    """
+    body = json.dumps(chat(stream=True, max_tokens=3, temperature=0)).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head.encode() + body)
+        received = b""
+        while block := connection.recv(65536):
+            received += block
+            if b'"content"' in received:
+                return time.monotonic() - started
+    raise OSError(f"no token: {received[-300:]!r}")
+
+
+class MemoryWatch(threading.Thread):
+    """Samples the memory of the server's processes.
+
+    Attributes:
+        peaks: for each process the first and the largest memory in MiB.
+        total: the first and the largest memory of all processes together, in MiB.
+        peak_at: the time of the largest memory.
+    """
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(daemon=True)
+        self._served = served
+        self._stopped = threading.Event()
+        self.peaks: dict[str, tuple[float, float]] = {}
+        self.total = (0.0, 0.0)
+        self.peak_at = 0.0
+
+    def run(self) -> None:
+        """Sample the memory until `stop` is called."""
+        while not self._stopped.wait(_SAMPLE_S):
+            found = {}
+            for role, process in processes.roles(self._served).items():
+                try:
+                    found[role] = process.memory_info().rss / 2**20
+                except psutil.NoSuchProcess:
+                    continue
+            for role, mib in found.items():
+                first, most = self.peaks.get(role, (mib, mib))
+                self.peaks[role] = (first, max(most, mib))
+            total = sum(found.values())
+            first, most = self.total
+            if total > most:
+                self.peak_at = time.monotonic()
+            self.total = (first or total, max(most, total))
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        self._stopped.set()
+        self.join(10)
+
+
+@contextmanager
+def canary() -> Iterator[tuple[int, list[str]]]:
+    """Listen on a port to which nobody should connect. Yield the port and the connections."""
+    visits: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            while True:
+                try:
+                    connection, address = listener.accept()
+                except OSError:
+                    return
+                visits.append(str(address))
+                connection.close()
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield listener.getsockname()[1], visits

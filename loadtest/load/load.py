@@ -33,7 +33,7 @@ from loadtest import command_line
 from loadtest.load import numbered_answers, records, report_page, report_tables
 from loadtest.load.report_tables import Phase
 from loadtest.server import gauges, processes
-from loadtest.server.served import Served
+from loadtest.server.served import ALONE, Served
 
 _LOADTEST = Path(__file__).parents[1]
 _TRAFFIC = (
@@ -116,12 +116,13 @@ def _describe(name: str, args: argparse.Namespace) -> str:
 def _served(name: str, folder: Path, model: Path | None, phase: Phase) -> Iterator[Stack]:
     """Start a server for a phase, and check that nothing remains after it has stopped."""
     environment = {}
+    flags = ["--log-level=warning", "--served-model-name=chat"]
     if name == "numbered":
         model = numbered_answers.make_checkpoint(folder / "recites")
         script = numbered_answers.make_script(folder / "script.json")
         environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(script)}
         environment["NEREID_MAX_NUM_SEQS"] = "12"  # so that some requests of a burst must wait
-    flags = ["--log-level=warning", "--served-model-name=chat"]
+        flags += ALONE  # no scenario of this phase uses embeddings or reranking
     with Served(model, environment=environment, arguments=flags) as served:
         yield Stack(
             served.openai_url.removesuffix("/v1"),

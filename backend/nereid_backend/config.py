@@ -29,8 +29,8 @@ class EngineConfig:
     """
 
     model: CheckpointPath
-    """The folder of a Hugging Face checkpoint with safetensors weights. A relative path in
-    `config.pbtxt` is relative to the model repository."""
+    """The folder of a Hugging Face checkpoint with safetensors weights, or a GGUF file. A relative
+    path in `config.pbtxt` is relative to the model repository."""
 
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or

@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT")
@@ -78,9 +79,10 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
 
 
 def _check_checkpoint(path: str) -> str:
+    """Return the folder of a checkpoint. A GGUF file is described by a folder in the cache."""
     if not path:
         raise ValueError("the path of a checkpoint")
-    return path
+    return checkpoint_folder(path)
 
 
 def _check_device(name: str) -> str:

@@ -73,7 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model",
         type=Path,
         metavar="PATH",
-        help="The folder of a Hugging Face checkpoint with safetensors files. The default is the "
+        help="The folder of a Hugging Face checkpoint, or a GGUF file. The default is the "
         "demo model beside the model repository. [NEREID_MODEL]",
     )
     model.add_argument(

@@ -51,7 +51,9 @@ def check_embedded_numpy(installed: str | None = None) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Check that a folder is a Hugging Face checkpoint with complete safetensors files.
+    """Check that a path is a Hugging Face checkpoint with complete safetensors files.
+
+    The backend checks GGUF files.
 
     Raises: CliError.
     """
@@ -60,9 +62,12 @@ def check_checkpoint(path: Path) -> None:
             f"--model: the folder {path} does not exist. Give the folder of a checkpoint on this "
             "machine. `hf download NAME --local-dir FOLDER` downloads one."
         )
+    if path.suffix == ".gguf" and path.is_file():
+        return
     if not path.is_dir():
         raise CliError(
-            f"--model: {path} is not a folder. Give the folder that contains config.json."
+            f"--model: {path} is not a folder. Give the folder that contains config.json, or a "
+            "GGUF file."
         )
     if not (path / "config.json").is_file():
         raise CliError(

@@ -23,7 +23,8 @@ settings.load_profile("repeatable")
 # because every process would start the server again, which takes about 20 s.
 SHARED_SERVERS = {
     "the server of the fixture `served`": (
-        *("tests/docs/test_pages.py", "tests/e2e/test_cancel.py", "tests/e2e/test_ensemble.py"),
+        *("tests/docs/test_pages.py", "tests/e2e/test_anthropic.py", "tests/e2e/test_cancel.py"),
+        "tests/e2e/test_ensemble.py",
         *("tests/e2e/test_examples.py", "tests/e2e/test_openai.py", "tests/e2e/test_output.py"),
         *("tests/e2e/test_parsed.py", "tests/e2e/test_pooling.py", "tests/e2e/test_rag.py"),
         *("tests/e2e/test_responses.py", "tests/e2e/test_strict.py", "tests/e2e/test_faults.py"),

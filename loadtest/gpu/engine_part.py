@@ -12,6 +12,7 @@ model is tiny and runs on the CPU.
 import argparse
 import gc
 import json
+import logging
 import os
 import random
 import statistics
@@ -31,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from loadtest import command_line
 from loadtest.bench.bench import SHAPES
-from loadtest.gpu.lines import Rank, emit
+from loadtest.gpu.lines import LogLines, Rank, emit, report_progress
 from loadtest.gpu.random_engine import random_engine, random_model
 from loadtest.peers.nereid import StepTimes
 
@@ -72,6 +73,8 @@ _TINY = Sizes((64,), 16, 4, (1, 3), (8.0,), 1.0)
 def main() -> None:
     """Measure what the command line selects."""
     args = arguments().parse_args()
+    logging.getLogger("nereid_backend").addHandler(LogLines())
+    logging.getLogger("nereid_backend").setLevel(logging.INFO)
     sizes, shape = (_TINY, "demo") if IS_REHEARSAL else (Sizes(), args.shape)
     dtype = "float32" if IS_REHEARSAL else "bfloat16"
     device = torch.device("cpu" if IS_REHEARSAL else "cuda:0")
@@ -88,7 +91,9 @@ def main() -> None:
     settings |= json.loads(args.settings)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        engine = random_engine(Path(folder), shape, dtype, fused_norms=args.fused_norms, **settings)
+        engine = random_engine(
+            Path(folder), shape, dtype, report_progress, fused_norms=args.fused_norms, **settings
+        )
     measured = Measured(engine, sizes)
     emit(
         Rank.DETAIL,

@@ -6,7 +6,14 @@ crashes later are not lost.
 
 import enum
 import json
+import logging
+import re
 from typing import Any
+
+# Lines which say that a feature cannot be used. That a single library is not used is no refusal.
+_REFUSAL = re.compile(
+    r"\b(is|are) not (compiled|replayed|used|replaced)\b|Attention runs without GPU kernels"
+)
 
 
 class Rank(enum.IntEnum):
@@ -44,3 +51,20 @@ def parsed(output: str) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
+
+
+def report_progress(line: str) -> None:
+    """Print a line about the load. A feature that cannot be used fails the part.
+
+    Example: "the forward pass is not compiled: no compiler was found". The measurements would
+    otherwise look like those of the feature.
+    """
+    emit(Rank.WRONG if _REFUSAL.search(line) else Rank.DETAIL, line)
+
+
+class LogLines(logging.Handler):
+    """Prints the log lines of the engine, such as the measurements of attention libraries."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one log line."""
+        report_progress(record.getMessage())

@@ -4,6 +4,7 @@ Writing a checkpoint of 16 GB and reading it again would take longer than the me
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def random_engine(
     folder: Path,
     shape: str,
     dtype: str,
+    progress: Callable[[str], None],
     *,
     fused_norms: bool = False,
     **settings: Any,  # noqa: ANN401
@@ -31,6 +33,7 @@ def random_engine(
         folder: an empty folder, in which the configuration of the model is stored.
         shape: the shape of the model, a key of `SHAPES` in loadtest/bench/bench.py.
         dtype: the data type of the weights.
+        progress: receives the engine's lines about the load.
         fused_norms: whether torch's fused function computes the RMSNorm modules.
         settings: further settings of the engine.
     """
@@ -38,7 +41,7 @@ def random_engine(
     load = load_weights.load_checkpoint
     load_weights.load_checkpoint = functools.partial(random_checkpoint, shape, fused_norms)
     try:
-        return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=print)
+        return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=progress)
     finally:
         load_weights.load_checkpoint = load
 

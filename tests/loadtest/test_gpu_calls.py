@@ -13,7 +13,7 @@ from loadtest.gpu import environment
 from loadtest.gpu.__main__ import child_environment
 from loadtest.gpu.calls import Call, Part, calls
 from loadtest.gpu.environment import ROOT
-from loadtest.gpu.lines import Rank
+from loadtest.gpu.lines import Rank, report_progress
 from loadtest.gpu.run_parts import Results, run_call
 
 # The minutes that the plan gives each call.
@@ -257,3 +257,18 @@ def _is_running(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("the forward pass is not compiled: no compiler was found", Rank.WRONG),
+        ("decode steps are not replayed from captured graphs: out of memory", Rank.WRONG),
+        ("Attention runs without GPU kernels and is several times slower, because", Rank.WRONG),
+        ("cuDNN does not compute prompts without cached tokens, because", Rank.DETAIL),
+        ("the forward pass is compiled", Rank.DETAIL),
+    ],
+)
+def test_a_feature_that_cannot_be_used_fails_its_part(line, rank, capsys):
+    report_progress(line)
+    assert json.loads(capsys.readouterr().out)["rank"] == rank

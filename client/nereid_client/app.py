@@ -32,12 +32,14 @@ from nereid_client.middleware.body_limit import BodyLimit
 from nereid_client.middleware.client_keys import KeyFile
 from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
+from nereid_client.middleware.running_requests import RunningRequests
 from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.openapi import openapi_schema
 from nereid_client.request_context import Context
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
 from nereid_client.routes import (
+    abort,
     chat,
     classify,
     completions,
@@ -66,7 +68,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize),
         *(embeddings, pooling, rerank, score, classify),
-        *(models, health, metrics),
+        *(models, health, metrics, abort),
     )
 ]
 
@@ -110,6 +112,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         lifespan=lifespan,
     )
     gate = app.state.gate = Gate(settings.max_concurrent_requests)
+    app.state.running_requests = RunningRequests()
     app.state.metrics = RequestMetrics(num_running=lambda: gate.num_requests)
     for router in _ROUTERS:
         app.include_router(router)
@@ -143,6 +146,7 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
         limit_s=settings.request_timeout_s,
         unread_s=settings.unread_timeout_s,
         metrics=metrics,
+        running=app.state.running_requests,
     )
     app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
     key_file = KeyFile(Path(settings.api_key_file)) if settings.api_key_file else None

@@ -166,6 +166,7 @@ _REQUIREMENTS = {
 """Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
 
 _UNION_TYPES = {
+    "bool": "true or false",
     "str": "a string",
     "list[str]": "a list of strings",
     "list[dict[str,any]]": "a list of objects",

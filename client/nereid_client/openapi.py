@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from nereid_client.protocol.abort_request import AbortRequest
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -19,7 +20,13 @@ from nereid_client.protocol.embedding_requests import (
     VectorsRequest,
 )
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
-from nereid_client.protocol.rerank_requests import ClassifyRequest, RerankRequest, ScoreRequest
+from nereid_client.protocol.rerank_requests import (
+    ClassifyRequest,
+    RankingRequest,
+    RerankRequest,
+    ScoreRequest,
+    SimilarityRequest,
+)
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.tokenize_request import TokenizeRequest
 
@@ -30,6 +37,8 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/abort_request": AbortRequest,
+    "/abort_requests": AbortRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -42,8 +51,10 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/rerank": RerankRequest,
     "/v2/rerank": RerankRequest,
     "/rerank": RerankRequest,
+    "/v1/ranking": RankingRequest,
     "/v1/score": ScoreRequest,
     "/score": ScoreRequest,
+    "/similarity": SimilarityRequest,
     "/classify": ClassifyRequest,
 }
 """Maps the path of a POST route to the type of its request body."""

@@ -66,11 +66,15 @@ def unique_request_id(request: Request) -> str:
 def frame_for(request: Request, body: GenerationRequest, prefix: str) -> CompletionFrame:
     """Return the fields that all chunks of a completion have in common.
 
+    If the body contains a request id, the request can also be aborted by this id.
+
     Args:
         request: the HTTP request.
         body: the validated body of the request.
         prefix: the beginning of the completion's id, such as "chatcmpl".
     """
+    if body.given_id is not None:
+        request.state.running_request.ids.add(body.given_id)
     return CompletionFrame(
         id=f"{prefix}-{body.given_id or request_id_of(request)}",
         model=context_of(request).settings.model_name,

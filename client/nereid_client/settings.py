@@ -110,6 +110,10 @@ class Settings:
     grpc_url: _Text = "127.0.0.1:8001"
     """The address `host:port` of the Triton server's gRPC endpoint."""
 
+    metrics_url: Annotated[str, Field(pattern="^(https?://.+)?$")] = ""
+    """The URL of the Triton server's metrics, which the frontend's `/metrics` then contains too.
+    `nereid serve` sets this variable."""
+
     ensemble: _Text = "llm"
     """The name of the language model in the model repository."""
 

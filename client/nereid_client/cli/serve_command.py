@@ -207,7 +207,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     shm_prefix = f"nereid_{os.getpid()}_"
     openai_url = f"http://{_local_host(settings.host)}:{settings.port}"
     http_url = f"http://{_local_host(host)}:{args.http_port}"
-    metrics_url = f"http://{_local_host(host)}:{args.metrics_port}/metrics"
+    metrics_url = _metrics_url(args)
     return ServePlan(
         server=Program(
             "tritonserver",
@@ -260,6 +260,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         "NEREID_MODEL": str(model),
         "NEREID_SERVED_MODEL_NAME": name,
         "NEREID_GRPC_URL": grpc_url,
+        "NEREID_METRICS_URL": _metrics_url(args),
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
 
@@ -286,6 +287,11 @@ def _exposure_warnings(host: str, settings: Settings) -> list[str]:
 def _engine_variable(flag: str) -> str:
     """Return the variable of a language model's flag: NEREID_DTYPE for "--dtype"."""
     return f"NEREID_{_attribute(flag)}".upper()
+
+
+def _metrics_url(args: argparse.Namespace) -> str:
+    """Return the URL of the Triton server's metrics."""
+    return f"http://{_local_host(args.host or '127.0.0.1')}:{args.metrics_port}/metrics"
 
 
 def _local_host(host: str) -> str:

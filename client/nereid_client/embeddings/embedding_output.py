@@ -86,6 +86,26 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
     return lambda row: _encode(row.tolist())
 
 
+def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
+    """Return a function that encodes an array as JSON, with one byte for each number.
+
+    Each vector is scaled so that its largest number, ignoring signs, becomes 127. The scale does
+    not change cosine similarities, but it changes dot products. Example: the array [0.5, -0.25] is
+    encoded as "[127,-64]" signed, and as "[255,64]" unsigned.
+
+    Args:
+        is_signed: whether bytes are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
+    """
+    offset = 0 if is_signed else 128
+
+    def write(row: Floats) -> str:
+        largest = np.abs(row).max(axis=-1, keepdims=True)
+        scaled = np.rint(row * (127 / np.maximum(largest, np.finfo(np.float32).tiny)))
+        return _encode((scaled.astype(np.int16) + offset).tolist())
+
+    return write
+
+
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """Return a function that encodes the signs of an array as JSON, eight signs in one byte.
 
@@ -99,6 +119,17 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """
     offset = 128 if is_signed else 0
     return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
+
+
+WRITERS: Mapping[str, Callable[[Floats], str]] = {
+    "float": vector_writer("float"),
+    "base64": vector_writer("base64"),
+    "int8": bytes_writer(is_signed=True),
+    "uint8": bytes_writer(is_signed=False),
+    "binary": bits_writer(is_signed=True),
+    "ubinary": bits_writer(is_signed=False),
+}
+"""Maps the name of a type of vectors to the function that encodes an array."""
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:

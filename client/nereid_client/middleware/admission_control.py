@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import ANONYMOUS, Client, current_client
-from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.request_metrics import RequestMetrics, is_from_supervisor
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
@@ -36,6 +36,7 @@ _MAX_THROTTLES = 1024
 _EXPIRED_IN_QUEUE = "the request waited"
 
 
+_ABORT_PATHS = ("/abort_request", "/abort_requests")
 _OVERLOADED = (503, 529)
 """The statuses of a response with which an overloaded server rejects a request."""
 
@@ -162,7 +163,7 @@ class Throttle:
 class AdmissionControl:
     """Middleware that sends a 429 or 503 at once to a request that should not run now.
 
-    GET, HEAD, OPTIONS and DELETE requests and requests that cancel a response are always admitted,
+    GET, HEAD, OPTIONS and DELETE requests and requests that abort others are always admitted,
     because they are most useful when the server is at its limit or about to stop.
 
     Args:
@@ -175,6 +176,7 @@ class AdmissionControl:
         self._app = app
         self._gate = gate
         self._metrics = metrics
+        self._has_check = False
         # A client that overloads the server must not cause the rejection of other clients, so each
         # client has its own throttle for each path.
         self._throttles: dict[tuple[str, str], Throttle] = {}
@@ -183,6 +185,9 @@ class AdmissionControl:
         """Call the application, or send a 429 or 503 at once."""
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
+            return
+        if is_from_supervisor(scope) and not self._has_check:
+            await self._check(scope, receive, send)
             return
         now = time.monotonic()
         client = current_client.get()
@@ -203,6 +208,18 @@ class AdmissionControl:
             await self._app(scope, receive, self._observed(key, send, now))
         finally:
             self._gate.leave(client)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application for a check of `nereid serve`, without counting the request.
+
+        Only one such request runs at a time without being counted, because any client can send the
+        user agent of `nereid serve`.
+        """
+        self._has_check = True
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._has_check = False
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Return a `send` that also reports the server's rejections to the throttle with a key.
@@ -241,4 +258,5 @@ class AdmissionControl:
 def _is_always_admitted(scope: Scope) -> bool:
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return True
-    return str(scope["path"]).endswith("/cancel")
+    path: str = scope["path"]
+    return path.endswith("/cancel") or path in _ABORT_PATHS

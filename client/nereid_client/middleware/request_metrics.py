@@ -1,7 +1,7 @@
 """Metrics of the frontend, in the format of Prometheus.
 
-The Triton server has metrics of its own, on its own port. They cannot include the requests that the
-frontend refuses, because the server never receives these.
+The Triton server has metrics of its own. They cannot include the requests that the frontend
+refuses, because the server never receives these.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,15 @@ class RequestMetrics:
             registry=self._registry,
         )
         running.set_function(num_running)
+        self._server_metrics_up = Gauge(
+            "nereid_frontend_server_metrics_up",
+            "1 if this page contains the metrics of the Triton server, else 0.",
+            registry=self._registry,
+        )
+
+    def set_server_metrics_up(self, *, is_up: bool) -> None:
+        """Record whether the metrics of the Triton server could be read."""
+        self._server_metrics_up.set(is_up)
 
     def count_request(self, route: str, status: int) -> None:
         """Count a request that has been answered.
@@ -91,7 +100,7 @@ class CountRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application and count the request when its response ends."""
-        if scope["type"] != "http" or _is_from_supervisor(scope):
+        if scope["type"] != "http" or is_from_supervisor(scope):
             await self._app(scope, receive, send)
             return
         status: int | None = None
@@ -125,5 +134,6 @@ class CountRequests:
         return str(getattr(route, "path_format", _UNKNOWN_ROUTE))
 
 
-def _is_from_supervisor(scope: Scope) -> bool:
+def is_from_supervisor(scope: Scope) -> bool:
+    """Return whether `nereid serve` sent a request, according to the user agent."""
     return Headers(scope=scope).get("user-agent") == SUPERVISOR_USER_AGENT

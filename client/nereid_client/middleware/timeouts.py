@@ -10,7 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.error_responses import error_event, error_response
 from nereid_client.errors import ApiError
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.running_requests import RunningRequests, abort_error
 from nereid_client.streaming import sse
 
 TIMEOUT_HEADER = "x-request-timeout"
@@ -32,12 +34,19 @@ class Timeouts:
         unread_s: the setting unread_timeout_s. The connection of a client that reads nothing of
             its response for this many seconds is closed. 0 means no limit.
         metrics: counts the requests that were ended.
+        running: the requests that run now. An aborted request is ended like a late one.
     """
 
     def __init__(
-        self, app: ASGIApp, limit_s: float, unread_s: float, metrics: RequestMetrics
+        self,
+        app: ASGIApp,
+        limit_s: float,
+        unread_s: float,
+        metrics: RequestMetrics,
+        running: RunningRequests,
     ) -> None:
         self._app = app
+        self._running = running
         self._limit_s = limit_s
         self._unread_s = unread_s
         self._metrics = metrics
@@ -54,15 +63,25 @@ class Timeouts:
             return
         limit_s = min(filter(None, (self._limit_s, requested_s)), default=None)
         response = _ObservedResponse(send)
+        state = scope.setdefault("state", {})
         try:
             async with asyncio.timeout(limit_s) as timeout:
-                with _UnreadWatch(response, timeout, self._unread_s) as watch:
+                with (
+                    _UnreadWatch(response, timeout, self._unread_s) as watch,
+                    self._running.track(
+                        state.get("request_id", ""), current_client.get().name, timeout
+                    ) as request,
+                ):
+                    state["running_request"] = request
                     await self._app(scope, receive, response.send)
         except TimeoutError:
             if not timeout.expired():
                 raise
             if watch.is_unread:
                 self._report_unread(scope)
+                return
+            if request.is_aborted:
+                await response.end_with(abort_error(), scope, receive)
                 return
             late = _timeout_error(limit_s or 0, is_requested=limit_s == requested_s)
             self._metrics.count_refusal(late)

@@ -37,12 +37,24 @@ class PoolingRequest(RequestBody):
     """The name of the model, as listed by /v1/models. It may be left out."""
     user: str | None = None
     """A label for the caller's own use. It has no effect."""
-    truncate: bool | None = None
-    """Whether a text that is too long is cut at its end. By default, such a text is an error."""
+    truncate: bool | str | None = None
+    """Whether a text that is too long is cut at its end. By default, such a text is an error. `END`
+    means true, and `NONE` means false (NIM)."""
     truncate_prompt_tokens: int | None = None
     """-1 cuts texts at the model's limit. Other values are not supported."""
     truncation_direction: str | None = None
     """Only "right" is supported: texts are cut at their end."""
+
+    @field_validator("truncate")
+    @classmethod
+    def _check_truncate(cls, value: bool | str | None) -> bool | str | None:
+        if isinstance(value, str) and value not in ("NONE", "END"):
+            raise FieldError(
+                "truncate",
+                'truncate must be true, false, "NONE" or "END", because only the end of a text can '
+                f"be removed, but the request has {shown(value)}",
+            )
+        return value
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -69,7 +81,9 @@ class PoolingRequest(RequestBody):
     @property
     def truncates(self) -> bool | None:
         """Whether a text that is too long is cut, or None if the request has no such field."""
-        return True if self.truncate_prompt_tokens is not None else self.truncate
+        if self.truncate_prompt_tokens is not None:
+            return True
+        return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate
 
 
 class EmbeddingOptions(PoolingRequest):
@@ -120,6 +134,44 @@ class EmbeddingRequest(EmbeddingOptions):
     """Only float32 is supported."""
     endianness: Literal["native", "little"] | None = None
     """The byte order of base64 vectors. Both values mean little-endian."""
+    output_dtype: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
+    """The type of the numbers in the vectors (Mistral, Voyage). `int8` and `uint8` scale each
+    vector, and keep only its cosine similarities. `binary` and `ubinary` have one bit for each
+    number. All types but `float` require the encoding_format `float`."""
+    embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
+    """Jina's name of output_dtype."""
+    input_type: str | None = None
+    """`query` or `passage` selects the checkpoint's prompt of this name, if there is one (NIM)."""
+
+    @model_validator(mode="after")
+    def _check_vector_type(self) -> Self:
+        if self.vector_type not in ("float", "base64") and self.encoding_format == "base64":
+            raise FieldError(
+                "encoding_format",
+                f"encoding_format must be float for vectors of the type {self.vector_type}, but "
+                'the request has "base64"',
+            )
+        return self
+
+    @property
+    def vector_type(self) -> str:
+        """The type of the returned vectors: output_dtype, or else the encoding_format."""
+        given = self.output_dtype or self.embedding_type
+        return self.encoding_format or "float" if given in (None, "float") else str(given)
+
+    def options_for(self, prompts: Iterable[str]) -> dict[str, Any]:
+        """Return the JSON object for the input `options` of the Triton model `embedding`.
+
+        Args:
+            prompts: the names of the checkpoint's prompts. If no prompt is given, the field
+                input_type selects one. Its value "passage" also selects the prompt "document".
+        """
+        options = self.options()
+        input_type = self.input_type or ""
+        names = (input_type, {"passage": "document"}.get(input_type, ""))
+        if not options["prompt_name"] and not options["prompt"]:
+            options["prompt_name"] = next((name for name in names if name in prompts), None)
+        return options
 
     @field_validator("input")
     @classmethod
@@ -168,7 +220,9 @@ class CohereEmbedRequest(RequestBody):
         Literal["search_query", "search_document", "classification", "clustering", "image"] | None
     ) = None
     """Selects the checkpoint's prompt of this name, if there is one."""
-    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    embedding_types: (
+        list[Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]] | None
+    ) = None
     """The formats of the vectors in the response."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     """The number of dimensions of the returned vectors. The other dimensions are cut off."""

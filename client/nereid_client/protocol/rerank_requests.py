@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
+from nereid_client.protocol.request_body import RequestBody
 
 
 class RerankRequest(PoolingRequest):
@@ -89,6 +90,50 @@ class RerankRequest(PoolingRequest):
             "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query)
             or self.truncates,
         }
+
+
+class RankingRequest(PoolingRequest):
+    """The body of `POST /v1/ranking`, in the format of NVIDIA NIM."""
+
+    query: Any = Field(...)
+    """The text that the passages are compared with, as `{"text": ...}` or as a string."""
+    passages: Annotated[list[Any], Field(min_length=1)]
+    """The texts to rank, each as `{"text": ...}` or as a string."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the passages."""
+        return [text_of(one, "passages", f"passages[{at}]") for at, one in enumerate(self.passages)]
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        _ = self.model_inputs  # raises a FieldError if a text is wrong
+        return self
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The input tensors of the reranker: the query and the passages."""
+        query = text_of(self.query, "query", "query")
+        return ModelInputs(
+            {"query": [query], "documents": self.texts},
+            {"query": "query", "documents": "passages"},
+        )
+
+
+class SimilarityInputs(RequestBody):
+    """The field `inputs` of a request to `POST /similarity`."""
+
+    source_sentence: str
+    """The text that the sentences are compared with."""
+    sentences: Annotated[list[str], Field(min_length=1)]
+    """The texts to compare."""
+
+
+class SimilarityRequest(PoolingRequest):
+    """The body of `POST /similarity`, in TEI's format."""
+
+    inputs: SimilarityInputs
+    """An object with the text `source_sentence` and the list of texts `sentences`."""
 
 
 class ScoreRequest(PoolingRequest):

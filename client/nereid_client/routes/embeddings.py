@@ -8,12 +8,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import (
-    bits_writer,
+    WRITERS,
     encode_list,
     json_response,
     rows_of,
     usage_of,
-    vector_writer,
 )
 from nereid_client.embeddings.model_choice import (
     call_model,
@@ -32,22 +31,15 @@ from nereid_client.request_context import request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
-_COHERE_WRITERS = {
-    "float": vector_writer("float"),
-    "base64": vector_writer("base64"),
-    "binary": bits_writer(is_signed=True),
-    "ubinary": bits_writer(is_signed=False),
-}
-"""Maps a member of Cohere's `embedding_types` to the function that encodes a vector."""
-
 
 @router.post("/v1/embeddings", summary="Create embeddings")
 async def embeddings(request: Request) -> Response:
     """Return one vector for each text, as OpenAI's API does."""
     body = await read_request(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
-    outputs = await call_model(request, served, body.input, body.options())
-    write = vector_writer(body.encoding_format)
+    options = body.options_for(served.info.get("prompts") or {})
+    outputs = await call_model(request, served, body.input, options)
+    write = WRITERS[body.vector_type]
     items = (
         f'{{"object":"embedding","index":{index},"embedding":{write(row)}}}'
         for index, row in enumerate(rows_of(outputs))
@@ -78,7 +70,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     outputs = await call_model(request, served, body.model_inputs, options)
     rows = rows_of(outputs)
     lists = {
-        kind: await encode_list(map(_COHERE_WRITERS[kind], rows))
+        kind: await encode_list(map(WRITERS[kind], rows))
         for kind in body.embedding_types or ["float"]
     }
     tokens = usage_of(outputs)["prompt_tokens"]
@@ -129,7 +121,7 @@ async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
 
 
 async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
-    body = await encode_list(map(vector_writer("float"), rows_of(outputs)))
+    body = await encode_list(map(WRITERS["float"], rows_of(outputs)))
     return Response(body, media_type="application/json")
 
 

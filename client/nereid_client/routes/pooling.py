@@ -3,12 +3,12 @@
 from fastapi import APIRouter, Request, Response
 
 from nereid_client.embeddings.embedding_output import (
+    WRITERS,
     encode_list,
     envelope,
     json_response,
     rows_of,
     usage_of,
-    vector_writer,
 )
 from nereid_client.embeddings.model_choice import (
     call_model,
@@ -40,7 +40,7 @@ async def pooling(request: Request) -> Response:
     kind = _KINDS[body.task] if body.task else default_kind
     require_kind(served, kind)
     outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
-    write = vector_writer(body.encoding_format)
+    write = WRITERS[body.vector_type]
     items = (
         f'{{"index":{index},"object":"pooling","data":{write(row)}}}'
         for index, row in enumerate(rows_of(outputs))

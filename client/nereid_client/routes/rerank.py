@@ -10,11 +10,12 @@ from nereid_client.embeddings.embedding_output import Ranked, usage_of
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
+    read_request,
     require_full_length,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
-from nereid_client.protocol.rerank_requests import RerankRequest
+from nereid_client.protocol.rerank_requests import RankingRequest, RerankRequest
 from nereid_client.request_context import read_body, request_id_of, validate
 
 router = APIRouter(tags=["Embeddings and reranking"])
@@ -38,6 +39,22 @@ async def rerank_cohere(request: Request) -> Response:
     The field `format` selects another format.
     """
     return await _rerank(request, "cohere")
+
+
+@router.post("/v1/ranking", summary="Rank passages (NVIDIA NIM's format)")
+async def rank_passages(request: Request) -> Response:
+    """Return the passages in the order of their scores, as NVIDIA's NIM for reranking does.
+
+    The scores are logits: no activation function is applied.
+    """
+    body = await read_request(request, RankingRequest)
+    served = await choose_model(request, body.model, (RERANK,))
+    require_kind(served, "score")
+    options = {"activation": "none", "truncate": body.truncates}
+    outputs = await call_model(request, served, body.model_inputs, options)
+    ranked = embedding_output.ranking(outputs.arrays["scores"], body.texts, None, with_text=False)
+    rankings = [{"index": passage.index, "logit": passage.score} for passage in ranked]
+    return JSONResponse({"rankings": rankings, "usage": usage_of(outputs)})
 
 
 async def _rerank(request: Request, default_format: str) -> Response:

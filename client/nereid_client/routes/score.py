@@ -13,7 +13,7 @@ from nereid_client.embeddings.model_choice import (
 )
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
 from nereid_client.protocol.embedding_requests import ModelInputs
-from nereid_client.protocol.rerank_requests import ScoreRequest
+from nereid_client.protocol.rerank_requests import ScoreRequest, SimilarityRequest
 from nereid_client.request_context import request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
@@ -41,6 +41,19 @@ async def score(request: Request) -> Response:
     ]
     head = envelope("score", request_id_of(request), served.name)
     return JSONResponse({**head, "data": data, "usage": usage_of(outputs)})
+
+
+@router.post("/similarity", summary="Compare texts with one text (TEI's format)")
+async def similarity(request: Request) -> Response:
+    """Return the cosine similarity of each sentence and the source sentence, as TEI does."""
+    body = await read_request(request, SimilarityRequest)
+    served = await choose_model(request, body.model, (EMBEDDING,))
+    require_kind(served, "dense")
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
+    inputs = ModelInputs({"texts": texts}, {"texts": "inputs"})
+    outputs = await call_model(request, served, inputs, options)
+    return JSONResponse(_cosine_similarities(outputs.arrays["embeddings"], 1).tolist())
 
 
 async def _call_reranker(

@@ -394,7 +394,7 @@ async def test_coheres_inputs_and_images_are_content_parts(ask, pooling):
         ({"texts": ["a"], "images": ["b"]}, "images"),
         ({"texts": []}, "texts"),
         ({"inputs": [{"content": []}]}, "inputs"),
-        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types[0]"),
         ({"texts": ["a"], "truncate": "START"}, "truncate"),
         ({"texts": ["a"], "output_dimension": 9}, "output_dimension"),
         ({"texts": ["a"], "max_tokens": 3}, "max_tokens"),
@@ -411,3 +411,63 @@ async def test_coheres_version_1_gives_one_list_unless_types_are_asked_for(ask):
     assert typed["response_type"] == "embeddings_by_type"
     assert typed["embeddings"] == {"float": [vector("abc")]}
     assert typed["meta"]["api_version"] == {"version": "1"}
+
+
+@pytest.mark.parametrize("name", ["output_dtype", "embedding_type"])
+async def test_vectors_are_returned_in_fewer_bytes(ask, name):
+    async def of_type(kind):
+        answer = await ask("/v1/embeddings", input=["abc", ""], **{name: kind})
+        return [item["embedding"] for item in answer.json()["data"]]
+
+    rows = [vector("abc"), vector("")]
+    assert await of_type("float") == rows
+    for signed, unsigned, row in zip(
+        await of_type("int8"), await of_type("uint8"), rows, strict=True
+    ):
+        assert max(map(abs, signed)) == 127
+        assert np.allclose(np.array(signed) / 127 * max(row), row, atol=max(row) / 254)
+        assert unsigned == [number + 128 for number in signed]
+    assert await of_type("ubinary") == [[0b11110000], [0b01110000]]
+    assert await of_type("binary") == [[0b11110000 - 128], [0b01110000 - 128]]
+
+
+async def test_a_small_type_of_vectors_cannot_be_base64(ask):
+    answer = await ask("/v1/embeddings", input="a", output_dtype="int8", encoding_format="base64")
+    assert problem(answer)["param"] == "encoding_format"
+
+
+async def test_cohere_gets_bytes_too(ask):
+    answer = (await ask("/v2/embed", texts=["abc"], embedding_types=["int8", "uint8"])).json()
+    (signed,), (unsigned,) = answer["embeddings"]["int8"], answer["embeddings"]["uint8"]
+    assert unsigned == [number + 128 for number in signed]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "truncate"),
+    [
+        ({"input_type": "query", "truncate": "END"}, "query", True),
+        ({"input_type": "passage", "truncate": "NONE"}, "document", False),
+        ({"input_type": "other"}, None, None),
+        ({"input_type": "query", "prompt_name": "clustering"}, "clustering", None),
+    ],
+)
+async def test_the_fields_of_nim_select_the_prompt_and_the_truncation(
+    ask, pooling, fields, prompt, truncate
+):
+    assert (await ask("/v1/embeddings", input="abc", **fields)).status_code == 200
+    options = pooling.calls[-1].options
+    assert (options.get("prompt_name"), options.get("truncate")) == (prompt, truncate)
+
+
+async def test_the_start_of_a_text_is_not_cut(ask):
+    answer = await ask("/v1/embeddings", input="abc", truncate="START")
+    assert problem(answer)["param"] == "truncate"
+
+
+async def test_similarity_has_the_format_of_tei(ask):
+    inputs = {"source_sentence": "abc", "sentences": ["abc", "xyz"]}
+    same, other = (await ask("/similarity", inputs=inputs)).json()
+    assert same == pytest.approx(1)
+    assert 0 < other < 1
+    answer = await ask("/similarity", inputs={"source_sentence": "abc", "sentences": []})
+    assert problem(answer)["param"] == "inputs.sentences"

@@ -269,3 +269,16 @@ async def test_a_reranker_without_labels_does_not_classify(ask, pooling):
         "The model 'tiny-rerank' cannot compute the probabilities of labels. It can compute:"
         in error["message"]
     )
+
+
+async def test_passages_are_ranked_in_the_format_of_nim(ask, pooling):
+    passages = [{"text": "x"}, {"text": "a b"}, "a"]
+    answer = (await ask("/v1/ranking", query={"text": "a b"}, passages=passages)).json()
+    assert [one["index"] for one in answer["rankings"]] == [1, 2, 0]
+    logits = [one["logit"] for one in answer["rankings"]]
+    assert logits == sorted(logits, reverse=True)
+    assert answer["usage"]["prompt_tokens"] > 0
+    assert pooling.calls[-1].options["activation"] == "none"
+    problem_of = await ask("/v1/ranking", query={"text": "a"}, passages=[{"image": "x"}])
+    assert problem_of.status_code == 400
+    assert problem_of.json()["error"]["param"] == "passages"

@@ -15,6 +15,7 @@ from nereid_client.app import create_app
 from nereid_client.middleware import admission_control as admission
 from nereid_client.middleware.admission_control import AdmissionControl, Gate, Throttle
 from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.running_requests import RunningRequests
 from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.settings import Settings
 
@@ -142,7 +143,7 @@ async def test_a_client_that_reads_nothing_is_given_up():
 
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     metrics = RequestMetrics(lambda: 0)
-    app = Timeouts(endless, limit_s=0, unread_s=0.1, metrics=metrics)
+    app = Timeouts(endless, limit_s=0, unread_s=0.1, metrics=metrics, running=RunningRequests())
     started = time.monotonic()
     await app(scope, None, unread)
     assert time.monotonic() - started < 30
@@ -163,7 +164,8 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
 
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     started = time.monotonic()
-    limited = Timeouts(silent, limit_s=0.05, unread_s=0, metrics=RequestMetrics(lambda: 0))
+    metrics = RequestMetrics(lambda: 0)
+    limited = Timeouts(silent, limit_s=0.05, unread_s=0, metrics=metrics, running=RunningRequests())
     await limited(scope, None, first_only)
     assert time.monotonic() - started < 30
 

@@ -1,6 +1,8 @@
 """GET /metrics: what the frontend counts, and which limits it names."""
 
 import asyncio
+import http.server
+import threading
 from pathlib import Path
 
 import httpx
@@ -182,6 +184,59 @@ async def test_the_gauge_follows_the_requests_that_run(connect, backend, tmp_pat
 async def test_the_page_needs_no_key(connect):
     async with connect(api_key="s3cret") as client:
         await samples_of(client)
+
+
+async def test_a_check_of_nereid_serve_does_not_count_against_the_limit(connect, backend):
+    check = {"User-Agent": SUPERVISOR_USER_AGENT}
+    slow = {"messages": [{"role": "user", "content": "one <pause 60>two"}]}
+    async with connect(max_concurrent_requests=1) as client:
+        tasks = [asyncio.create_task(client.post(CHAT, json=slow, headers=check))]
+        while len(backend.active) < 1:
+            await asyncio.sleep(0.01)
+        assert (await client.post(CHAT, json=HELLO)).status_code == 200
+        # Any client can send this user agent, so a second check at a time is an ordinary request.
+        tasks.append(asyncio.create_task(client.post(CHAT, json=slow, headers=check)))
+        while len(backend.active) < 2:
+            await asyncio.sleep(0.01)
+        assert (await client.post(CHAT, json=HELLO, headers=check)).status_code == 429
+        await client.post("/abort_request", json={"abort_all": True})
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [499, 499]
+
+
+@pytest.fixture
+def server_metrics():
+    """The URL of a page with a metric of the Triton server."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"# TYPE nereid:num_requests gauge\nnereid:num_requests 5\n")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+        server.shutdown()
+        thread.join()
+
+
+async def test_the_page_contains_the_metrics_of_the_triton_server(connect, server_metrics):
+    async with connect(metrics_url=server_metrics) as client:
+        samples = await samples_of(client)
+    assert samples[("nereid:num_requests",)] == 5
+    assert samples[("nereid_frontend_server_metrics_up",)] == 1
+    assert ("nereid_frontend_running_requests",) in samples
+
+
+async def test_without_the_triton_server_the_page_has_the_metrics_of_the_frontend(connect):
+    async with connect(metrics_url="http://127.0.0.1:9/metrics") as client:
+        samples = await samples_of(client)
+    assert samples[("nereid_frontend_server_metrics_up",)] == 0
+    assert ("nereid_frontend_running_requests",) in samples
 
 
 async def test_a_bug_is_counted_as_a_500(connect, backend):

@@ -1,0 +1,71 @@
+"""The requests that run now, so that they can be aborted by their ids."""
+
+import asyncio
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nereid_client.errors import ApiError
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that runs now.
+
+    Attributes:
+        ids: the ids by which the request can be aborted.
+        client: the name of the client in the key file, or "".
+        timeout: ends the request when it expires.
+        is_aborted: whether the request was aborted.
+    """
+
+    ids: set[str]
+    client: str
+    timeout: asyncio.Timeout
+    is_aborted: bool = False
+
+
+class RunningRequests:
+    """The requests that run now."""
+
+    def __init__(self) -> None:
+        self._requests: set[RunningRequest] = set()
+
+    @contextmanager
+    def track(
+        self, request_id: str, client: str, timeout: asyncio.Timeout
+    ) -> Iterator[RunningRequest]:
+        """Add a request while the context runs."""
+        request = RunningRequest({request_id}, client, timeout)
+        self._requests.add(request)
+        try:
+            yield request
+        finally:
+            self._requests.discard(request)
+
+    def abort(self, caller: RunningRequest, ids: Collection[str] | None) -> int:
+        """Abort requests, and return their number.
+
+        A client of the key file can abort only its own requests.
+
+        Args:
+            caller: the request that aborts the other ones.
+            ids: the ids of the requests. None aborts all requests.
+        """
+        now = asyncio.get_running_loop().time()
+        num_aborted = 0
+        for request in self._requests - {caller}:
+            is_named = ids is None or not request.ids.isdisjoint(ids)
+            is_own = caller.client in ("", request.client)
+            if is_named and is_own and not request.timeout.expired():
+                request.is_aborted = True
+                request.timeout.reschedule(now)
+                num_aborted += 1
+        return num_aborted
+
+
+def abort_error() -> ApiError:
+    """Return the response to a request that was aborted."""
+    return ApiError(
+        499, "The request was aborted, because its id was sent to /abort_request", code="cancelled"
+    )

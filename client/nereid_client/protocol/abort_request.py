@@ -1,0 +1,42 @@
+"""The body of `POST /abort_request` (SGLang) and `POST /abort_requests` (vLLM)."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from nereid_client.errors import FieldError
+from nereid_client.protocol.request_body import RequestBody
+
+_COMPLETION_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class AbortRequest(RequestBody):
+    """The body of `POST /abort_request` and `POST /abort_requests`. One field is required."""
+
+    rid: str | None = None
+    """The id of one request, as in SGLang: the header X-Request-Id, the field request_id or rid, or
+    the id of the completion."""
+    request_ids: list[str] | None = None
+    """The ids of several requests, as in vLLM."""
+    abort_all: bool | None = None
+    """Whether all requests are aborted, or all requests of the API key if it is in the key file."""
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> Self:
+        if not (self.abort_all or self.rid or self.request_ids):
+            raise FieldError("rid", "One of rid, request_ids and abort_all=true is required")
+        return self
+
+    @property
+    def ids(self) -> set[str] | None:
+        """The ids of the requests to abort, or None for all requests.
+
+        The id of a completion consists of a prefix and the id of its request.
+        """
+        if self.abort_all:
+            return None
+        given = {self.rid, *(self.request_ids or ())} - {None, ""}
+        ids = {str(one) for one in given}
+        for prefix in _COMPLETION_PREFIXES:
+            ids |= {one.removeprefix(prefix) for one in ids}
+        return ids

@@ -1,0 +1,22 @@
+"""POST /abort_request and /abort_requests."""
+
+from fastapi import APIRouter, Request
+
+from nereid_client.middleware.running_requests import RunningRequests
+from nereid_client.protocol.abort_request import AbortRequest
+from nereid_client.request_context import read_body, validate
+
+router = APIRouter(tags=["Operation"])
+
+
+@router.post("/abort_request", summary="Abort a request (SGLang's path)")
+@router.post("/abort_requests", summary="Abort several requests (vLLM's path)")
+async def abort_request(request: Request) -> dict[str, int]:
+    """Abort requests that run, and return their number.
+
+    A stream of an aborted request ends with an error. Another response has the status 499. A
+    response in the background is cancelled by its own route instead.
+    """
+    body = validate(AbortRequest, await read_body(request))
+    running: RunningRequests = request.app.state.running_requests
+    return {"num_aborted": running.abort(request.state.running_request, body.ids)}

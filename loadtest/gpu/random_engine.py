@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from nereid_backend import Engine, EngineConfig
@@ -38,12 +39,13 @@ def random_engine(
         settings: further settings of the engine.
     """
     config_of(shape).save_pretrained(folder)
-    load = load_weights.load_checkpoint
-    load_weights.load_checkpoint = functools.partial(random_checkpoint, shape, fused_norms)
-    try:
+    load = functools.partial(random_checkpoint, shape, fused_norms)
+    with (
+        mock.patch.object(load_weights, "load_checkpoint", load),
+        # The folder has no files of weights whose size could be checked.
+        mock.patch.object(load_weights, "check_weight_memory", create=True),
+    ):
         return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=progress)
-    finally:
-        load_weights.load_checkpoint = load
 
 
 def random_checkpoint(

@@ -118,8 +118,8 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
     """Round the weights of a model's linear layers to e4m3.
 
-    Layers that share their weight and the output layer keep their weights, because rounding the
-    output layer would change all logits directly. So do layers whose sizes are no multiples of 16.
+    The output layer keeps its weight, because its rounding would change all logits directly. Layers
+    that share their weight, and layers whose sizes are not multiples of 16, keep their weights, too.
 
     Args:
         model: the model. Mutated; it can then neither be trained nor saved.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU kernels once for this machine, and loads them.
+"""Builds the CPU kernels once for an instruction set, and loads them.
 
 The build needs only a C++ compiler and takes some seconds. It needs no torch headers, because the
 kernels and torch exchange plain C types. The library is stored in a cache folder; its name contains
-a hash of everything that it was built from. Its functions are loaded as global symbols, so that
-models that AOTInductor has compiled can call them.
+the instruction set and a hash of everything that it was built from. Its functions are loaded as
+global symbols, so that models that AOTInductor has compiled can call them.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from nereid_backend.attention.cpu.instruction_sets import InstructionSet, usable_instruction_sets
 from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,16 @@ SOURCES = (
     Path(__file__).with_name("cpu_prefill.cpp"),
     Path(__file__).with_name("cpu_shim.cpp"),
     Path(__file__).parents[2] / "linear" / "cpu_linear.cpp",
+    Path(__file__).parents[2] / "linear" / "cpu_grouped.cpp",
     Path(__file__).parents[2] / "sampling" / "cpu_logits.cpp",
 )
 _HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
 # The library of the functions that cpu_shim.cpp calls.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 _COMPILERS = ("g++", "c++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fPIC")
-_TIMEOUT_S = 120
+_FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
+# The compiler needs about 10 seconds, but a busy machine can take several minutes.
+_TIMEOUT_S = 900
 # The number of characters of the compiler's output in an error message.
 _MAX_OUTPUT = 500
 
@@ -49,7 +52,10 @@ class KernelBuildError(Exception):
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the library of kernels. Build it if this machine has not built it yet.
+    """Return the library of kernels for the best instruction set of the processor.
+
+    Build the library if this machine has not built it yet. If the compiler is too old for an
+    instruction set, use the next lower one.
 
     Raises:
         KernelBuildError: if there is no compiler, or if the compiler fails.
@@ -59,19 +65,38 @@ def load_library() -> ctypes.CDLL:
         raise KernelBuildError(
             f"no C++ compiler was found; install one of {' and '.join(_COMPILERS)}"
         )
-    path = cache_folder() / f"cpu-kernels-{_fingerprint(compiler)}.so"
-    if not path.is_file():
-        _build(compiler, path)
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        instruction_sets = usable_instruction_sets()
+    except ValueError as error:
+        raise KernelBuildError(str(error)) from error
+    for instruction_set in instruction_sets[:-1]:
+        try:
+            return _load(compiler, instruction_set)
+        except KernelBuildError as error:
+            logger.warning(
+                "The CPU kernels for %s are not available: %s.", instruction_set.name, error
+            )
+    return _load(compiler, instruction_sets[-1])
+
+
+def _load(compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
+    """Return the library of kernels for an instruction set. Build it if necessary."""
+    fingerprint = _fingerprint(compiler, instruction_set)
+    path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
+    if not path.is_file():
+        _build(compiler, instruction_set, path)
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise KernelBuildError(
             f"the file {path} cannot be loaded ({error}); delete the file to build it again"
         ) from error
+    logger.info("The CPU kernels use the instruction set %s.", instruction_set.name)
+    return library
 
 
-def _build(compiler: str, path: Path) -> None:
-    """Compile and link the kernels into the file `path`."""
+def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
+    """Compile and link the kernels for an instruction set into the file `path`."""
     openmp = _openmp()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +105,7 @@ def _build(compiler: str, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
             built = Path(folder) / path.name
-            flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
+            flags = [*_FLAGS, *instruction_set.flags, *(["-fopenmp"] if openmp else [])]
             commands = [
                 [compiler, *flags, "-c", str(source), "-o", target]
                 for source, target in zip(SOURCES, objects, strict=True)
@@ -88,13 +113,14 @@ def _build(compiler: str, path: Path) -> None:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(_run, commands))
             # The library is linked without -fopenmp, because this flag would add the compiler's
-            # own OpenMP library.
+            # own OpenMP library. With -Bsymbolic, its functions call each other even if the
+            # process has also loaded the library for another instruction set.
             libraries = [str(_TORCH), *openmp]
-            _run([compiler, "-shared", *objects, *libraries, "-o", str(built)])
+            _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the kernels could not be built ({error})") from error
-    logger.info("The CPU kernels were built: %s", path)
+    logger.info("The CPU kernels were built: %s.", path)
 
 
 def _run(command: list[str]) -> None:
@@ -127,12 +153,17 @@ def _openmp() -> list[str]:
     return (of_torch or of_system)[:1]
 
 
-def _fingerprint(compiler: str) -> str:
-    """Return a hash of the sources, flags, compiler, processor, torch and its OpenMP library."""
+def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
+    """Return a hash of the sources, flags, compiler, torch and its OpenMP library.
+
+    Without the names of instructions, the processor is a part of the hash, too.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*_HEADERS, *SOURCES)]
     libraries = [torch.__version__, str(_TORCH), *_openmp()]
-    parts = [*sources, *_FLAGS, *libraries, version.stdout, processor()]
+    flags = [*_FLAGS, *instruction_set.flags]
+    target = "" if instruction_set.features else processor()
+    parts = [*sources, *flags, *libraries, version.stdout, target]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

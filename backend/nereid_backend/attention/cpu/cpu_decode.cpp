@@ -6,7 +6,7 @@
 //
 //     tokens of the sequence     |first                                        last|    segment (struct Task)
 //     tile                       |--- about 64 tokens ---|--- 64 ---|--- 64 ---|---|    whole blocks (struct Tile)
-//     vector                     |16|16|16|16|
+//     vector                     |16|16|16|16|                                      8 tokens without 512-bit vectors
 //
 // The query heads of a task are its rows: row = (index of the key-value head in the task) * group + (index of the query
 // head in its group). Each row has these numbers in the memory of the thread (struct Scratch):
@@ -73,20 +73,21 @@ NEREID_INLINE void prefetch_bytes(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
-// Computes the scores of 16 tokens for G query heads: scores[g][t] = sum over d of query[g][d] * keys[d][t]. The keys
-// are transposed, so one vector contains dimension d of 16 tokens. The memory `ahead` bytes after the keys is
+// Computes the scores of kLanes tokens for G query heads: scores[g][t] = sum over d of query[g][d] * keys[d][t]. The keys
+// are transposed, so one vector contains dimension d of these tokens. The memory `ahead` bytes after the keys is
 // prefetched.
-template <typename T, int G, bool kPrefetches = true>
+template <typename T, int G>
 void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride,
            int64_t ahead) {
   constexpr int U = chains<G>();
-  const int64_t rest = stride == kLanes ? 64 / (kLanes * sizeof(T)) - 1 : 0;  // a line contains rest + 1 dimensions
+  // A cache line contains rest + 1 dimensions of a block.
+  const int64_t rest = std::max<int64_t>(1, 64 / (stride * sizeof(T))) - 1;
   Floats sums[U][G] = {};
   int64_t d = 0;
   for (; d + U <= dim; d += U)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
-      if (kPrefetches && ((d + u) & rest) == 0) prefetch_line(keys + (d + u) * stride, ahead);
+      if (((d + u) & rest) == 0) prefetch_line(keys + (d + u) * stride, ahead);
       const Floats key = load(keys + (d + u) * stride);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += key * query[g * dim + d + u];
@@ -104,7 +105,7 @@ void score(const T* keys, int64_t stride, const float* query, int64_t dim, float
   }
 }
 
-// Adds the weighted values of `count` tokens to U * 16 dimensions of `out`, starting at dimension c:
+// Adds the weighted values of `count` tokens to U * kLanes dimensions of `out`, starting at dimension c:
 // out[g][d] += sum over t of weights[g][t] * values[t][d].
 template <typename T, int G, int U>
 inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* weights, int64_t stride, int count,
@@ -128,7 +129,7 @@ inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* we
     for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride + c + u * kLanes) = sums[u][g];
 }
 
-// Adds the weighted values of at most 16 tokens to `out`, in all dimensions.
+// Adds the weighted values of at most kLanes tokens to `out`, in all dimensions.
 template <typename T, int G>
 void weigh(const T* values, int64_t dim, const float* weights, int64_t stride, int count, float* out,
            int64_t out_stride, int64_t ahead) {
@@ -166,7 +167,7 @@ struct Plain {
       for (int64_t d = 0; d < dim; ++d) to[g * dim + d] = to_float(from[g * head_stride + d]);
   }
 
-  // Stores 16 weights in the form that `Weigh` reads. Returns the weights that must be summed.
+  // Stores the weights of a vector in the form that `Weigh` reads. Returns the weights that must be summed.
   static Floats store_weights(Floats weights, Weight* to) {
     *reinterpret_cast<Floats*>(to) = weights;
     return weights;
@@ -540,11 +541,11 @@ struct Tile {
   int64_t start, end, from, to;
 };
 
-// 16 tokens of a tile for one key-value head and at most kMaxGroup of its query heads.
+// kLanes tokens of a tile for one key-value head and at most kMaxGroup of its query heads.
 template <typename T>
 struct Part {
   const T* at;            // the keys or values of the block and the head
-  int64_t column, place;  // the first of the 16 tokens, in the tile and in the block
+  int64_t column, place;  // the first of the tokens, in the tile and in the block
   int64_t slot;           // the index of this token and head in the scales of the cache
   int64_t row, count;     // the rows [row, row + count) of the task
   int64_t ahead;          // the distance of prefetches in bytes
@@ -566,7 +567,7 @@ NEREID_INLINE void for_each_part(const Shape& shape, const Task& task, const Til
   }
 }
 
-// Multiplies the scores or weights of 16 tokens by the scales of the cache, for `count` rows.
+// Multiplies the scores or weights of kLanes tokens by the scales of the cache, for `count` rows.
 NEREID_INLINE void multiply_by_scales(const float* scales, float* at, int64_t count, int64_t stride) {
   const Floats scale = load(scales);
   for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * stride) *= scale;
@@ -762,37 +763,9 @@ void run(const Layer& layer, const DecodeGroup& decodes, const LayerStep& step, 
     }
 }
 
-// Computes one panel of 16 outputs of a layer with integer weights, [dim][16], for G rows of x.
-template <int G>
-void linear_panel(const int8_t* weights, const float* scales, const float* x, int64_t dim, float* out,
-                  int64_t out_stride) {
-  alignas(64) float sums[G * kLanes];
-  score<int8_t, G, false>(weights, kLanes, x, dim, sums, kLanes, 0);
-  const Floats scale = load(scales);
-  for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kLanes) * scale;
-}
-
-// Returns the functions that compute a panel, for 1, 2, ... rows.
-template <int... G>
-constexpr std::array<decltype(&linear_panel<1>), sizeof...(G)> linear_panels(std::integer_sequence<int, G...>) {
-  return {linear_panel<G + 1>...};
-}
-
 }  // namespace
 
 extern "C" {
-
-void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
-                        int64_t dim, int64_t num_panels, int num_threads) {
-  constexpr auto kPanels = linear_panels(std::make_integer_sequence<int, kMaxGroup>());
-  const int64_t width = num_panels * kLanes;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-  for (int64_t panel = 0; panel < num_panels; ++panel)
-    for (int64_t row = 0; row < num_rows; row += kMaxGroup)
-      kPanels[std::min<int64_t>(kMaxGroup, num_rows - row) - 1](weight + panel * dim * kLanes, scales + panel * kLanes,
-                                                                x + row * dim, dim, out + row * width + panel * kLanes,
-                                                                width);
-}
 
 void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const LayerStep* step, int num_threads) {
   with_types(*layer, [&](auto cache_number, auto query_number) {

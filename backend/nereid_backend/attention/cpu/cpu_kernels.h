@@ -75,6 +75,14 @@ struct Prefill {
   const int64_t* blocks;  // the blocks of all tokens up to the last new one
 };
 
+// The integer weights of a linear layer. cpu_grouped.cpp describes their layout.
+struct GroupedWeights {
+  const uint8_t* values;
+  const uint16_t *scales, *zeros;  // float16; zeros is null if each zero is 2^(bits - 1)
+  int64_t bits, group_size;        // 4 or 8 bits; a multiple of 8 inputs, at most 128
+  int64_t dim, num_outputs;
+};
+
 extern "C" {
 
 // Stores the new keys and values of a step, and then computes the attention of a group of decodes, which may be empty.
@@ -110,9 +118,12 @@ void nereid_sample(int is_bfloat16, const void* logits, int64_t num_rows, int64_
 void nereid_likeliest(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
                       const float* scales, int64_t width, int64_t* tokens, float* probs, int num_threads);
 
-// Computes a linear layer with integer weights, in panels of 16 outputs, [num_panels][dim][16]: x [num_rows][dim] to
-// out [num_rows][num_panels * 16].
-void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
-                        int64_t dim, int64_t num_panels, int num_threads);
+// Returns whether this build has the kernel nereid_grouped_linear.
+int nereid_has_grouped_linear();
+
+// Computes a linear layer with integer weights: x [num_rows][dim] to out [num_rows][num_outputs], both contiguous, both
+// bfloat16 or both float32. bias is [num_outputs] of the same type, or null.
+void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const void* bias, const void* x, void* out,
+                           int64_t num_rows, int num_threads);
 
 }  // extern "C"

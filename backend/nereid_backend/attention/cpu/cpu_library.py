@@ -6,9 +6,13 @@ The structs have the layout of the structs in cpu_kernels.h and cpu_shim.cpp.
 
 import ctypes
 import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 from nereid_backend.attention.cpu.cpu_build import KernelBuildError, load_library
+from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 
 
 class NativeShape(ctypes.Structure):
@@ -80,6 +84,15 @@ class NativeForward(ctypes.Structure):
     )
 
 
+class NativeGroupedWeights(ctypes.Structure):
+    """The struct `GroupedWeights` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "scales", "zeros")),
+        *((name, c_int64) for name in ("bits", "group_size", "dim", "num_outputs")),
+    )
+
+
 class KernelTimes(ctypes.Structure):
     """The time that compiled models have spent in the kernels, in nanoseconds."""
 
@@ -93,7 +106,7 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
     "nereid_attend_prefills": (c_void_p, c_void_p, c_int64, c_void_p, c_int),
     "nereid_serve": (c_void_p,),
     "nereid_linear": (c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int),
-    "nereid_linear_int8": (*[c_void_p] * 4, *[c_int64] * 3, c_int),
+    "nereid_grouped_linear": (c_int, *[c_void_p] * 4, c_int64, c_int),
     "nereid_read_logits": (*_LOGITS, c_void_p, c_void_p, c_int),
     "nereid_sample": (*_LOGITS, *[c_void_p] * 3, c_int),
     "nereid_likeliest": (*_LOGITS, c_void_p, c_int64, *[c_void_p] * 2, c_int),
@@ -113,6 +126,34 @@ def kernels() -> ctypes.CDLL:
         function.argtypes = argument_types
         function.restype = None
     return library
+
+
+@contextmanager
+def forced_instruction_set(name: str) -> Iterator[None]:
+    """Use the kernels for another instruction set inside the with statement.
+
+    This is meant for tests and measurements. Models that were compiled outside the with statement
+    must not be called inside it.
+
+    Args:
+        name: the name of an instruction set; see `instruction_sets.INSTRUCTION_SETS`.
+    """
+    before = os.environ.get(CPU_INSTRUCTIONS)
+    try:
+        os.environ[CPU_INSTRUCTIONS] = name
+        _forget_kernels()
+        yield
+    finally:
+        del os.environ[CPU_INSTRUCTIONS]
+        if before is not None:
+            os.environ[CPU_INSTRUCTIONS] = before
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    """Let the next call of `kernels` load a library again."""
+    kernels.cache_clear()
+    has_kernels.cache_clear()
 
 
 @functools.cache

@@ -19,7 +19,8 @@
 // bfloat16 values are then rounded to bfloat16, both in the weighted sum and in the sum of weights. Sums are float32.
 //
 // Template parameters: T is the type of the numbers in the cache, Q the type of queries and outputs, U the arithmetic
-// (Singles or Pairs), R a number of rows, and P a number of panels. A panel is 16 columns of a matrix.
+// (Singles or Pairs), R a number of rows, and P a number of panels. A panel is kLanes columns of a matrix: 16 with
+// 512-bit vectors, and 8 otherwise.
 
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
@@ -31,12 +32,14 @@
 
 namespace {
 
+// With 2 vectors of sums for each row, the sums take 24 of 32 registers with 512-bit vectors, and 12 of 16 without.
 #ifdef __AVX512F__
-constexpr int kRows = 12;  // with 2 vectors for each row, 24 of 32 registers
+constexpr int kRows = 12;
+constexpr int kRowStep = 4;  // matrix products are compiled for 4, 8 and 12 rows
 #else
-constexpr int kRows = 4;
+constexpr int kRows = 6;
+constexpr int kRowStep = 6;  // matrix products are compiled for 6 rows
 #endif
-constexpr int kRowStep = 4;           // matrix products are compiled for 4, 8 and 12 rows
 constexpr int64_t kTaskRows = 192;    // rows of a task; each tile is packed once for all of them
 constexpr int kTile = 512;            // keys of a tile
 

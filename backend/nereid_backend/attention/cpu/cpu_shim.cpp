@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functions that models compiled by AOTInductor call, without Python. They use torch's stable C interface to
 // tensors (torch/csrc/inductor/aoti_torch/c/shim.h). AOTInductor derives their names and arguments from the schemas of
-// the operators in torch_operator.py and native_linear.py.
+// the operators in torch_operator.py, native_linear.py and
+// grouped_linear.py.
 
 #include "cpu_kernels.h"
 
@@ -143,6 +144,35 @@ Rows rows_of(const View& view, std::vector<char>& storage) {
   return {data, strides[1], strides[2]};
 }
 
+// The arguments that all kinds of linear layers have.
+struct LinearCall {
+  bool is_bfloat16;
+  const void *x, *bias;  // bias may be null
+  void* out;
+  int64_t num_rows, dim;
+  int num_threads;
+};
+
+// Creates the output of a linear layer, and calls compute(LinearCall). Returns an error if a tensor cannot be read.
+template <typename Compute>
+Error linear_layer(Tensor* x, Tensor** bias, int64_t out_features, Tensor** out, Compute compute) {
+  const View inputs(x);
+  if (!current || !inputs.data) return 1;
+  const Stopwatch stopwatch(0);
+  int64_t sizes[kMaxDims], strides[kMaxDims];
+  std::copy(inputs.sizes, inputs.sizes + inputs.dim, sizes);
+  sizes[inputs.dim - 1] = out_features;
+  void* to = make(sizes, inputs.dim, inputs.dtype, out);
+  if (!to) return 1;
+  thread_local std::vector<char> copy;
+  const void* from = dense(inputs, copy, strides);
+  void* added = nullptr;
+  if (bias && aoti_torch_get_data_ptr(*bias, &added)) return 1;
+  compute(LinearCall{inputs.bytes() == 2, from, added, to, inputs.count() / inputs.last(), inputs.last(),
+                     static_cast<int>(current->num_threads)});
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -189,21 +219,27 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
 
 // native_linear.py: packed_linear(x, packed, bias?, out_features) -> [..., out_features].
 Error aoti_torch_cpu_packed_linear(Tensor* x, Tensor* packed, Tensor** bias, int64_t out_features, Tensor** out) {
-  const View inputs(x), weights(packed);
-  if (!current || !inputs.data || !weights.data) return 1;
-  const Stopwatch stopwatch(0);
-  int64_t sizes[kMaxDims], strides[kMaxDims];
-  std::copy(inputs.sizes, inputs.sizes + inputs.dim, sizes);
-  sizes[inputs.dim - 1] = out_features;
-  void* to = make(sizes, inputs.dim, inputs.dtype, out);
-  if (!to) return 1;
-  thread_local std::vector<char> copy;
-  const void* from = dense(inputs, copy, strides);
-  void* added = nullptr;
-  if (bias && aoti_torch_get_data_ptr(*bias, &added)) return 1;
-  nereid_linear(inputs.bytes() == 2, weights.data, added, from, to, inputs.count() / inputs.last(), inputs.last(),
-                out_features, static_cast<int>(current->num_threads));
-  return 0;
+  const View weights(packed);
+  if (!weights.data) return 1;
+  return linear_layer(x, bias, out_features, out, [&](const LinearCall& call) {
+    nereid_linear(call.is_bfloat16, weights.data, call.bias, call.x, call.out, call.num_rows, call.dim, out_features,
+                  call.num_threads);
+  });
+}
+
+// grouped_linear.py: grouped_linear(x, values, scales, zeros?, bias?, bits, group_size, out_features)
+// -> [..., out_features].
+Error aoti_torch_cpu_grouped_linear(Tensor* x, Tensor* values, Tensor* scales, Tensor** zeros, Tensor** bias,
+                                    int64_t bits, int64_t group_size, int64_t out_features, Tensor** out) {
+  void *value_data, *scale_data, *zero_data = nullptr;
+  if (aoti_torch_get_data_ptr(values, &value_data) || aoti_torch_get_data_ptr(scales, &scale_data) ||
+      (zeros && aoti_torch_get_data_ptr(*zeros, &zero_data)))
+    return 1;
+  return linear_layer(x, bias, out_features, out, [&](const LinearCall& call) {
+    const GroupedWeights weights = {static_cast<uint8_t*>(value_data), static_cast<uint16_t*>(scale_data),
+                                    static_cast<uint16_t*>(zero_data), bits, group_size, call.dim, out_features};
+    nereid_grouped_linear(call.is_bfloat16, &weights, call.bias, call.x, call.out, call.num_rows, call.num_threads);
+  });
 }
 
 }  // extern "C"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 numbers, with which the CPU kernels compute, and the types and positions that all kernels share.
+// The vectors with which the CPU kernels compute, and the types and positions that all kernels share. A vector has 16
+// numbers if the processor has 512-bit vectors, and 8 numbers otherwise. The code of the kernels is the same.
 
 #pragma once
 
@@ -10,7 +11,7 @@
 
 #include "cpu_kernels.h"
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -19,15 +20,20 @@
 
 namespace {
 
+// The numbers of one vector. GCC 12 would keep vectors that are wider than the processor's registers in memory.
+#ifdef __AVX512F__
 constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
 constexpr float kLog2E = 1.44269504088896341f;
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 
 // Converts a number into float32 or bfloat16 and stores the result.
 inline void from_float(float value, float* out) { *out = value; }
@@ -41,7 +47,7 @@ inline void from_float(float value, Bfloat16* out) {
   out->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
 
-// Loads 16 numbers as float32.
+// Loads kLanes numbers as float32.
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline Floats load(const Bfloat16* at) {
   const Halves halves = *reinterpret_cast<const Halves*>(at);
@@ -53,9 +59,11 @@ inline Floats load(const Bfloat16* at) {
 
 inline Floats load(const int8_t* at) {
 #ifdef __AVX512F__
-  // GCC 12 would compile the portable code below to 16 loads. This instruction needs one.
+  // GCC 12 would compile the portable code below to one load for each number. This instruction needs one.
   return reinterpret_cast<Floats>(
       _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(at))));
 #else
   const Bytes bytes = *reinterpret_cast<const Bytes*>(at);
   // The conversion has two steps, because GCC 12 vectorises each of them, but not one step from bytes to floats.
@@ -63,7 +71,7 @@ inline Floats load(const int8_t* at) {
 #endif
 }
 
-// Loads min(count, 16) numbers and fills the rest of the vector with zeros.
+// Loads min(count, kLanes) numbers and fills the rest of the vector with zeros.
 template <typename T>
 inline Floats load_some(const T* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -72,22 +80,34 @@ inline Floats load_some(const T* from, int64_t count) {
   return numbers;
 }
 
-// Returns a vector of 16 equal numbers.
+// Returns a vector of equal numbers.
 inline Floats fill(float value) { return Floats{} + value; }
 
 // Returns the larger number of each lane. If the number of `a` is NaN, returns that of `b`.
 inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
   return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
 #else
   return a > b ? a : b;
 #endif
 }
 
-// Returns the largest of 16 numbers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Returns the two halves of a vector.
+inline __m128 lower_half(Floats x) { return _mm256_castps256_ps128(reinterpret_cast<__m256>(x)); }
+inline __m128 upper_half(Floats x) { return _mm256_extractf128_ps(reinterpret_cast<__m256>(x), 1); }
+#endif
+
+// Returns the largest number of a vector.
 inline float largest_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#elif defined(__AVX2__)
+  __m128 largest = _mm_max_ps(lower_half(x), upper_half(x));
+  largest = _mm_max_ps(largest, _mm_movehl_ps(largest, largest));
+  return _mm_cvtss_f32(_mm_max_ss(largest, _mm_movehdup_ps(largest)));
 #else
   float largest = x[0];
   for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, x[lane]);
@@ -95,10 +115,14 @@ inline float largest_of(Floats x) {
 #endif
 }
 
-// Returns the sum of 16 numbers.
+// Returns the sum of the numbers of a vector.
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#elif defined(__AVX2__)
+  __m128 sum = _mm_add_ps(lower_half(x), upper_half(x));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 #else
   float sum = 0.0f;
   for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
@@ -151,7 +175,7 @@ inline Floats power_of_two(Floats x) {
 #endif
 }
 
-// Returns the hyperbolic tangent of 16 numbers.
+// Returns the hyperbolic tangent of each number.
 inline Floats tanh_of(Floats x) {
   const Floats square = x * x;
   // Near zero, 1 - 2 / (e^2x + 1) would lose digits by cancellation, so a polynomial is used there.

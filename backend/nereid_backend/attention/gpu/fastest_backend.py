@@ -73,7 +73,7 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 ) -> ChosenBackends:
     """Return the attention library for each kind of layer and situation in which one is faster.
 
-    Each library that is not used for a technical reason is named in a log line.
+    Each library that cannot be used is named in a log line with the reason.
 
     Args:
         kind: the class of the KV cache. Libraries do not read 8-bit caches.

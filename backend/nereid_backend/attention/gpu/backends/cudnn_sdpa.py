@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused attention of cuDNN, through torch's scaled dot product attention.
 
-It reads contiguous keys and values, so it can compute only prompts without cached tokens. The code
+cuDNN reads contiguous keys and values, so it computes only prompts without cached tokens. The speed
 has not been measured on a GPU.
 """
 

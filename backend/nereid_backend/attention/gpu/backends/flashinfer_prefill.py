@@ -2,8 +2,8 @@
 """The prefill attention of the library FlashInfer, if the package flashinfer is installed.
 
 FlashInfer plans each step on the CPU, which cannot be captured into a CUDA graph. It therefore
-computes only prefills. Its layout of the cache ("HND") is that of KVCache. The code has not been
-run, because no GPU was available.
+computes only prefills. FlashInfer's layout "HND" is the layout of KVCache. This code has not run on
+a GPU yet.
 """
 
 from importlib import import_module
@@ -39,7 +39,7 @@ class FlashInferPrefill:
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why it cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return the reason why FlashInfer cannot compute a layer; see `AttentionBackend`."""
         if find_spec("flashinfer") is None:
             return "the package flashinfer is not installed"
         if dtype not in _DTYPES:

@@ -3,7 +3,7 @@
 
 torch 2.13 is the first version whose function takes a block table. Which block sizes are supported
 depends on the version of flash attention that torch was built with, so the check at load decides.
-The code has not been measured on a GPU.
+The speed has not been measured on a GPU.
 """
 
 import inspect

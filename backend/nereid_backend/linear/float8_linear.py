@@ -119,7 +119,7 @@ def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
     """Round the weights of a model's linear layers to e4m3.
 
     The output layer keeps its weight, because its rounding would change all logits directly. Layers
-    that share their weight, and layers whose sizes are not multiples of 16, keep their weights, too.
+    that share their weight, and layers whose sizes are not multiples of 16, also keep their weight.
 
     Args:
         model: the model. Mutated; it can then neither be trained nor saved.

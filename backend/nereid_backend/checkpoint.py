@@ -2,6 +2,8 @@
 """Loads a Hugging Face checkpoint into the model code of transformers."""
 
 import functools
+import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -27,10 +30,17 @@ from nereid_backend.checkpoints.weight_arguments import (
     weight_arguments,
 )
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
-from nereid_backend.linear.int8_linear import model_bytes
+from nereid_backend.linear.prepack import has_fast_bfloat16
+from nereid_backend.linear.quantise_weights import model_bytes
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
+_SLOW_BFLOAT16 = (
+    "dtype: this CPU has no fast kernel for bfloat16, so a step takes about four times as long as "
+    "with float32. Set dtype=float32, or install g++ if it is missing."
+)
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -160,7 +170,7 @@ def check_files(folder: Path) -> None:
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
     if not (folder / GGUF_LINK).is_file():
-        open_tensors(folder)
+        open_tensors(folder, for_reading=False)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -172,9 +182,24 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load {folder}/config.json ({first_line(error)}). Python code of "
-            "a checkpoint is only run if trust_remote_code is true. A newer version of "
-            "transformers may support the architecture."
+            "a checkpoint is only run if trust_remote_code is true."
+            f"{_describe_newer_version(folder)}"
         ) from error
+
+
+def _describe_newer_version(folder: Path) -> str:
+    """Return a sentence about the version of transformers that wrote a config.json."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        written = Version(str(config["transformers_version"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return " A newer version of transformers may support the architecture."
+    if written <= Version(transformers.__version__):
+        return " A newer version of transformers may support the architecture."
+    return (
+        f" The file was written for transformers {written}, but the installed version is "
+        f"{transformers.__version__}. Install the newer version."
+    )
 
 
 def _load_with_attention(
@@ -307,13 +332,27 @@ def _quiet() -> Iterator[None]:
 def _choose_dtype(
     name: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
-    """Return the data type of the weights for the setting `dtype`."""
+    """Return the data type of the weights for the setting `dtype`.
+
+    On a CPU on which bfloat16 is slow, "auto" means float32. Log this, and log a warning if an
+    operator has chosen bfloat16 there.
+    """
+    is_slow = device.type == "cpu" and not has_fast_bfloat16()
     if name != "auto":
+        if name == "bfloat16" and is_slow:
+            logger.warning(_SLOW_BFLOAT16)
         return _DTYPES[name]
     dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype)
     if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    if dtype == torch.bfloat16 and is_slow:
+        logger.warning(
+            "dtype: auto chooses float32 instead of the checkpoint's bfloat16, because this CPU "
+            "has no fast kernel for bfloat16. The weights need twice the memory. Set "
+            "dtype=bfloat16 if the memory does not suffice."
+        )
         return torch.float32
     return dtype  # type: ignore[no-any-return]
 

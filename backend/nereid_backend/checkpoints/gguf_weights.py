@@ -127,9 +127,10 @@ class GgufWeight:
         return self.tensor.kind.name in _INTEGERS
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether the weight is quantised."""
-        return self.tensor.kind.name not in _FLOATS
+    def stored_bytes(self) -> int:
+        """The size of the weight in the file, in bytes."""
+        num_parts = self.tensor.shape[0] if self.expert is not None else 1
+        return self.tensor.num_bytes // num_parts
 
     def _read_blocks(self) -> Tensor:
         """Return the blocks of the weight, uint8 [blocks, bytes of a block]."""

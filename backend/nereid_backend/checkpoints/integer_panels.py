@@ -32,6 +32,14 @@ class LazyWeight(Protocol):
     def has_integers(self) -> bool:
         """Whether `decode` returns an IntegerWeight."""
 
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the weight."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of the weight in the file, in bytes."""
+
     def decode(self) -> Tensor | IntegerWeight:
         """Return the weight."""
 

@@ -108,9 +108,11 @@ class LazyWeight:
         return self.layout is not None and self.layout.has_integers
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether the weight is quantised."""
-        return self.layout is not None
+    def stored_bytes(self) -> int:
+        """The size of the weight's tensors in the file, in bytes."""
+        return sum(
+            math.prod(tensor.shape) * tensor.number_bytes for tensor in self.tensors.values()
+        )
 
     @property
     def _main(self) -> StoredTensor:

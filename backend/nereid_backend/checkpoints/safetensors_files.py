@@ -62,8 +62,13 @@ class StoredTensor:
         return _NUMBER_BYTES.get(self.dtype, small)
 
 
-def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name. No tensor is read.
+
+    Args:
+        folder: the folder of the checkpoint.
+        for_reading: whether the tensors will be read. torch maps a file so that it counts as used
+            memory, so a file that is larger than the memory can only be opened if this is False.
 
     Raises:
         ModelError: if a file is missing, incomplete or damaged, or lacks a tensor of the index.
@@ -72,7 +77,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(expected.values())) or [path.name for path in _single_files(folder)]
     tensors: dict[str, StoredTensor] = {}
     for name in files:
-        tensors |= _open_file(folder / name)
+        tensors |= _open_file(folder / name, "pt" if for_reading else "numpy")
     for tensor, file in expected.items():
         if tensor not in tensors:
             raise ModelError(
@@ -141,14 +146,14 @@ def _conversion(folder: Path) -> str:
     )
 
 
-def _open_file(path: Path) -> dict[str, StoredTensor]:
+def _open_file(path: Path, framework: str) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name.
 
     Raises:
         ModelError: if the file is incomplete or damaged.
     """
     try:
-        file: Any = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework=framework)
         tensors = {}
         for name in file.keys():  # noqa: SIM118 - the object is not a mapping
             view = file.get_slice(name)

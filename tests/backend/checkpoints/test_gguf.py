@@ -49,7 +49,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # The variable XDG_CACHE_HOME would also make the kernels compile again.
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("nereid_backend.checkpoints.gguf_folder.cache_folder", lambda: folder)
 
 
 def load(path, dtype="float32", *, use_panels=False):

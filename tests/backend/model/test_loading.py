@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from backend.exactness import PARAMS, open_engine
-from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.checkpoint import load_checkpoint
@@ -132,6 +132,32 @@ def test_a_model_type_that_transformers_does_not_know_is_refused(copy):
     config["model_type"] = "no_such_type"
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="no_such_type"):
+        open_engine(copy)
+
+
+def write_sparse(folder, shape):
+    """Write a weight file of zeros that takes no space on the disk."""
+    import math
+
+    num_bytes = 2 * math.prod(shape)
+    tensor = {"dtype": "BF16", "shape": shape, "data_offsets": [0, num_bytes]}
+    header = json.dumps({"model.huge.weight": tensor}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + num_bytes)
+
+
+def test_a_checkpoint_larger_than_the_memory_is_refused_before_it_is_read(copy):
+    write_sparse(copy, [2**19, 2**19])
+    with pytest.raises(ConfigError, match=r"model: the weights need 1024\.0 GiB as float32, but"):
+        open_engine(copy)
+
+
+def test_a_config_for_a_newer_transformers_is_reported(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "from_the_future", "transformers_version": "99.1.0"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"written for transformers 99\.1\.0"):
         open_engine(copy)
 
 

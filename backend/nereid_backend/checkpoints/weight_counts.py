@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the weights of a checkpoint from the headers of its files."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
+from nereid_backend.checkpoints.integer_panels import LazyWeight
+from nereid_backend.checkpoints.quantised_tensors import lazy_weights
+from nereid_backend.checkpoints.safetensors_files import open_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """The size of a checkpoint.
+
+    Attributes:
+        num_weights: the number of weights.
+        num_integers: the number of weights that are integers with scales.
+        integer_bytes: the size of these integers and their scales in the files, in bytes.
+    """
+
+    num_weights: int
+    num_integers: int
+    integer_bytes: int
+
+
+def count_weights(folder: Path) -> WeightCounts:
+    """Return the size of a checkpoint. No weight is read.
+
+    Raises:
+        ModelError: if a file is missing or damaged.
+        UnsupportedModelError: if the quantisation method is not supported.
+    """
+    weights = _weights(folder)
+    integers = [weight for weight in weights if weight.has_integers]
+    return WeightCounts(
+        sum(weight.num_elements for weight in weights),
+        sum(weight.num_elements for weight in integers),
+        sum(weight.stored_bytes for weight in integers),
+    )
+
+
+def _weights(folder: Path) -> list[LazyWeight]:
+    """Return the weights of a checkpoint."""
+    if (folder / GGUF_LINK).is_file():
+        # Only GGUF files need the gguf library.
+        from nereid_backend.checkpoints.gguf_file import read_gguf
+        from nereid_backend.checkpoints.gguf_weights import gguf_weights
+
+        file = read_gguf((folder / GGUF_LINK).resolve())
+        return list(gguf_weights(file, 1, 1, torch.float32).values())
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}  # load_checkpoint reports the damaged file
+    text_config = config.get("text_config") or {}
+    settings = config.get("quantization_config") or text_config.get("quantization_config")
+    return list(
+        lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32).values()
+    )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses a checkpoint that is larger than the free memory before its weights are read."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.weight_counts import WeightCounts, count_weights
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
+from nereid_backend.model.limits import available_memory, format_bytes
+
+_HALF_BYTES = 2
+_FULL_BYTES = 4
+
+
+def check_weight_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise a ConfigError if the weights of the checkpoint do not fit into the free memory.
+
+    Example of a message: "model: the weights need 128.0 GiB with dtype=bfloat16, but only 20.1 GiB
+    are free. Use a quantised checkpoint of the model, or a smaller model."
+
+    Raises:
+        ConfigError: see above.
+        ModelError: if the checkpoint is damaged or not supported.
+    """
+    folder = Path(checkpoint_folder(config.model))
+    if not (folder / "config.json").is_file():
+        return  # load_checkpoint reports what is missing
+    counts = count_weights(folder)
+    has_panels = config.prepack and device.type == "cpu"
+    number_bytes = _number_bytes(folder, config.dtype, device)
+    needed = _weight_bytes(counts, number_bytes, has_panels=has_panels)
+    # The weights are read into the main memory, and copied to the GPU from there.
+    free = available_memory()
+    if needed <= free:
+        return
+    remedy = "Use a quantised checkpoint of the model, or a smaller model."
+    if counts.num_integers and not config.prepack:
+        packed = _weight_bytes(counts, number_bytes, has_panels=True)
+        if packed <= free:
+            remedy = f"With prepack=true, they need {format_bytes(packed)}."
+    halved = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
+    if number_bytes > _HALF_BYTES and halved <= free:
+        remedy = f"With dtype=bfloat16, they need {format_bytes(halved)}."
+    name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
+    raise ConfigError(
+        f"model: the weights need {format_bytes(needed)} as {name}, but only {format_bytes(free)} "
+        f"are free. {remedy}"
+    )
+
+
+def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) -> int:
+    """Return the memory of the weights. Integers are dequantised if there are no panels."""
+    if not has_panels:
+        return counts.num_weights * number_bytes
+    others = counts.num_weights - counts.num_integers
+    return counts.integer_bytes + others * number_bytes
+
+
+def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
+    """Return the bytes of a weight that is not quantised, for the setting `dtype`."""
+    if dtype == "auto":
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError:
+            config = {}  # load_checkpoint reports the damaged file
+        text_config = config.get("text_config") or {}
+        names = [
+            owner.get(key) for owner in (config, text_config) for key in ("dtype", "torch_dtype")
+        ]
+        dtype = str(next((name for name in names if name), "float32"))
+        if dtype == "float16" and device.type == "cpu":
+            dtype = "float32"
+    return _HALF_BYTES if dtype in ("bfloat16", "float16") else _FULL_BYTES

@@ -1,6 +1,6 @@
 """A backend that adds the current client to each call and counts the client's tokens."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -30,6 +30,14 @@ class ClientBackend:
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids of the prompt. See `Backend.tokenize`."""
         return await self._backend.tokenize(generation)
+
+    async def detokenize(
+        self, request_id: str, token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text of token ids. See `Backend.detokenize`."""
+        return await self._backend.detokenize(
+            request_id, token_ids, skip_special_tokens=skip_special_tokens
+        )
 
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits on the size of a request. See `Backend.request_limits`."""

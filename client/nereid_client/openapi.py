@@ -28,7 +28,7 @@ from nereid_client.protocol.rerank_requests import (
     SimilarityRequest,
 )
 from nereid_client.protocol.responses_request import ResponsesRequest
-from nereid_client.protocol.tokenize_request import TokenizeRequest
+from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -41,6 +41,8 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/abort_requests": AbortRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/detokenize": DetokenizeRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/embed": CohereEmbedRequest,
     "/v2/embed": CohereEmbedRequest,

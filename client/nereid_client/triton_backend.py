@@ -71,6 +71,15 @@ class Backend(Protocol):
         """
         ...
 
+    async def detokenize(
+        self, request_id: str, token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text of token ids.
+
+        Raises: BackendError.
+        """
+        ...
+
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits on the size of a request, by name.
 
@@ -145,6 +154,23 @@ class TritonBackend:
         """Return the token ids from the tokenizer model, as described by `Backend.tokenize`."""
         raw = await self._infer(self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS]))
         return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
+
+    async def detokenize(
+        self, request_id: str, token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text from the tokenizer model, as described by `Backend.detokenize`.
+
+        For a request with the parameter `return_text`, the tokenizer model's output `envelope` is a
+        JSON object with the text.
+        """
+        inputs: list[tuple[str, str, Sequence[Any]]] = [
+            ("stream", "BOOL", [True]),
+            ("input_ids", "INT32", token_ids),
+        ]
+        request = infer_request(_TOKENIZER_MODEL, request_id, inputs, [_ENVELOPE])
+        request.parameters["return_text"].bool_param = True
+        request.parameters["skip_special_tokens"].bool_param = skip_special_tokens
+        return str(json.loads(await self._infer(request))["text"])
 
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits of the tokenizer model, as described by `Backend.request_limits`.

@@ -72,6 +72,12 @@ class FakeBackend:
         self.generations.append(generation)
         return tokenize(generation.text_input, generation.chat_request)
 
+    async def detokenize(self, request_id, token_ids, *, skip_special_tokens) -> str:  # type: ignore[no-untyped-def]
+        if max(token_ids) >= 50_000:
+            raise BackendError("INVALID_ARGUMENT", "input_ids: the vocabulary has 50000 tokens.")
+        suffix = "" if skip_special_tokens else "<end>"
+        return " ".join(map(str, token_ids)) + suffix
+
     async def request_limits(self) -> dict[str, int]:
         if not self.is_up:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")

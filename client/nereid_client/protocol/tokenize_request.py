@@ -1,12 +1,12 @@
-"""The body of `POST /tokenize`, in vLLM's format."""
+"""The bodies of `POST /tokenize` and `POST /detokenize`, in vLLM's format."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError
-from nereid_client.protocol.request_body import RequestBody
+from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
 
 class TokenizeRequest(RequestBody):
@@ -66,3 +66,19 @@ class TokenizeRequest(RequestBody):
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = None
+    """The name of the served model. It may be left out."""
+    tokens: Annotated[list[Any], Field(min_length=1)]
+    """The token ids."""
+    skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text. The default is false."""
+
+    @field_validator("tokens")
+    @classmethod
+    def _check_tokens(cls, value: list[Any]) -> list[int]:
+        return check_token_ids(value, "tokens", "tokens")

@@ -1,11 +1,12 @@
-"""POST /tokenize."""
+"""POST /tokenize and /detokenize."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from nereid_client.embeddings.model_choice import check_language_model
-from nereid_client.protocol.tokenize_request import TokenizeRequest
+from nereid_client.errors import BackendError
+from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,
@@ -14,9 +15,13 @@ from nereid_client.request_context import (
     unique_request_id,
     validate,
 )
+from nereid_client.streaming.field_names import FieldNames
 from nereid_client.triton_backend import Generation
 
 router = APIRouter(tags=["Language model"])
+
+_DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
+"""The name of the token ids in /detokenize. In errors of the backend, they are the prompt."""
 
 
 @router.post("/tokenize", summary="Tokenize a prompt or a chat")
@@ -44,3 +49,20 @@ async def tokenize(request: Request) -> dict[str, Any]:
         )
     )
     return {"count": len(tokens), "max_model_len": None, "tokens": tokens, "token_strs": None}
+
+
+@router.post("/detokenize", summary="Convert token ids to text")
+@router.post("/v1/detokenize", summary="Convert token ids to text (SGLang's path)")
+async def detokenize(request: Request) -> dict[str, str]:
+    """Return the text of token ids, as `prompt` (vLLM) and as `text` (SGLang)."""
+    body = validate(DetokenizeRequest, await read_prompt_body(request))
+    await check_language_model(request, body.model)
+    try:
+        text = await context_of(request).backend.detokenize(
+            unique_request_id(request),
+            body.tokens,
+            skip_special_tokens=bool(body.skip_special_tokens),
+        )
+    except BackendError as error:
+        raise _DETOKENIZE_NAMES.rename(error) from None
+    return {"prompt": text, "text": text}

@@ -167,6 +167,25 @@ def test_a_client_can_ask_for_the_limits(tokenizer):
     assert published["max_messages"] == tokenizer._prompts.limits.max_messages
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skips):
+    ids = tokenizer._prompts.encode("Hello there<|im_end|>")
+    request = Request(stream=np.array([True]), input_ids=np.array(ids, np.int32))
+    request.request_parameters = json.dumps({"return_text": True, "skip_special_tokens": skips})
+    reply = tokenizer.respond(request)
+    text = json.loads(reply.tensors[0].as_numpy().tobytes())["text"]
+    assert text == ("Hello there" if skips else "Hello there<|im_end|>")
+
+
+@pytest.mark.parametrize("ids", [[5, 10**6], [-1]])
+def test_the_text_of_an_unknown_token_is_refused(tokenizer, ids):
+    request = Request(input_ids=np.array(ids, np.int32))
+    request.request_parameters = '{"return_text": true}'
+    assert tokenizer.respond(request).error.text.endswith(
+        f"tokens, but the request has the token id {ids[-1]}."
+    )
+
+
 def test_the_limits_follow_from_the_length_of_the_model():
     limits = RequestLimits.derive(131_072, 128, 5)
     assert limits.max_prompt_bytes == 131_072 * 128

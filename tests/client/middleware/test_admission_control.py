@@ -287,7 +287,7 @@ async def test_a_servers_own_503_without_a_time_teaches_nothing():
 
     limited = AdmissionControl(app, Gate(10), RequestMetrics(lambda: 0))
     for _ in range(50):
-        await limited({"type": "http", "method": "POST", "path": "/"}, None, send)
+        await limited({"type": "http", "headers": [], "method": "POST", "path": "/"}, None, send)
     assert {message["body"] for message in sent if "body" in message} == {b"{}"}
 
 

@@ -45,6 +45,8 @@ async def test_a_stream_that_is_aborted_ends_with_an_error(connect, backend, chu
         body = {"messages": SLOW, "stream": True, "rid": "a"}
         task = asyncio.create_task(client.post(CHAT, json=body))
         await until(lambda: backend.active)
+        for _ in range(100):  # after these turns of the event loop, the response has started
+            await asyncio.sleep(0)
         await client.post("/abort_requests", json={"request_ids": ["a"]})
         chunks = chunks_of(await task, done=False)
     assert "aborted" in chunks[-1]["error"]["message"]

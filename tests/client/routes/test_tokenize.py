@@ -73,3 +73,18 @@ async def test_it_needs_the_key_under_both_names(connect):
             headers = {"Authorization": "Bearer s3cret"}
             response = await client.post(path, json={"prompt": "a"}, headers=headers)
             assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
+async def test_token_ids_become_text_in_both_formats(post, path):
+    body = (await post(path, model="echo", tokens=[1, 2])).json()
+    assert body == {"prompt": "1 2<end>", "text": "1 2<end>"}
+    body = (await post(path, tokens=[1, 2], skip_special_tokens=True)).json()
+    assert body["text"] == "1 2"
+
+
+@pytest.mark.parametrize("tokens", [[], None, "a", [1.5], [-1], [50_000]])
+async def test_wrong_token_ids_are_refused_by_name(post, tokens):
+    response = await post("/detokenize", tokens=tokens)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"

@@ -59,7 +59,8 @@ class TokenizerModel:
         try:
             settings, config = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
-            self._prompts = PromptBuilder(load_tokenizer(settings.model), length_limit(config))
+            self._tokenizer = load_tokenizer(settings.model)
+            self._prompts = PromptBuilder(self._tokenizer, length_limit(config))
             # The postprocessor chooses the same format and logs its choice, so this model does not.
             self._format = choose_format(settings, report=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
@@ -90,6 +91,11 @@ class TokenizerModel:
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         if self._asks_for_limits(request):
             published = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
+            return tensors.response(
+                {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
+            )
+        if (text := self._requested_text(request)) is not None:
+            published = json.dumps({"text": text}).encode()
             return tensors.response(
                 {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
             )
@@ -158,6 +164,31 @@ class TokenizerModel:
         if any(tensors.has_tensor(request, name) for name in prompts):
             return False
         return bool(json.loads(request.parameters() or "{}").get("return_limits"))
+
+    def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
+        """Return the text of the token ids of a request with the parameter `return_text`.
+
+        Return None if the request does not have this parameter. The response has the text as JSON
+        in the output `envelope`, for example `{"text": "Hello"}`.
+
+        Raises:
+            RequestError: the request has no token ids, or one that is not in the vocabulary.
+        """
+        parameters = json.loads(request.parameters() or "{}")
+        if not parameters.get("return_text"):
+            return None
+        ids = self._input_ids(request)
+        if ids is None:
+            raise RequestError("input_ids: the tensor is required with the parameter return_text.")
+        vocabulary_size = len(self._tokenizer)
+        for token_id in ids:
+            if not 0 <= token_id < vocabulary_size:
+                raise RequestError(
+                    f"input_ids: the vocabulary has {vocabulary_size} tokens, but the request has "
+                    f"the token id {token_id}."
+                )
+        skips = bool(parameters.get("skip_special_tokens"))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips))
 
     def _grammar(
         self,

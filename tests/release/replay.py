@@ -1,0 +1,143 @@
+"""Repeat a stage of the Dockerfile in a new Debian root, without a container engine."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).resolve().parents[2]
+_SUITES = {"debian:12-slim": "bookworm", "debian:13-slim": "trixie"}
+_MOUNTED = ("/proc", "/dev")
+
+
+class Image:
+    """A stage of the Dockerfile, built in the folder `root`.
+
+    Attributes:
+        root: The root file system.
+        variables: The environment variables that ENV sets.
+        user: The user id of USER, 0 at first.
+        entrypoint: The words of ENTRYPOINT.
+        health_check: The words of the command of HEALTHCHECK.
+    """
+
+    def __init__(self, stage: str, root: Path) -> None:
+        self.root = root
+        self.variables = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        self.user, self.entrypoint, self.health_check = 0, [], []
+        self._folder = Path("/")
+        for step in _steps(stage):
+            getattr(self, f"_{step['instruction'].lower()}")(step["value"])
+
+    def command(self, words: list[str], state: Path) -> list[str]:
+        """Return the command that runs words as the image's user, on a read-only root.
+
+        Args:
+            words: A program of the image and its arguments.
+            state: The folder that is mounted on /var/lib/nereid, the only folder on a disk that
+                the program can write.
+        """
+        os.chown(state, self.user, self.user)
+        command = ["bwrap", "--ro-bind", str(self.root), "/", "--dev", "/dev", "--proc", "/proc"]
+        command += ["--tmpfs", "/tmp", "--bind", str(state), "/var/lib/nereid", "--clearenv"]
+        for variable in self.variables.items():
+            command += ["--setenv", *variable]
+        command += ["--chdir", str(self._folder), "--die-with-parent"]
+        user = ["setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups"]
+        return [*user, *command, *words]
+
+    def _from(self, value: str) -> None:
+        """Install a minimal Debian, with the mirror and the pip settings of this machine."""
+        suite = _SUITES[value.split()[0]]
+        script = ["debootstrap", "--variant=minbase", suite, str(self.root), _mirror()]
+        subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
+        for file in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
+            if Path(file).is_file():
+                (self.root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, self.root / file[1:])
+
+    def _env(self, value: str) -> None:
+        for word in shlex.split(value):
+            name, _, text = word.partition("=")
+            self.variables[name] = text.replace("$PATH", self.variables["PATH"])
+
+    def _workdir(self, value: str) -> None:
+        self._folder = Path(value)
+        (self.root / value[1:]).mkdir(parents=True, exist_ok=True)
+
+    def _user(self, value: str) -> None:
+        self.user = int(value)
+
+    def _expose(self, value: str) -> None:
+        assert value.isdecimal()
+
+    def _entrypoint(self, value: str) -> None:
+        self.entrypoint = json.loads(value)
+
+    def _healthcheck(self, value: str) -> None:
+        self.health_check = json.loads(value[value.index("[") :])
+
+    def _copy(self, value: str) -> None:
+        """Copy the tracked files below a folder. Both paths end with a slash, or name one file."""
+        source, target = value.split()
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", source], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in listed.stdout.rstrip("\0").split("\0"):
+            inner = target + name.removeprefix(source) if target.endswith("/") else name
+            file = self.root / str(self._folder)[1:] / inner.removeprefix("./")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, file, follow_symlinks=False)
+
+    def _run(self, value: str) -> None:
+        """Run a shell command in the root, which sees the package folders of this machine's pip."""
+        folders = [*_MOUNTED, *_pip_folders()]
+        mounts = [
+            f"mkdir -p {self.root}{path}; mount --rbind {path} {self.root}{path}"
+            for path in folders
+        ]
+        inner = f"cd {self._folder} && {value}"
+        pip = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_CERT"))}
+        variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in (self.variables | pip).items())
+        shell = f"chroot {self.root} /usr/bin/env -i {variables} sh -ec {shlex.quote(inner)}"
+        script = "; ".join([*mounts, shell])
+        # The mounts end with the namespace.
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"RUN {value}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+def _steps(stage: str) -> list[dict[str, str]]:
+    """Return the instructions of a stage, from its FROM to the next FROM."""
+    with (ROOT / "Dockerfile").open("rb+") as file:
+        structure = DockerfileParser(fileobj=file).structure
+    steps = [step for step in structure if step["instruction"] != "COMMENT"]
+    starts = [n for n, step in enumerate(steps) if step["instruction"] == "FROM"]
+    first = next(n for n in starts if steps[n]["value"].endswith(f"AS {stage}"))
+    following = [n for n in starts if n > first]
+    return steps[first : following[0] if following else None]
+
+
+def _mirror() -> str:
+    """Return the address of the Debian mirror that this machine uses."""
+    files = [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]
+    for file in filter(Path.is_file, files):
+        found = re.search(r"^(?:URIs:|deb)\s+(\S+/debian)\s", file.read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    raise LookupError("no Debian mirror is configured in /etc/apt")
+
+
+def _pip_folders() -> list[str]:
+    """Return the local package folders that pip is configured to use."""
+    listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, check=True)
+    named = re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", listed.stdout)
+    folders = [Path(path) for path in named if Path(path).is_dir()]
+    # An index in a folder named "simple" links to files beside this folder.
+    return sorted({str(path.parent if path.name == "simple" else path) for path in folders})

@@ -31,7 +31,7 @@ from nereid_backend.checkpoints.weight_arguments import (
 )
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from nereid_backend.linear.prepack import has_fast_bfloat16
-from nereid_backend.linear.int8_linear import model_bytes
+from nereid_backend.linear.quantise_weights import model_bytes
 
 logger = logging.getLogger(__name__)
 

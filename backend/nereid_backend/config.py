@@ -34,12 +34,12 @@ class EngineConfig:
 
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
-    `float16`. `auto` means the data type of the checkpoint, but float32 for a float16
-    checkpoint on a CPU."""
+    `float16`. `auto` means the data type of the checkpoint, but float32 on a CPU that is slow in
+    this data type."""
 
-    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """The data type in which linear layers store their weights: `auto` (`dtype`), `int8` (only on
-    CPUs) or `fp8` (only on GPUs, not measured). `int8` and `fp8` change the output slightly."""
+    weight_dtype: Literal["auto", "int8", "int4", "fp8"] = "auto"
+    """The data type in which linear layers store their weights: `auto` (`dtype`), `int8` or `int4`
+    (only on CPUs), or `fp8` (only on GPUs, not measured). All but `auto` change the output."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no

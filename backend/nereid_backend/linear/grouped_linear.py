@@ -6,15 +6,21 @@ A group is `group_size` consecutive weights of one output. Its weights are
     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
 
 The integers stay in memory as they are, so a step reads a quarter (4 bits) or half (8 bits) of the
-bytes of bfloat16 weights.
+bytes of bfloat16 weights. The C++ kernel (cpu_grouped.cpp) also converts the inputs of the layer to
+8-bit integers, with one scale for each row and group. The output of a row is the same bit for bit,
+whether the row is computed alone or with other rows.
 """
 
-from typing import Self
+import ctypes
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_kernels, kernels
+
+_DTYPES = (torch.float32, torch.bfloat16)
 # The number of outputs in one panel of packed weights.
 LANES = 16
 # The number of inputs that the kernels multiply at once. Groups consist of whole units.
@@ -124,12 +130,85 @@ class GroupedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out_features] for [..., in_features], in the input's dtype."""
-        return functional.linear(input, self.dequantised().to(input.dtype), self.bias)
+        bias: Tensor | None = self.bias
+        if bias is not None and bias.dtype != input.dtype:
+            bias = bias.to(input.dtype)
+        if not is_available():
+            return functional.linear(input, self.dequantised().to(input.dtype), bias)
+        arguments = (self.values, self.scales, self.zeros, bias)
+        sizes = (self.bits, self.group_size, self.out_features)
+        if torch.compiler.is_compiling():
+            output: Tensor = torch.ops.nereid.grouped_linear(input, *arguments, *sizes)
+            return output
+        return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
         """Return the scales or zeros of every weight, [panels * 16, groups * group_size]."""
         rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
         return rows.repeat_interleave(self.group_size, dim=1)
+
+
+def linear(  # noqa: PLR0913 - the arguments of a torch operator
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """Compute one layer with the kernel, [..., out_features] for [..., in_features].
+
+    Args:
+        x: the input, float32 or bfloat16. The output has the same dtype.
+        values: see `GroupedLinear`.
+        scales: see `GroupedLinear`.
+        zeros: see `GroupedLinear`.
+        bias: [out_features], of the dtype of x; None if the layer has none.
+        bits: see `GroupedLinear`.
+        group_size: see `GroupedLinear`.
+        out_features: the number of outputs, without the padding of the last panel.
+
+    Raises:
+        ValueError: if the dtype or the number of features of x does not fit the weights.
+    """
+    dim = x.shape[-1]
+    if x.dtype not in _DTYPES or -(-dim // group_size) != scales.shape[1]:
+        raise ValueError(
+            f"The input has {dim} features of {x.dtype}, but the weights have {scales.shape[1]} "
+            f"groups of {group_size} features, and the input must be float32 or bfloat16."
+        )
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    weights = NativeGroupedWeights(
+        values.data_ptr(),
+        scales.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        *(bits, group_size, dim, out_features),
+    )
+    num_rows = x.numel() // dim
+    if num_rows:
+        kernels().nereid_grouped_linear(
+            x.dtype == torch.bfloat16,
+            ctypes.byref(weights),
+            None if bias is None else bias.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            torch.get_num_threads(),
+        )
+    return out
+
+
+def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - as `linear`
+    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
+    return x.new_empty(*x.shape[:-1], arguments[-1])
+
+
+def is_available() -> bool:
+    """Return whether the kernel exists for the instruction set of this machine."""
+    return has_kernels() and bool(kernels().nereid_has_grouped_linear())
 
 
 def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
@@ -198,3 +277,12 @@ def _check(
                 f"{tuple(values.shape)} and group_size {group_size}, but the shape is "
                 f"{tuple(of_groups.shape)}."
             )
+
+
+_library: Any = torch.library.Library("nereid", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "grouped_linear(Tensor x, Tensor values, Tensor scales, Tensor? zeros, Tensor? bias, int bits, "
+    "int group_size, int out_features) -> Tensor"
+)
+_library.impl("grouped_linear", linear, "CPU")
+_library.impl("grouped_linear", _linear_meta, "Meta")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in a C++ kernel (cpu_linear.cpp), for CPUs with 512-bit vectors.
+"""Linear layers in a C++ kernel (cpu_linear.cpp), for CPUs with AVX2 or 512-bit vectors.
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
 is limited by reading the weights. The layout of the weights is the same for any number of rows. The
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
-# The number of outputs in one panel of packed weights, which one vector contains.
+# The number of outputs in one panel of packed weights.
 LANES = 16
 
 
@@ -104,9 +104,8 @@ def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: i
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-@functools.cache
 def is_available() -> bool:
-    """Return whether the kernel can be built on this machine."""
+    """Return whether the kernel exists for the instruction set of this machine."""
     return has_kernels() and bool(kernels().nereid_has_linear())
 
 

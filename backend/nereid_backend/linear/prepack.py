@@ -3,8 +3,8 @@
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
 every processor, and that converts the layout of the weight in every call. Packed layers avoid both.
-If the processor has 512-bit vectors, the kernel of native_linear.py computes the products. On other
-processors, oneDNN computes the products.
+If the processor has AVX2 or 512-bit vectors, the kernel of native_linear.py computes the products.
+On other processors, oneDNN computes the products.
 docs/history/cpu-kernels.md has the measurements.
 """
 
@@ -62,6 +62,14 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
             if copy_shared or not is_shared:
                 count += _prepack(module, keep=is_shared)
     return count
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 weights about as fast as float32 weights."""
+    if native_linear.is_available():
+        return True
+    has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def shared_weights(model: nn.Module) -> set[int]:

@@ -6,16 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.cpu.cpu_library import has_kernels
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.huge_pages import move_weights
+from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
-from nereid_backend.linear.int8_linear import model_bytes, quantise_linears
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.linear.quantise_weights import model_bytes, quantise_linears
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.model.weight_memory import check_weight_memory
@@ -24,6 +24,10 @@ from nereid_backend.paths.model_call import ModelCall
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A
 # different order of summation causes 1e-6 in float32 and 0.05 in bfloat16.
 _LAYOUT_TOLERANCE = 0.3
+_SLOW_INTEGERS = (
+    ". There is no kernel for such weights, because the CPU has no AVX2 or g++ is missing. A step "
+    "is several times slower than with weight_dtype=auto"
+)
 
 
 def load_weights(
@@ -54,7 +58,7 @@ def load_weights(
 
 def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
     """Raise a ConfigError if the setting weight_dtype requires another device."""
-    required = {"int8": "cpu", "fp8": "cuda"}.get(config.weight_dtype, device.type)
+    required = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}.get(config.weight_dtype, device.type)
     if device.type != required:
         raise ConfigError(
             f"weight_dtype: the value {config.weight_dtype} requires device={required}, but the "
@@ -113,21 +117,21 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Return the checkpoint with 8-bit weights in its linear layers.
+    """Return the checkpoint with 4-bit or 8-bit weights in its linear layers.
 
     Args:
         checkpoint: the model. Mutated.
-        weight_dtype: "int8" or "fp8".
+        weight_dtype: "int8", "int4" or "fp8".
         progress: called with one line about the result.
 
     Raises:
-        ConfigError: if the model or the device does not work with 8-bit weights.
+        ConfigError: if the model or the device does not work with such weights.
     """
     before = _short_logits(checkpoint)
-    if weight_dtype == "int8":
-        num_layers = quantise_linears(checkpoint.model)
-    else:
+    if weight_dtype == "fp8":
         num_layers = _store_as_float8(checkpoint)
+    else:
+        num_layers = quantise_linears(checkpoint.model, bits=4 if weight_dtype == "int4" else 8)
     after = _short_logits(checkpoint)
     if not num_layers or after is None or before is None:
         raise ConfigError(
@@ -135,8 +139,8 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
             f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
         )
     difference = ((after - before).square().mean().sqrt() / before.std()).item()
-    is_slow = weight_dtype == "int8" and not has_kernels()
-    warning = ". This is slow, because the native kernels cannot be built" if is_slow else ""
+    is_slow = weight_dtype != "fp8" and not grouped_linear.is_available()
+    warning = _SLOW_INTEGERS if is_slow else ""
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
         f"the logits by {difference:.2g} of their standard deviation{warning}"

@@ -33,7 +33,7 @@ from nereid_backend.attention.cpu.cpu_build import processor
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import TracedForward, serving
 from nereid_backend.cache_folder import cache_folder
-from nereid_backend.linear import native_linear
+from nereid_backend.linear import grouped_linear, native_linear
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
 
@@ -62,6 +62,7 @@ _NO_PARAMETER = (
 _SOURCES = (
     "paths/compiled_forward.py",
     "linear/native_linear.py",
+    "linear/grouped_linear.py",
     "attention/torch_operator.py",
     "attention/cpu/cpu_shim.cpp",
 )
@@ -161,6 +162,12 @@ def _shims(is_native: bool) -> Shims:
         shims[operators.packed_linear.default] = [
             f"AOTITorchError aoti_torch_cpu_packed_linear({handle} x, {handle} packed, "
             f"{handle}* bias, int64_t out_features, {handle}* out)"
+        ]
+    if grouped_linear.is_available():
+        shims[operators.grouped_linear.default] = [
+            f"AOTITorchError aoti_torch_cpu_grouped_linear({handle} x, {handle} values, "
+            f"{handle} scales, {handle}* zeros, {handle}* bias, int64_t bits, int64_t group_size, "
+            f"int64_t out_features, {handle}* out)"
         ]
     if is_native:
         shims[operators.paged_attend.default] = [

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 from nereid_backend.config import EngineConfig
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
@@ -234,4 +235,5 @@ def _variable_names() -> list[str]:
     """Return the names of all environment variables of Nereid, without the prefix NEREID_."""
     pooling = [f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in _POOLING_NAMES]
     backend = [name.upper() for name in [*_LANGUAGE_MODEL_NAMES, *pooling]]
-    return backend + _FRONTEND_VARIABLES.read_text(encoding="utf-8").split()
+    frontend = _FRONTEND_VARIABLES.read_text(encoding="utf-8").split()
+    return [*backend, *frontend, CPU_INSTRUCTIONS.removeprefix(_PREFIX)]

@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nereid_backend.attention.cpu.cpu_library import forced_instruction_set, has_kernels
+from nereid_backend.attention.cpu.instruction_sets import (
+    supported_instruction_sets,
+    usable_instruction_sets,
+)
+from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear, pack_values, unpack_values
+
+# The fastest and the slowest instruction set with a kernel. They have different products of bytes.
+KERNELS = ["best", "avx2"] if has_kernels() and grouped_linear.is_available() else []
 
 
 def quantised(outputs, inputs, group_size, bits, *, has_zeros, signed, seed=0):
@@ -22,6 +31,66 @@ def quantised(outputs, inputs, group_size, bits, *, has_zeros, signed, seed=0):
     weights = (values - zeros[:, index]) * scales.double()[:, index]
     dtype = torch.int8 if signed else torch.uint8
     return values.to(dtype), scales, zeros if has_zeros else None, weights
+
+
+def with_rounded_rows(x, weights, group_size):
+    """Return the product of weights and the rows of x, rounded to 8 bits for each group."""
+    count = -(-x.shape[1] // group_size)
+    padded = torch.nn.functional.pad(x, (0, count * group_size - x.shape[1]))
+    groups = padded.view(len(x), count, group_size).double()
+    scales = groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 127
+    rounded = (groups / scales).round() * scales
+    return rounded.flatten(1)[:, : x.shape[1]] @ weights.T
+
+
+def in_kernel(name, layer, x):
+    """Return layer(x) with the kernels of an instruction set."""
+    if name == "best":
+        return layer(x)
+    with forced_instruction_set(name):
+        return layer(x)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_zeros", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, has_zeros, bits):
+    for rows, outputs, inputs, size in [
+        *((1, 16, 32, 32), (2, 70, 300, 40), (3, 33, 256, 128), (5, 5, 7, 1024)),
+        *((12, 100, 96, 8), (30, 21, 384, 192)),
+    ]:
+        values, scales, zeros, weights = quantised(
+            outputs, inputs, size, bits, has_zeros=has_zeros, signed=False, seed=rows
+        )
+        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits)
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+        expected = with_rounded_rows(x, weights, layer.group_size)
+        with torch.inference_mode():
+            found = in_kernel(name, layer, x)
+            alone = in_kernel(name, layer, x[-1:])
+        # A number in the middle between two integers can be rounded to either of them.
+        assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
+        assert torch.equal(alone, found[-1:])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(name):
+    values, scales, zeros, _ = quantised(20, 64, 32, 4, has_zeros=False, signed=True)
+    layer = GroupedLinear.from_quantised(values, scales, zeros, 32, bits=4)
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
+    with torch.inference_mode():
+        found = in_kernel(name, layer, x)
+    assert found[:2].isnan().all()
+    assert not found[2].any()
+    assert found[3].isfinite().all()
+
+
+@pytest.mark.skipif("avx2" not in [one.name for one in supported_instruction_sets()], reason="CPU")
+def test_an_unknown_instruction_set_is_refused_with_the_names(monkeypatch):
+    monkeypatch.setenv("NEREID_CPU_INSTRUCTIONS", "avx9")
+    with pytest.raises(ValueError, match=r"is avx9, but this processor supports .*avx2, native"):
+        usable_instruction_sets()
 
 
 SIZES = {

@@ -1,7 +1,10 @@
+"""The native kernels of linear layers equal the product, with each instruction set of the CPU."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nereid_backend.attention.cpu.cpu_library import forced_instruction_set
 from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear, linear, pack
 from nereid_backend.linear.prepack import prepack_linears
@@ -12,7 +15,23 @@ DTYPES = [
     if native_linear.can_pack(torch.ones(2, 2, dtype=dtype))
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no 512-bit vectors")
+pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no AVX2")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_lowest_instruction_set_with_a_kernel_gives_the_same_results(dtype):
+    torch.manual_seed(0)
+    for rows, dim, outputs in [(1, 64, 48), (2, 6, 5), (5, 90, 21), (12, 300, 150), (40, 128, 33)]:
+        weight, x, bias = (
+            torch.randn(*s).to(dtype) for s in ((outputs, dim), (rows, dim), (outputs,))
+        )
+        best = linear(x, pack(weight), bias, outputs)
+        with forced_instruction_set("avx2"):
+            found = linear(x, pack(weight), bias, outputs)
+            alone = linear(x[:1], pack(weight), bias, outputs)
+        tolerance = 2 * TOLERANCE[dtype] * best.abs().max().item()
+        torch.testing.assert_close(found, best, atol=tolerance, rtol=0)
+        assert torch.equal(alone, found[:1])
 
 
 @given(

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instruction sets of x86-64 processors for which the CPU kernels are compiled.
+
+The kernels are compiled for one instruction set, with compiler flags that name its instructions, so
+that the library also works on other processors with the same instruction set. The best instruction
+set of the processor is chosen when the kernels are loaded. The environment variable
+NEREID_CPU_INSTRUCTIONS chooses a lower one, for tests and for comparisons.
+"""
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# The environment variable that chooses an instruction set.
+CPU_INSTRUCTIONS = "NEREID_CPU_INSTRUCTIONS"
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """An instruction set.
+
+    Attributes:
+        name: the name in the environment variable NEREID_CPU_INSTRUCTIONS.
+        features: the features that a processor must have, as in the line `flags` of /proc/cpuinfo.
+    """
+
+    name: str
+    features: tuple[str, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The compiler's flags. Example: the feature avx512_vnni gives -mavx512vnni."""
+        if not self.features:
+            return ("-march=native",)
+        return (*(f"-m{feature.replace('_', '')}" for feature in self.features), "-mtune=native")
+
+
+# From the fastest to the slowest. Every processor supports the last one, which is whatever the
+# compiler finds. Its kernels are portable C++ without kernels for linear layers.
+INSTRUCTION_SETS = (
+    InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
+    InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
+    InstructionSet("avx512", _AVX512),
+    InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni")),
+    InstructionSet("avx2", _AVX2),
+    InstructionSet("native", ()),
+)
+
+
+def supported_instruction_sets() -> list[InstructionSet]:
+    """Return the instruction sets that this processor supports, from the fastest to the slowest."""
+    features = set(re.findall(r"\S+", _cpu_flags()))
+    return [one for one in INSTRUCTION_SETS if features.issuperset(one.features)]
+
+
+def usable_instruction_sets() -> list[InstructionSet]:
+    """Return the instruction sets that may be used, from the fastest to the slowest.
+
+    If the environment variable NEREID_CPU_INSTRUCTIONS is set, the list contains only the
+    instruction set of this name.
+
+    Raises:
+        ValueError: if the processor does not support the instruction set of the variable.
+    """
+    supported = supported_instruction_sets()
+    name = os.environ.get(CPU_INSTRUCTIONS, "").strip()
+    if not name:
+        return supported
+    chosen = [one for one in supported if one.name == name]
+    if not chosen:
+        names = ", ".join(one.name for one in supported)
+        raise ValueError(f"{CPU_INSTRUCTIONS} is {name}, but this processor supports {names}")
+    return chosen
+
+
+def _cpu_flags() -> str:
+    """Return the names of the processor's features; an empty text if they are not known."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    line = re.search(r"^flags\s*:(.*)$", text, re.M)
+    return line[1] if line else ""

@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear layers on a CPU with weights of 4-bit or 8-bit integers, which share a scale and a zero by group.
+// grouped_linear.py calls this function through a plain C interface.
+//
+// A group is `group_size` consecutive inputs of one output. The integers are unsigned:
+//
+//     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]         with g = i / group_size
+//
+// Values are stored in panels of 16 outputs. A quad is four inputs of 16 outputs, 64 values, which one vector of 512 bits
+// or two vectors of 256 bits contain, four bytes for each output:
+//
+//     8 bits   [panel][dim / 4][16][4]    quad k contains the inputs 4k to 4k + 3
+//     4 bits   [panel][dim / 8][16][4]    the lower halves of 64 bytes are a quad, the upper halves are the next quad
+//
+// Example: with 4 bits, the inputs 1, 2, 3, 4, 5, 6, 7, 8 of one output are the bytes 0x51, 0x62, 0x73, 0x84.
+// Scales and zeros are float16 numbers, [panel][group][16].
+//
+// The rows of the input are quantised to signed integers of 8 bits with one scale for each row and group, so that the
+// products of a group are exact sums of integers:
+//
+//     out[r][o] = sum over g of scale[o][g] * row_scale[r][g] * (sum of value * x - zero[o][g] * sum of x)
+//
+// The result of a row is the same for any number of rows. Row tiles, panels and prefetches are those of cpu_linear.cpp.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "../attention/cpu/cpu_vectors.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+constexpr int kPanel = 16;      // outputs
+constexpr int kQuadBytes = 64;  // with 8 bits
+constexpr int64_t kAhead = 2048;  // the distance of prefetches in bytes
+constexpr int64_t kMaxGroup = 128;  // inputs; grouped_linear.py divides larger groups
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#define NEREID_HAS_GROUPED 1
+
+// Vectors of integers, and the operations on them. Without VNNI, 512-bit vectors have no fast product of bytes, so
+// 256-bit vectors are used.
+#ifdef __AVX512VNNI__
+typedef __m512i Wide;
+typedef __m512 WideFloats;
+constexpr int kWideLanes = 16;
+constexpr int kMaxRows = 12;
+template <int R>
+constexpr int panels_for() {
+  return R <= 3 ? 4 : R <= 6 ? 2 : 1;
+}
+inline Wide load_wide(const void* at) { return _mm512_loadu_si512(at); }
+inline Wide fill_words(int32_t word) { return _mm512_set1_epi32(word); }
+inline Wide lower_halves(Wide bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+inline Wide upper_halves(Wide bytes) { return lower_halves(_mm512_srli_epi16(bytes, 4)); }
+inline WideFloats fill_floats(float number) { return _mm512_set1_ps(number); }
+inline WideFloats to_floats(Wide words) { return _mm512_cvtepi32_ps(words); }
+inline WideFloats load_float16(const uint16_t* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm512_mul_ps(a, b); }
+inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm512_fmadd_ps(a, b, c); }
+inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm512_fnmadd_ps(a, b, c); }
+#else
+typedef __m256i Wide;
+typedef __m256 WideFloats;
+constexpr int kWideLanes = 8;
+constexpr int kMaxRows = 4;
+template <int R>
+constexpr int panels_for() {
+  return R == 1 ? 4 : R == 2 ? 2 : 1;
+}
+inline Wide load_wide(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
+inline Wide fill_words(int32_t word) { return _mm256_set1_epi32(word); }
+inline Wide lower_halves(Wide bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+inline Wide upper_halves(Wide bytes) { return lower_halves(_mm256_srli_epi16(bytes, 4)); }
+inline WideFloats fill_floats(float number) { return _mm256_set1_ps(number); }
+inline WideFloats to_floats(Wide words) { return _mm256_cvtepi32_ps(words); }
+inline WideFloats load_float16(const uint16_t* at) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm256_mul_ps(a, b); }
+inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm256_fmadd_ps(a, b, c); }
+inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm256_fnmadd_ps(a, b, c); }
+#endif
+
+constexpr int kParts = kPanel / kWideLanes;  // vectors of one panel
+
+// Returns a quad of the values at `at` for one vector of outputs. `quad` is the index of the quad in a unit of eight
+// inputs, 0 or 1.
+template <int kBits>
+inline Wide load_quad(const uint8_t* at, int quad) {
+  if (kBits == 8) return load_wide(at + quad * kQuadBytes);
+  const Wide bytes = load_wide(at);
+  return quad == 0 ? lower_halves(bytes) : upper_halves(bytes);
+}
+
+// The arithmetic of integers: products of four unsigned values and four signed numbers of a row, added to 32-bit sums.
+//
+// Weights is a quad of values in the form that `add` needs, Input the four numbers of a row. Sums may be narrower than
+// 32 bits for kChunkQuads quads, after which `flush` adds them to the 32-bit sums.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// Products of bytes with 32-bit sums.
+template <int kBits>
+struct Products {
+  using Weights = Wide;
+  using Input = uint32_t;
+  static constexpr int kChunkQuads = 1 << 20;
+  static Weights weights(Wide quad) { return quad; }
+  static Wide add(Wide sums, Weights weights, Input input) {
+    const Wide numbers = fill_words(static_cast<int32_t>(input));
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(sums, weights, numbers);
+#else
+    return _mm256_dpbusd_avx_epi32(sums, weights, numbers);
+#endif
+  }
+  static void set_input(const int8_t* from, Input* to) { std::memcpy(to, from, sizeof *to); }
+};
+#else
+// Products of bytes with 16-bit sums, for values of 4 bits. Each product of a pair is at most 2 * 15 * 127 = 3810, so
+// that eight of them fit into 16 bits.
+template <int kBits>
+struct Products {
+  using Weights = Wide;
+  using Input = uint32_t;
+  static constexpr int kChunkQuads = 8;
+  static Weights weights(Wide quad) { return quad; }
+  static Wide add(Wide sums, Weights weights, Input input) {
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, fill_words(static_cast<int32_t>(input))));
+  }
+  static Wide flush(Wide sums, Wide narrow) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+  }
+  static void set_input(const int8_t* from, Input* to) { std::memcpy(to, from, sizeof *to); }
+};
+
+// Products of 16-bit numbers with 32-bit sums, for values of 8 bits: products of bytes could exceed 16 bits. The even
+// and the odd bytes of a quad are multiplied separately.
+template <>
+struct Products<8> {
+  struct Weights {
+    Wide even, odd;
+  };
+  struct Input {
+    uint32_t even, odd;  // two 16-bit numbers each
+  };
+  static constexpr int kChunkQuads = 1 << 20;
+  static Weights weights(Wide quad) {
+    return {_mm256_and_si256(quad, _mm256_set1_epi16(255)), _mm256_srli_epi16(quad, 8)};
+  }
+  static Wide add(Wide sums, const Weights& weights, Input input) {
+    const Wide even = _mm256_madd_epi16(weights.even, fill_words(static_cast<int32_t>(input.even)));
+    const Wide odd = _mm256_madd_epi16(weights.odd, fill_words(static_cast<int32_t>(input.odd)));
+    return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+  }
+  static void set_input(const int8_t* from, Input* to) {
+    const auto pair = [](int8_t low, int8_t high) {
+      return static_cast<uint16_t>(low) | static_cast<uint32_t>(static_cast<uint16_t>(high)) << 16;
+    };
+    *to = {pair(from[0], from[2]), pair(from[1], from[3])};
+  }
+};
+#endif
+
+// One row and group: the factor that restores its numbers, and the sum of its integers.
+struct RowGroup {
+  float scale;
+  int32_t sum;
+};
+
+// The arguments of one call of a layer, and the quantised rows.
+template <typename Input>
+struct Call {
+  const GroupedWeights& weights;
+  bool is_bfloat16;  // whether bias and out are bfloat16
+  const void* bias;  // may be null
+  void* out;
+  int64_t num_groups;
+  // For each tile [dim / 4][rows] and [groups][rows]. The first row of a tile determines where its numbers start.
+  const Input* inputs;
+  const RowGroup* row_groups;
+};
+
+// Adds the bias to the sums of `num_rows` rows and `width` outputs, and stores the results. The first row is `row`, the
+// first output is `place`. The function is not a part of `tile`, which is compiled for many sizes.
+template <typename Number>
+void store_outputs(const GroupedWeights& weights, const void* bias, void* out, const float* sums, int64_t num_rows,
+                   int64_t width, int64_t row, int64_t place) {
+  const auto* added = static_cast<const Number*>(bias);
+  const int64_t count = std::min(width, weights.num_outputs - place);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    auto* to = static_cast<Number*>(out) + (row + r) * weights.num_outputs + place;
+    for (int64_t i = 0; i < count; ++i)
+      from_float(sums[r * width + i] + (added ? to_float(added[place + i]) : 0.0f), to + i);
+  }
+}
+
+// Computes R rows, starting at `row`, and P panels, starting at `panel`. The values of a panel are prefetched kAhead
+// bytes ahead.
+template <int kBits, int R, int P>
+inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row, int64_t panel) {
+  using Arithmetic = Products<kBits>;
+  constexpr int V = P * kParts;               // vectors of sums for each row
+  constexpr int kUnitBytes = kBits * kPanel;  // eight inputs of 16 outputs
+  constexpr int kPartBytes = 4 * kWideLanes;  // one quad of the outputs of one vector
+  constexpr bool kIsNarrow = Arithmetic::kChunkQuads < kMaxGroup / 4;
+  const GroupedWeights& weights = call.weights;
+  const int64_t units = weights.group_size / 8, groups = call.num_groups;
+  const int64_t panel_bytes = groups * units * kUnitBytes;
+  const uint8_t* values = weights.values + panel * panel_bytes;
+  const uint16_t* scales = weights.scales + panel * groups * kPanel;
+  const uint16_t* zeros = weights.zeros ? weights.zeros + panel * groups * kPanel : nullptr;
+  // The zero that all groups share is subtracted from the integers, before the first product.
+  const int32_t shared_zero = zeros ? 0 : 1 << (kBits - 1);
+  const auto* x = call.inputs + row * groups * units * 2;
+  const RowGroup* row_groups = call.row_groups + row * groups;
+  WideFloats sums[R][V] = {};
+  for (int64_t g = 0; g < groups; ++g, row_groups += R) {
+    Wide totals[R][V];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) totals[r][v] = fill_words(-shared_zero * row_groups[r].sum);
+    for (int64_t begin = 0; begin < units; begin += Arithmetic::kChunkQuads / 2) {
+      const int64_t end = std::min<int64_t>(units, begin + Arithmetic::kChunkQuads / 2);
+      Wide chunk[R][V];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) chunk[r][v] = kIsNarrow ? fill_words(0) : totals[r][v];
+      for (int64_t unit = begin; unit < end; ++unit, values += kUnitBytes) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 2
+          for (int line = 0; line < kUnitBytes; line += 64)
+            __builtin_prefetch(values + p * panel_bytes + line + kAhead, 0, 3);
+#pragma GCC unroll 2
+        for (int quad = 0; quad < 2; ++quad, x += R) {
+          typename Arithmetic::Weights quads[V];
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v)
+            quads[v] = Arithmetic::weights(
+                load_quad<kBits>(values + v / kParts * panel_bytes + v % kParts * kPartBytes, quad));
+#pragma GCC unroll 12
+          for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) chunk[r][v] = Arithmetic::add(chunk[r][v], quads[v], x[r]);
+        }
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+          if constexpr (kIsNarrow) {
+            totals[r][v] = Arithmetic::flush(totals[r][v], chunk[r][v]);
+          } else {
+            totals[r][v] = chunk[r][v];
+          }
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const int64_t place = (v / kParts * groups + g) * kPanel + v % kParts * kWideLanes;
+      const WideFloats scale = load_float16(scales + place);
+      const WideFloats zero = zeros ? load_float16(zeros + place) : WideFloats{};
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        WideFloats total = to_floats(totals[r][v]);
+        if (zeros) total = subtract_product(total, zero, fill_floats(static_cast<float>(row_groups[r].sum)));
+        sums[r][v] = multiply_add(total, multiply(scale, fill_floats(row_groups[r].scale)), sums[r][v]);
+      }
+    }
+  }
+  float numbers[R * V * kWideLanes];
+  std::memcpy(numbers, sums, sizeof numbers);
+  const auto store = call.is_bfloat16 ? store_outputs<Bfloat16> : store_outputs<float>;
+  store(weights, call.bias, call.out, numbers, R, V * kWideLanes, row, panel * kPanel);
+}
+
+// Computes R rows, starting at `row`, and the panels [first, last).
+template <int kBits, int R>
+void rows(const Call<typename Products<kBits>::Input>& call, int64_t row, int64_t first, int64_t last) {
+  constexpr int P = panels_for<R>();
+  int64_t panel = first;
+  for (; panel + P <= last; panel += P) tile<kBits, R, P>(call, row, panel);
+  if constexpr (P > 1)
+    for (; panel < last; ++panel) tile<kBits, R, 1>(call, row, panel);
+}
+
+// Returns the functions `rows` for 1, 2, ... rows.
+template <int kBits, int... R>
+constexpr std::array<decltype(&rows<kBits, 1>), sizeof...(R)> rows_of(std::integer_sequence<int, R...>) {
+  return {rows<kBits, R + 1>...};
+}
+
+// Quantises one group of a row, [count] numbers, which are padded with zeros to group_size. Returns its scale and sum.
+// If a number is not finite, the scale is NaN. The inputs of four numbers are `stride` apart.
+template <int kBits, typename Number>
+RowGroup quantise(const Number* from, int64_t count, int64_t group_size, typename Products<kBits>::Input* to,
+                  int64_t stride) {
+  Floats largest_numbers = {}, finite = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats numbers = load_some(from + i, count - i);
+    largest_numbers = larger(reinterpret_cast<Floats>(reinterpret_cast<Words>(numbers) & 0x7fffffffu), largest_numbers);
+    finite += numbers * 0.0f;  // becomes NaN if a number is not finite
+  }
+  const float largest = largest_of(largest_numbers), factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+  if (sum_of(finite) != 0.0f || !(factor <= 3e38f)) {
+    // Either a number is not finite, or all numbers are so close to zero that the factor is infinite.
+    const bool is_finite = sum_of(finite) == 0.0f;
+    const int8_t none[4] = {};
+    for (int64_t i = 0; i < group_size; i += 4) Products<kBits>::set_input(none, to + i / 4 * stride);
+    return {is_finite ? 0.0f : NAN, 0};
+  }
+  alignas(64) int8_t integers[kMaxGroup + kLanes] = {};
+  Ints sums = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    // Adding 1.5 * 2^23 rounds to an integer, which is then in the lower bits of the number.
+    const Floats rounded = load_some(from + i, count - i) * factor + 12582912.0f;
+    const Ints numbers = reinterpret_cast<Ints>(rounded) - 0x4b400000;
+    sums += numbers;
+    const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+    std::memcpy(integers + i, &bytes, sizeof bytes);
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+  for (int64_t i = 0; i < group_size; i += 4) Products<kBits>::set_input(integers + i, to + i / 4 * stride);
+  return {largest / 127.0f, sum};
+}
+
+// Quantises the groups [first, last) of the rows of one tile, x [count][dim].
+template <int kBits, typename Number>
+void quantise_tile(const GroupedWeights& weights, const Number* x, int64_t count, int64_t first, int64_t last,
+                   typename Products<kBits>::Input* inputs, RowGroup* row_groups) {
+  const int64_t dim = weights.dim, size = weights.group_size;
+  for (int64_t g = first; g < last; ++g)
+    for (int64_t r = 0; r < count; ++r)
+      row_groups[g * count + r] = quantise<kBits>(x + r * dim + g * size, std::min(size, dim - g * size), size,
+                                                  inputs + g * size / 4 * count + r, count);
+}
+
+// Computes a layer; see nereid_grouped_linear in cpu_kernels.h.
+template <int kBits>
+void grouped_linear(bool is_bfloat16, const GroupedWeights& weights, const void* bias, const void* x, void* out,
+                    int64_t num_rows, int num_threads) {
+  using Input = typename Products<kBits>::Input;
+  constexpr auto kRows = rows_of<kBits>(std::make_integer_sequence<int, kMaxRows>());
+  const int64_t dim = weights.dim, groups = (dim + weights.group_size - 1) / weights.group_size;
+  const int64_t quads = groups * weights.group_size / 4, num_panels = (weights.num_outputs + kPanel - 1) / kPanel;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  // The tile t contains the rows [begin(t), begin(t + 1)).
+  const auto begin = [=](int64_t tile) { return tile * num_rows / num_tiles; };
+  thread_local std::vector<Input> input_storage;
+  thread_local std::vector<RowGroup> group_storage;
+  if (static_cast<int64_t>(input_storage.size()) < num_rows * quads) input_storage.resize(num_rows * quads);
+  if (static_cast<int64_t>(group_storage.size()) < num_rows * groups) group_storage.resize(num_rows * groups);
+  // The threads below have their own thread_local vectors, so they use the addresses of these.
+  Input* const inputs = input_storage.data();
+  RowGroup* const row_groups = group_storage.data();
+  const Call<Input> call = {weights, is_bfloat16, bias, out, groups, inputs, row_groups};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+#ifdef _OPENMP
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    const int64_t thread = 0, threads = 1;
+#endif
+    // Each thread quantises some of the groups of every row.
+    const int64_t first_group = groups * thread / threads, last_group = groups * (thread + 1) / threads;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const int64_t row = begin(t), count = begin(t + 1) - row;
+      const auto quantise_rows = [&](const auto* from) {
+        quantise_tile<kBits>(weights, from + row * dim, count, first_group, last_group, inputs + row * quads,
+                             row_groups + row * groups);
+      };
+      is_bfloat16 ? quantise_rows(static_cast<const Bfloat16*>(x)) : quantise_rows(static_cast<const float*>(x));
+    }
+#pragma omp barrier
+    const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
+    if (num_tiles == 1) {
+      kRows[num_rows - 1](call, 0, first, last);
+    } else {
+      // The weights of a few panels stay in the cache for all tiles.
+      for (int64_t panel = first; panel < last; panel += 2)
+        for (int64_t t = 0; t < num_tiles; ++t)
+          kRows[begin(t + 1) - begin(t) - 1](call, begin(t), panel, std::min(last, panel + 2));
+    }
+  }
+}
+
+#endif  // NEREID_HAS_GROUPED
+
+}  // namespace
+
+extern "C" {
+
+// See cpu_kernels.h.
+int nereid_has_grouped_linear() {
+#ifdef NEREID_HAS_GROUPED
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// See cpu_kernels.h.
+void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const void* bias, const void* x, void* out,
+                           int64_t num_rows, int num_threads) {
+#ifdef NEREID_HAS_GROUPED
+  if (weights->bits == 4) {
+    grouped_linear<4>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
+  } else {
+    grouped_linear<8>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
+  }
+#else
+  (void)is_bfloat16, (void)weights, (void)bias, (void)x, (void)out, (void)num_rows, (void)num_threads;
+#endif
+}
+
+}  // extern "C"

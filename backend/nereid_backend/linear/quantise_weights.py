@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts the weights of linear layers to integers of 4 or 8 bits when a model is loaded.
+
+Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and zero is exact. Weights of
+4 bits have a scale and a zero for each group of 32 inputs.
+docs/history/cpu-kernels.md has the measured errors and speeds.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.prepack import free_weight, shared_weights
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_GROUP_SIZES = {4: 32, 8: 64}
+# The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
+# this scale, so that no number is divided by zero.
+_MIN_SCALE = 2.0**-24
+# Rows that are quantised at a time, which limits the memory for float32 copies.
+_ROWS = 1024
+
+
+class QuantisedWeight(NamedTuple):
+    """Integers and their scales and zeros; see `GroupedLinear.from_quantised`."""
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+@torch.inference_mode()
+def quantise_linears(model: nn.Module, bits: int) -> int:
+    """Convert the weights of a model's linear layers to integers.
+
+    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If other
+    layers share a weight, as an embedding and an output layer may, the layer gets a copy. The
+    output layer always has 8 bits, because its errors change the logits directly.
+
+    Args:
+        model: the model. Mutated; it can then neither be trained, saved nor moved.
+        bits: 4 or 8.
+
+    Returns:
+        The number of converted layers.
+    """
+    shared = shared_weights(model)
+    get_output = getattr(model, "get_output_embeddings", lambda: None)
+    output_layer = get_output()
+    count = 0
+    for module in list(model.modules()):
+        weight = module.weight if type(module) is nn.Linear else None
+        if weight is None or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
+            continue
+        if 0 in weight.shape:
+            continue
+        used_bits = 8 if module is output_layer else bits
+        _quantise(module, used_bits, keep=weight.data_ptr() in shared)
+        count += 1
+    return count
+
+
+def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
+    """Return a weight [out_features, in_features] as integers with scales and zeros by group.
+
+    Example: with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
+    [50, -127].
+    """
+    parts = [_quantise_rows(rows.float(), bits) for rows in torch.split(weight.detach(), _ROWS)]
+    values, scales, zeros = zip(*parts, strict=True)
+    return QuantisedWeight(
+        torch.cat(values), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
+    )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the size of a model's parameters and buffers in bytes, each memory counted once."""
+    sizes: dict[int, int] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_mkldnn:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
+    """Quantise some rows of a float32 weight; see `quantise_weight`."""
+    size = _GROUP_SIZES[bits]
+    num_inputs = weight.shape[1]
+    groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
+    zeros = None
+    if bits == 8:
+        scales = _as_float16(groups.abs().amax(2) / 127)
+        values = (groups / scales.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
+    else:
+        lowest = groups.amin(2).clamp(max=0)
+        scales = _as_float16((groups.amax(2).clamp(min=0) - lowest) / 15)
+        zeros = (-lowest / scales).round().clamp(0, 15)
+        values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
+        values = values.round().clamp(0, 15).to(torch.uint8)
+    return QuantisedWeight(values.flatten(1)[:, :num_inputs], scales, zeros)
+
+
+def _as_float16(scales: Tensor) -> Tensor:
+    """Return scales that float16 represents exactly, as float32.
+
+    The integers are computed with the rounded scales, so the rounding adds no error.
+    """
+    return scales.clamp(min=_MIN_SCALE).half().float()
+
+
+def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
+    """Convert one layer to a GroupedLinear.
+
+    Args:
+        layer: the layer, of the class nn.Linear. Mutated.
+        bits: 4 or 8.
+        keep: whether other layers share the weight, so that its numbers must stay.
+    """
+    assert isinstance(layer, nn.Linear)
+    values, scales, zeros = quantise_weight(layer.weight, bits)
+    if not keep:
+        free_weight(layer)
+    layer.__class__ = GroupedLinear
+    assert isinstance(layer, GroupedLinear)
+    layer.set_quantised(values, scales, zeros, _GROUP_SIZES[bits], bits=bits)

@@ -1,0 +1,67 @@
+"""Measure how integer weights change the next-token probabilities of a checkpoint.
+
+    python -m loadtest.bench.quantisation_error demo/chat --text docs/quickstart.md
+
+For each setting of weight_dtype, the table shows the perplexity of the text, the mean
+Kullback-Leibler divergence from the probabilities of the float32 model in nats, and the share of
+positions at which the most likely token stays the same.
+"""
+
+from pathlib import Path
+
+import torch
+from nereid_backend.linear.quantise_weights import quantise_linears
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loadtest import command_line
+from loadtest.bench.markdown_table import table
+
+# The number of tokens that the model reads at a time.
+WINDOW = 256
+
+
+@torch.inference_mode()
+def log_probabilities(path: str, windows: Tensor, weight_dtype: str) -> Tensor:
+    """Return the log-probabilities of all tokens at each position, [windows * WINDOW, vocab_size].
+
+    Args:
+        path: the folder of the checkpoint.
+        windows: [windows, WINDOW] token ids.
+        weight_dtype: "float32", "bfloat16", "int8" or "int4".
+    """
+    dtype = torch.float32 if weight_dtype == "float32" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    if weight_dtype.startswith("int"):
+        quantise_linears(model, bits=int(weight_dtype.removeprefix("int")))
+    logits = [model(window[None]).logits[0].float() for window in windows]
+    return torch.cat(logits).log_softmax(-1)
+
+
+def main() -> None:
+    """Measure all data types, and print the table."""
+    parser = command_line.parser(__doc__)
+    parser.add_argument("model", help="the folder of the checkpoint")
+    parser.add_argument("--text", required=True, nargs="+", help="text files to read")
+    parser.add_argument("--windows", type=int, default=16, help="number of windows of 256 tokens")
+    args = parser.parse_args()
+    text = "\n".join(Path(name).read_text(encoding="utf-8") for name in args.text)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    ids = torch.tensor(tokenizer(text)["input_ids"][: args.windows * WINDOW])
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    targets = windows[:, 1:].reshape(-1)
+    exact = log_probabilities(args.model, windows, "float32")
+    rows = []
+    for weight_dtype in ("float32", "bfloat16", "int8", "int4"):
+        found = log_probabilities(args.model, windows, weight_dtype)
+        predicted = found.view(len(windows), WINDOW, -1)[:, :-1].flatten(0, 1)
+        perplexity = functional.nll_loss(predicted, targets).exp()
+        divergence = (exact.exp() * (exact - found)).sum(-1).mean()
+        agreement = (exact.argmax(-1) == found.argmax(-1)).float().mean()
+        rows.append([weight_dtype, f"{perplexity:.3f}", f"{divergence:.5f}", f"{agreement:.1%}"])
+    print(table(["weights", "perplexity", "divergence", "same token"], rows))
+
+
+if __name__ == "__main__":
+    main()

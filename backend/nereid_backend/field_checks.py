@@ -118,6 +118,7 @@ class CheckedSamplingParams(SamplingParams):
         values: Any,  # noqa: ANN401 - the arguments of the constructor
         check: ModelWrapValidatorHandler[Self],
     ) -> Self:
+        """Check all values. Report the first wrong value as a RequestError, not as pydantic's."""
         try:
             params = check(values)
         except ValidationError as error:

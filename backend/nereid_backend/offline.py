@@ -80,14 +80,21 @@ class _PartialOutput:
     """Collects the updates of one request."""
 
     def __init__(self) -> None:
+        # The updates of each sequence, by the index of the sequence.
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:
+        """Store an update of the request.
+
+        Raises:
+            RequestError: if the engine refused the request.
+        """
         if update.is_refused:
             raise RequestError(update.error)
         self._updates.setdefault(update.index, []).append(update)
 
     def build(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
+        """Return the output of the request. All its sequences must have ended."""
         first = self._updates[0][0]
         return RequestOutput(
             request_id,

@@ -6,6 +6,7 @@ structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has 
 that led to this division.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,27 +55,40 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
             that cannot be enforced.
     """
     kind, source = spec.kind, spec.source
-    llguidance, xgrammar = libraries.llguidance, libraries.xgrammar
-    vocab_size = libraries.vocabulary.size
     if kind == "structural_tag":
-        tag = load(kind, source)
-        plain = _simple_grammar(tag)
-        if plain is not None:
-            try:
-                return llguidance.compile(*plain)
-            except RequestError:
-                pass  # xgrammar ignores some keywords that llguidance rejects, so it is tried next
-        check_cost(kind, source, vocab_size, limit_s)
-        return xgrammar.compile(kind, source)
+        return _compile_tag(libraries, source, limit_s)
     if kind == "ebnf" and "::=" in source:
-        try:
-            check_cost(kind, source, vocab_size, limit_s)
-        except RequestError:
-            return llguidance.compile(kind, source)
-        return xgrammar.compile(kind, source)
+        return _compile_ebnf(libraries, source, limit_s)
     if kind in ("json_schema", "choice"):
+        # Raises a RequestError if the text is not JSON.
         load(kind, source)
-    return llguidance.compile(kind, source)
+    return libraries.llguidance.compile(kind, source)
+
+
+def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
+    """Compile a structural tag with xgrammar, or with llguidance if it contains only one grammar.
+
+    See `compile_grammar` for the arguments and the errors.
+    """
+    simple = _simple_grammar(load("structural_tag", source))
+    if simple is not None:
+        # xgrammar is tried next, because it ignores some keywords that llguidance rejects.
+        with contextlib.suppress(RequestError):
+            return libraries.llguidance.compile(*simple)
+    check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
+    return libraries.xgrammar.compile("structural_tag", source)
+
+
+def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
+    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would take too long.
+
+    See `compile_grammar` for the arguments and the errors.
+    """
+    try:
+        check_cost("ebnf", source, libraries.vocabulary.size, limit_s)
+    except RequestError:
+        return libraries.llguidance.compile("ebnf", source)
+    return libraries.xgrammar.compile("ebnf", source)
 
 
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
@@ -96,9 +110,8 @@ def _simple_grammar(tag: object) -> tuple[str, str] | None:
 def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     """Return the special tokens that a grammar contains as text.
 
-    Only structural tags can contain special tokens. Example: a tag that begins with "<tool_call>"
-    contains the special token <tool_call>. All other special tokens are forbidden
-    in the answer.
+    All other special tokens are forbidden in the answer. Only structural tags can contain special
+    tokens. Example: a tag that begins with "<tool_call>" contains the special token <tool_call>.
     """
     if spec.kind != "structural_tag":
         return frozenset()

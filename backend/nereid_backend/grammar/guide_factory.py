@@ -263,7 +263,9 @@ def _when_done(
     """
 
     def call_follow(done: "Future[S]") -> None:
-        if done.cancelled():  # then every request that waited for it has been cancelled, too
+        """Call `follow` with the result of `done`, or store its error in `answer`."""
+        if done.cancelled():
+            # Every request that waited for the result has been cancelled, too.
             return
         try:
             follow(done.result())

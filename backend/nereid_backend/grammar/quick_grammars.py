@@ -61,8 +61,13 @@ def _has_slow_part(value: object) -> bool:
 
 
 def _is_quick_pattern(pattern: str) -> bool:
+    """Return whether a regular expression is short and has only small repetitions of no groups.
+
+    Examples: `[a-z]{1,99}` is quick. `[a-z]{1,100}` and `(ab)*` need a trial.
+    """
     return len(pattern) <= _QUICK_PATTERN_CHARS and _SLOW_REPETITION.search(pattern) is None
 
 
 def _is_long(length: object) -> bool:
+    """Return whether the value of a length keyword is a large number."""
     return isinstance(length, int | float) and length > _QUICK_LENGTH

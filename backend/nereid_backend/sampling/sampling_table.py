@@ -43,8 +43,8 @@ SamplingRows = NDArray[np.void]
 class SamplingTable:
     """The sampling parameters of running sequences, each in the row of its sequence.
 
-    A row is written when the table first sees a sequence in the row. It never changes after that,
-    because the parameters of a request never change.
+    A row is written when a sequence is first read in that row. The row then stays unchanged until
+    another sequence gets the row, because the parameters of a request never change.
     """
 
     def __init__(self) -> None:

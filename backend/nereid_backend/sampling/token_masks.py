@@ -105,7 +105,11 @@ class StepMasks:
     seconds: float = 0.0
 
     def of_slice(self, rows: slice) -> dict[int, TokenMask]:
-        """Return the masks of consecutive positions, by their index from `rows.start` on."""
+        """Return the masks of the positions from `rows.start` to `rows.stop` - 1.
+
+        The key of a mask is the index of its position minus `rows.start`. Example: the positions 3
+        and 9 have masks. The slice 8:12 gives the mask of position 9 with the key 1.
+        """
         return {
             index - rows.start: mask
             for index, mask in self.by_position.items()

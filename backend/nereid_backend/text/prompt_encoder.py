@@ -61,6 +61,7 @@ class PromptEncoder:
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`, without a limit of their number."""
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         # encode_batch_fast computes no offsets, so it is faster than `encode`.

@@ -43,6 +43,14 @@ def slow_probs(logits, params):
     return out
 
 
+@pytest.mark.parametrize("top_k", [2**63, 2**64 - 1])
+def test_a_top_k_beyond_64_bit_integers_keeps_every_token(top_k):
+    logits = torch.randn(2, VOCAB)
+    sequences = [make_sequence(seed=5, top_k=top_k), make_sequence(seed=5, top_k=0)]
+    limited, unlimited = sample(logits[[0, 0]], sequences)
+    assert limited == unlimited
+
+
 @pytest.mark.parametrize(
     "params",
     [

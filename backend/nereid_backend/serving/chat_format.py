@@ -20,6 +20,7 @@ _POLICIES = {"lenient": LENIENT, "strict": STRICT}
 _FORMAT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
+    "tokenizer.json",
     "tokenizer_config.json",
     "additional_chat_templates/*.jinja",
 )

@@ -9,7 +9,13 @@ _OPEN = "<|tool_call>"
 
 REASONING = {
     "gemma4": ReasoningEntry(
-        Reasoning("<|channel>thought\n", "<channel|>", interrupted_by=(_OPEN,)), _GEMMA4
+        Reasoning(
+            "<|channel>thought\n",
+            "<channel|>",
+            also_open=("<|channel>",),
+            interrupted_by=(_OPEN,),
+        ),
+        _GEMMA4,
     ),
 }
 
@@ -29,7 +35,13 @@ TOOLS = {
     ),
     "gemma4": ToolEntry(
         ToolSection(
-            (Call(BareKeyArguments('<|"|>'), open=_OPEN, head="call:{name}", close="<tool_call|>"),)
+            (
+                Call(
+                    BareKeyArguments('<|"|>'), open=_OPEN, head="call:{name}", close="<tool_call|>"
+                ),
+                # Models sometimes omit the word "call".
+                Call(BareKeyArguments('<|"|>'), open=_OPEN, head=":{name}", close="<tool_call|>"),
+            )
         ),
         _GEMMA4,
     ),

@@ -25,6 +25,9 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
+        # A model sometimes addresses itself and then writes the header that it means.
+        Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
+        Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),

@@ -27,6 +27,13 @@ TOOLS = {
                     head='function<｜tool_sep｜><steptml:invoke name="{name}">',
                     close="</steptml:invoke><｜tool_call_end｜>",
                 ),
+                # Models sometimes omit the word "function" and its separator.
+                Call(
+                    TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
+                    open="<｜tool_call_begin｜>",
+                    head='<steptml:invoke name="{name}">',
+                    close="</steptml:invoke><｜tool_call_end｜>",
+                ),
             ),
             open="<｜tool_calls_begin｜>",
             close="<｜tool_calls_end｜>",

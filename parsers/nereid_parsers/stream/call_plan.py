@@ -183,7 +183,7 @@ class ExpectedCall:
         for plan in self.plans:
             head = plan.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
-                if plan.is_orphan and head.name not in tools:
+                if plan.is_orphan and tools.is_known and head.name not in tools:
                     continue
                 return plan, head
             if head == NEED_MORE:

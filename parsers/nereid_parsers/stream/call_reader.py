@@ -8,12 +8,18 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.format_plan import FormatPlan
 from nereid_parsers.stream.json_bodies import JsonArgumentsReader
 from nereid_parsers.stream.open_call import OpenCall, Outcome
-from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_blanks
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    looks_like_markup,
+    skip_blanks,
+)
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 from nereid_parsers.tool_declarations import JsonObject
 
+# Ordinary text does not contain a tag that starts in this way.
+_SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 # Some models write superfluous closing brackets before the closing marker of a tool call.
 _SUPERFLUOUS_CHARS = "}])`"
 _MAX_SUPERFLUOUS_CHARS = 16
@@ -93,10 +99,10 @@ class CallReader:
             marker: The first literal of the tool call's head.
 
         Returns:
-            The next state, or None if the request offers no tools. In that case `marker` is
-            content.
+            The next state, or None if the request offers no tools and `marker` may be ordinary
+            text. In that case `marker` is content.
         """
-        if not self._writer.tools.parameters:
+        if not self._writer.tools.parameters and not marker.startswith(_SPECIAL_TOKEN_STARTS):
             return None
         plans = self._plan.calls.orphans[marker]
         self._expected = ExpectedCall(plans, marker, is_certain=True)

@@ -31,7 +31,7 @@ class MarkerKind(Enum):
     ORPHAN_CALL       The head of a tool call starts. The marker before the head is missing.
     BARE_CALL         The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
-    WRAP_CONTENT      The content starts or ends.
+    WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
     START_MESSAGE     A message starts.
     END               A message or the model's turn ends.
     """
@@ -168,6 +168,8 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
         opens = dict.fromkeys(_visible(layout.reasoning.opens), MarkerKind.OPEN_REASONING)
         interrupts = _interrupting_markers(layout.reasoning, calls)
         reasoning_kinds |= dict.fromkeys(interrupts, MarkerKind.INTERRUPT)
+        if layout.content is not None and layout.content.open.strip():
+            reasoning_kinds[layout.content.open.strip()] = MarkerKind.WRAP_CONTENT
         reasoning_kinds |= opens | closes
         kinds |= closes | opens
     kinds |= outer_kinds

@@ -100,7 +100,7 @@ class TextReader:
     def repeat_opening_marker(self) -> None:
         """Write the opening marker of the reasoning, which the model did not write, as content."""
         if self._reasoning is not None:
-            self._text.write_generated_content(self._reasoning.open)
+            self._text.write_generated_content(self._reasoning.open.strip())
 
     def read_unclassified(self) -> State | None:
         """Store text until a marker shows whether the stored text is reasoning.
@@ -151,6 +151,8 @@ class TextReader:
             return self._read_interrupt(marker)
         if kind is MarkerKind.START_MESSAGE:
             return self._start_header(marker)
+        if kind is MarkerKind.WRAP_CONTENT:
+            return self._read_content_opening(marker)
         if kind is MarkerKind.OPEN_REASONING:
             # Models sometimes write the opening marker although the prompt ends with it. After
             # other reasoning, the same text is a part of the reasoning.
@@ -162,6 +164,21 @@ class TextReader:
         self._text.write_markup(self._buffer.take(len(marker)))
         if kind is MarkerKind.CLOSE_REASONING:
             self.has_reasoned = True
+        return State.CONTENT
+
+    def _read_content_opening(self, marker: str) -> State:
+        """Handle the opening marker of the content inside the reasoning. Return the next state.
+
+        The marker ends the reasoning if the reasoning is empty, or if the marker is a special
+        token, which a model does not quote. Otherwise the marker is a part of the reasoning.
+        Example: after a prompt that ends with `<think>`, the text `<response>Hi` is content.
+        """
+        if self._text.has_text and not is_special_token(marker):
+            self._text.write(self._buffer.take(len(marker)), ReasoningDelta)
+            return State.REASONING
+        self._text.write_markup(self._buffer.take(len(marker)))
+        self.has_reasoned = True
+        self._is_interrupted = True
         return State.CONTENT
 
     def read_inline_reasoning(self) -> State | None:

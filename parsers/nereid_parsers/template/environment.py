@@ -6,36 +6,33 @@ The environment is that of `apply_chat_template` in transformers 5.23
 
 A template is an untrusted program. So every loop, call, filter, operator and output is counted
 against a `Budget` while the template runs. In a `CompiledTemplate`, which the analysis uses,
-`strftime_now` uses a fixed date, so that two renderings can be compared. A `RequestTemplate`
-renders the requests of a server with the current date.
+`strftime_now` uses a fixed date, so that two renderings can be compared. The module
+`request_template` renders the requests of a server.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import ext, nodes
-from jinja2.compiler import CodeGenerator
-from jinja2.lexer import Token, TokenStream
+from jinja2 import ext
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from nereid_parsers.errors import TemplateError
+from nereid_parsers.template.counting_nodes import AddCounting, Generation, TimedCodeGenerator
 from nereid_parsers.template.limits import (
     MAX_CODE,
     MAX_SOURCE,
     Budget,
     LimitError,
     check_format,
-    limits_for_request,
 )
 
 _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
@@ -91,134 +88,6 @@ def _raise_exception(message: object) -> NoReturn:
     raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
-# ---- additions to a parsed template -------------------------------------------------------------
-
-
-class _Generation(ext.Extension):
-    """The block `{% generation %}`, which marks the model's text. Its body is rendered.
-
-    The extension also limits the time in which jinja2 parses a template.
-    """
-
-    tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
-
-    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        """Yield the tokens of a template, and raise LimitError if the time is over."""
-        for token in stream:
-            self.environment.budget.check_time()  # type: ignore[attr-defined]
-            yield token
-
-    def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
-        """Return the node of one block."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
-
-    def _emit(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _AddCounting(NodeTransformer):
-    """Adds counting filters to a parsed template, and records its constants and variables.
-
-    Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
-    `_LimitedEnvironment` defines the filters. jinja2 finds the methods of this class by their
-    names.
-
-    Attributes:
-        literals: The literal texts and string constants.
-        literal_size: The number of characters of the literal texts.
-        names: The names of the variables that the template reads.
-        compared: The constants with which the template compares each variable.
-    """
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self.literals: list[str] = []
-        self.literal_size = 0
-        self.names: set[str] = set()
-        self.compared: dict[str, list[object]] = {}
-
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Visit a node, and raise LimitError if the time is over."""
-        self._budget.check_time()
-        return super().visit(node, *args, **kwargs)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Count the items of a loop."""
-        self.generic_visit(node)
-        node.iter = _apply_filter(node.iter, "_count_items")
-        if node.recursive:
-            # A recursive loop passes items to loop(). The filter for loop items does not count
-            # these items.
-            step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
-            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Replace `a ~ b` by `[a, b] | _concatenate`, which checks the length of the result."""
-        self.generic_visit(node)
-        return _apply_filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        """Record a literal text."""
-        self.literals.append(node.data)
-        self.literal_size += len(node.data)
-        return node
-
-    def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        """Record a string constant."""
-        if isinstance(node.value, str):
-            self.literals.append(node.value)
-        return node
-
-    def visit_Name(self, node: nodes.Name) -> nodes.Node:
-        """Record the name of a variable that the template reads."""
-        if node.ctx == "load":
-            self.names.add(node.name)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Record the constants of a comparison, such as "fast" in `{% if mode == "fast" %}`."""
-        sides = [node.expr, *(operand.expr for operand in node.ops)]
-        constants = [constant.value for side in sides for constant in _constants(side)]
-        for side in sides:
-            if isinstance(side, nodes.Name):
-                self.compared.setdefault(side.name, []).extend(constants)
-        self.generic_visit(node)
-        return node
-
-    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
-        """Check the size of a list or a dict that the template makes."""
-        self.generic_visit(node)
-        return _apply_filter(node, "_check_size") if node.items else node
-
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """Check the size of a tuple that the template makes."""
-        self.generic_visit(node)
-        is_value = node.ctx == "load" and bool(node.items)  # not the targets of an assignment
-        return _apply_filter(node, "_check_size") if is_value else node
-
-
-def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any expression
-    """Return the expression `node | name`."""
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    """Return the constants on one side of a comparison.
-
-    Example: the sides `"fast"` and `["fast", "slow"]` give one constant and two constants.
-    """
-    if isinstance(node, nodes.Const):
-        return [node]
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return [item for item in node.items if isinstance(item, nodes.Const)]
-    return []
-
-
 # ---- the environment ----------------------------------------------------------------------------
 
 
@@ -239,15 +108,6 @@ class _CountedItems:
         return self._count(self._items)
 
 
-class _TimedCodeGenerator(CodeGenerator):
-    """The code generator of jinja2, which stops when the time of the budget is over."""
-
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Write the code of a node, and raise LimitError if the time is over."""
-        self.environment.budget.check_time()  # type: ignore[attr-defined]
-        return super().visit(node, *args, **kwargs)
-
-
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of transformers, in which every operator and every function call is counted.
 
@@ -257,7 +117,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             macro call can write at most this number of literal characters.
     """
 
-    code_generator_class = _TimedCodeGenerator
+    code_generator_class = TimedCodeGenerator
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(
@@ -275,7 +135,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,  # the optimizer would run parts of a template while it compiles
             finalize=self._finalize,
-            extensions=[_Generation, ext.loopcontrols],
+            extensions=[Generation, ext.loopcontrols],
             cache_size=0,
         )
         self.budget = budget
@@ -365,7 +225,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         check_format("%" + text)
         return self._now().strftime(text)
 
-    # ---- the filters that `_AddCounting` adds to a template --------------------------------------
+    # ---- the filters that `AddCounting` adds to a template --------------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
         """Wrap the items of a loop, so that each item is counted when the loop reads the item."""
@@ -434,17 +294,29 @@ class CompiledTemplate:
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
         self.changes_lists = ".append(" in source or ".pop(" in source
+        self._now = now
         env = _LimitedEnvironment(budget, not self.changes_lists, now)
-        recorded = _AddCounting(budget)
-        code = _compile(env, source, recorded)
+        recorded = AddCounting(budget)
+        self._code = _compile(env, source, recorded)
         self.literals = tuple(recorded.literals)
         self.names = frozenset(recorded.names)
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
-        env.literal_size = recorded.literal_size
+        self._literal_size = recorded.literal_size
+        self._load(env)
+
+    def _load(self, env: _LimitedEnvironment) -> None:
+        """Make `env` the environment in which the compiled code runs."""
+        env.literal_size = self._literal_size
         self._environment = env
-        self._template = jinja2.Template.from_code(env, code, dict(env.globals))
+        self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
+
+    def for_another_thread(self) -> CompiledTemplate:
+        """Return the same template with a budget of its own. Nothing is compiled again."""
+        other = copy.copy(self)
+        other._load(_LimitedEnvironment(Budget(), not self.changes_lists, self._now))
+        return other
 
     def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
         """Render the template with `variables` and return the text.
@@ -475,44 +347,7 @@ class CompiledTemplate:
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
-class RequestTemplate:
-    """A chat template that renders the requests of a server. Several threads may use it.
-
-    The text is the same as that of `apply_chat_template` in transformers, but a template cannot
-    occupy the server: each rendering has limits that grow with the size of the request.
-
-    >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
-    'Hi!'
-    """
-
-    def __init__(self, source: str) -> None:
-        """Compile `source`.
-
-        Raises:
-            TemplateError: The source has a syntax error, is too long or takes too long to compile.
-        """
-        self._template = CompiledTemplate(source, Budget(), datetime.now)
-        self._lock = threading.Lock()  # All renderings of a template share its budget.
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template with the variables of one request and return the text.
-
-        Args:
-            variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
-                `bos_token`, `eos_token` and those of the request, such as `enable_thinking`.
-
-        Raises:
-            RenderRefused: The template failed, or raised an exception because of the messages. The
-                message of the error is the template's.
-            LimitError: The rendering takes more than 5 seconds of processor time, or makes far more
-                text than the request contains.
-        """
-        limits = limits_for_request(variables)
-        with self._lock:
-            return self._template.render(variables, Budget(limits))
-
-
-def _compile(env: _LimitedEnvironment, source: str, counting: _AddCounting) -> CodeType:
+def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
     """Return the Python code of a template to which `counting` has added its filters.
 
     Raises:

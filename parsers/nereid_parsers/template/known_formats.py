@@ -206,6 +206,24 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # ---- tool calls that a template does not render --------------------------------------------------
 
 
+# The markers of the tool calls of models whose template offers tools with a certain phrase, but
+# contains no marker of tool calls.
+_MARKERS_OF_PHRASES = {
+    # LFM2.5: the older templates of this family surround the list of tools with markers.
+    "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
+}
+
+
+def markers_of_phrases(text: str) -> list[str]:
+    """Return the markers of the tool calls of models whose template contains a known phrase.
+
+    Args:
+        text: The literal text of the template.
+    """
+    groups = (found for phrase, found in _MARKERS_OF_PHRASES.items() if phrase in text)
+    return list(chain.from_iterable(groups))
+
+
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
     """Return the registered tool section whose markers a model knows.
 

@@ -48,7 +48,11 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import Difference, ListMarkup, difference, markers
 from nereid_parsers.template.frame import TurnFrame
-from nereid_parsers.template.known_formats import add_family_spellings, recognise_tool_section
+from nereid_parsers.template.known_formats import (
+    add_family_spellings,
+    markers_of_phrases,
+    recognise_tool_section,
+)
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 # The words that differ between the markers of tools or results and the markers of tool calls.
@@ -302,7 +306,8 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
     if FIRST_TOOL not in prompt:
         return None
-    template_markers = markers("\n".join(prober.template.literals))
+    literal_text = "\n".join(prober.template.literals)
+    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
     call_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     section = None

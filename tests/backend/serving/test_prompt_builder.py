@@ -1,6 +1,9 @@
+import time
+from types import SimpleNamespace
+
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.prompt_builder import read_flag, read_tools
+from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, read_flag, read_tools
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 
@@ -56,3 +59,48 @@ def test_a_flag_that_is_none_is_refused():
         RequestError, match="x: the value must be true or false, but the request has 1"
     ):
         read_flag({"x": 1}, "x", default=False)
+
+
+def builder_with(template):
+    """Return a builder that can only render: its tokenizer has nothing but a chat template."""
+    builder = PromptBuilder.__new__(PromptBuilder)
+    builder._tokenizer = SimpleNamespace(chat_template=template, special_tokens_map={"eos": "$"})
+    return builder
+
+
+def test_a_chat_is_rendered_with_the_special_tokens():
+    builder = builder_with("{% for m in messages %}{{ m.content }}{{ eos }}{% endfor %}")
+    assert builder._render([{"role": "user", "content": "a"}]) == "a$"
+
+
+def test_a_checkpoint_may_have_a_template_for_tools():
+    builder = builder_with({"default": "plain", "tool_use": "tools"})
+    messages = [{"role": "user", "content": "a"}]
+    assert builder._render(messages) == "plain"
+    assert builder._render(messages, tools=TOOLS) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no') }}", "messages: the chat template refuses them: no"),
+        ("{{ messages[0].content + 1 }}", "messages: the chat template fails to render them: Type"),
+        ("{{ 'x' * 10 ** 9 }}", "messages: the chat template exceeds a limit"),
+        (
+            "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "messages: the chat template exceeds a limit",
+        ),
+        ("{% if %}", "messages: the chat template cannot be used"),
+    ],
+)
+def test_a_template_that_cannot_render_a_request_gives_an_error_soon(template, message):
+    started = time.thread_time()
+    with pytest.raises(RequestError, match=message):
+        builder_with(template)._render([{"role": "user", "content": "a"}])
+    assert time.thread_time() - started < 6
+
+
+def test_a_message_without_content_cannot_be_continued():
+    builder = builder_with("{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="continue_final_message: the last message has no"):
+        builder._render([{"role": "assistant"}], continue_final_message=True)

@@ -9,12 +9,9 @@ from types import SimpleNamespace
 import pytest
 from nereid_parsers import TemplateError, analyze_template
 from nereid_parsers.template import environment, limits
-from nereid_parsers.template.environment import (
-    CompiledTemplate,
-    RenderRefused,
-    RequestTemplate,
-)
+from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.limits import Budget, LimitError, Limits, size_of
+from nereid_parsers.template.request_template import RequestTemplate
 from parsers.template.support import TEMPLATES
 
 HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {

@@ -5,8 +5,11 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nereid_parsers import TemplateError
 
 from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.field_checks import shown
@@ -16,6 +19,7 @@ from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwarg
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
+    from nereid_parsers.template import RequestTemplate
     from transformers import PreTrainedTokenizerBase
 
 _BOOLEAN_TEXTS = {"true": True, "false": False}
@@ -181,21 +185,78 @@ class PromptBuilder:
         sources = template.values() if isinstance(template, dict) else [template]
         return "\n".join(sources)
 
-    def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:  # noqa: ANN401
-        from jinja2.exceptions import TemplateError
+    @cached_property
+    def _templates(self) -> "dict[str, RequestTemplate]":
+        """The compiled chat templates by name. A checkpoint with one template has only "default".
 
+        Raises:
+            TemplateError: a template cannot be compiled, or exceeds a limit.
+        """
+        # Imported here, because only chat requests need jinja2.
+        from nereid_parsers.template import RequestTemplate
+
+        source = self._tokenizer.chat_template or ""
+        sources = source if isinstance(source, dict) else {"default": source}
+        return {name: RequestTemplate(source) for name, source in sources.items()}
+
+    def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
+        """Return the template "tool_use" for a request with tools if there is one, else "default".
+
+        Raises:
+            RequestError: no template can be used.
+        """
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+            templates = self._templates
         except TemplateError as error:
-            raise RequestError(f"messages: the chat template refuses them: {error}") from error
-        except Exception as error:
-            # A template can raise any exception, and it raised this one for these messages.
-            reason = f"{type(error).__name__}: {error}"
+            raise RequestError(f"messages: the chat template cannot be used: {error}") from error
+        names = ("default",) if tools is None else ("tool_use", "default")
+        for name in names:
+            if name in templates:
+                return templates[name]
+        raise RequestError(
+            "messages: this checkpoint has several chat templates, but none has the name default. "
+            "Send the prompt as text_input."
+        )
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,  # noqa: ANN401  # a template accepts any JSON value
+    ) -> str:
+        """Return the text of chat messages, rendered with the chat template within limits.
+
+        Args:
+            messages: the messages.
+            tools: the tools that the model may call, or None.
+            continue_final_message: whether the text ends with the content of the last message.
+            variables: the other variables of the template.
+
+        Raises:
+            RequestError: the template cannot render the messages, or exceeds a limit.
+        """
+        from jinja2.exceptions import TemplateError as RaisedByTemplate
+        from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
+
+        template = self._template_for(tools)
+        tokens = self._tokenizer.special_tokens_map
+        defaults = {"documents": None, "add_generation_prompt": False}
+        given = {**defaults, **tokens, **variables, "messages": messages, "tools": tools}
+        try:
+            return template.render(given, continue_final_message=continue_final_message)
+        except ContinuationRefused as error:
+            raise RequestError(f"continue_final_message: {error}.") from error
+        except LimitError as error:
+            raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
+        except RenderRefused as error:
+            if isinstance(error.__cause__, RaisedByTemplate):
+                reason = error.__cause__
+                raise RequestError(f"messages: the chat template refuses them: {reason}") from error
             raise RequestError(
-                f"messages: the chat template fails to render them: {reason}"
+                f"messages: the chat template fails to render them: {error}"
             ) from error
-        assert isinstance(text, str)
-        return text
 
 
 def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:

@@ -1,0 +1,133 @@
+"""Renders the chat requests of a server as transformers does, within limits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.limits import Budget, limits_for_request
+
+# The names under which clients send the reasoning of a message. The first one is preferred.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# This text is appended to the final message, to find the end of the message in the rendered text.
+_END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ContinuationRefused(RenderRefused):
+    """The final message cannot be continued. The message of the error gives the reason."""
+
+
+class RequestTemplate:
+    """A chat template that renders the requests of a server. Several threads may use it.
+
+    The text is the same as that of `apply_chat_template` in transformers, but a template cannot
+    occupy the server: each rendering has limits that grow with the size of the request.
+
+    >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
+    'Hi!'
+    """
+
+    def __init__(self, source: str) -> None:
+        """Compile `source`.
+
+        Raises:
+            TemplateError: The source has a syntax error, is too long or takes too long to compile.
+        """
+        self._source = source
+        self._template = CompiledTemplate(source, Budget(), datetime.now)
+        # Each thread has a template with a budget of its own, so that no thread waits for another.
+        self._of_thread = threading.local()
+
+    def render(self, variables: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
+        """Render the template with the variables of one request and return the text.
+
+        Args:
+            variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
+                `bos_token`, `eos_token` and those of the request, such as `enable_thinking`.
+            continue_final_message: Whether the text ends with the content of the last message, so
+                that the model continues this message. Example: the messages of a user who writes
+                "Hi" and of an assistant who writes "Well," may give
+                "<user>Hi</user><assistant>Well,".
+
+        Raises:
+            ContinuationRefused: The last message has no content, or the template does not write
+                this content.
+            RenderRefused: The template failed, or raised an exception because of the messages. The
+                message of the error is the template's.
+            LimitError: The rendering takes more than 5 seconds of processor time, or makes far more
+                text than the request contains.
+        """
+        limits = limits_for_request(variables)
+        messages = [_prepare_message(message) for message in variables.get("messages", ())]
+        final_text = self._mark_final_message(messages) if continue_final_message else ""
+        if not hasattr(self._of_thread, "template"):
+            self._of_thread.template = self._template.for_another_thread()
+        text = self._of_thread.template.render({**variables, "messages": messages}, Budget(limits))
+        return _cut_after(final_text, text) if continue_final_message else text
+
+    def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Append `_END_OF_MESSAGE` to the content of the last message. Return that content.
+
+        If the content is a list of parts, the last part with text is the content.
+
+        Raises:
+            ContinuationRefused: There is no such content.
+        """
+        content = messages[-1].get("content") if messages else None
+        if content is None:
+            raise ContinuationRefused("the last message has no content to continue")
+        if "content" not in self._source:
+            raise ContinuationRefused("the chat template does not write the content of messages")
+        if isinstance(content, str):
+            messages[-1]["content"] = content + _END_OF_MESSAGE
+            return content
+        parts = list(content) if isinstance(content, list) else []
+        for index in reversed(range(len(parts))):
+            part = parts[index]
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts[index] = {**part, "text": part["text"] + _END_OF_MESSAGE}
+                messages[-1]["content"] = parts
+                return str(part["text"])
+        raise ContinuationRefused("the content of the last message contains no text to continue")
+
+
+def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates expect it: without null members, and with the reasoning.
+
+    Templates read the reasoning under one of two names, so the message contains both. Example:
+    `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking` and
+    `reasoning_content` are "Hm".
+    """
+    present = {name: value for name, value in message.items() if value is not None}
+    for name in _REASONING_FIELDS:
+        if name in present:
+            reasoning = present[name]
+            return {"thinking": reasoning, **present, "reasoning_content": reasoning}
+    return present
+
+
+def _cut_after(final_text: str, text: str) -> str:
+    r"""Return the rendered `text` up to the end of the final message.
+
+    Some templates remove the white space at the end of a message. The white space before the end
+    of the message is then removed too. Example: in the text
+    `"<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>"`, the template has removed the space
+    after the mark, so the result is `"<assistant>Well,"`.
+
+    Args:
+        final_text: The content of the last message, without `_END_OF_MESSAGE`.
+        text: The rendered text of the whole request.
+
+    Raises:
+        ContinuationRefused: The text does not contain the whole content of the last message.
+    """
+    end = text.rfind(_END_OF_MESSAGE.strip())
+    if end < 0 or final_text.strip() not in text:
+        raise ContinuationRefused(
+            "the chat template does not write the whole content of the last message"
+        )
+    keeps_blanks = text.startswith(_END_OF_MESSAGE, end)
+    return text[:end] if keeps_blanks else text[:end].rstrip()

@@ -1,0 +1,90 @@
+"""The requests of a server are rendered as transformers renders them, within limits."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_parsers.template import ContinuationRefused, LimitError, RequestTemplate
+from parsers.template.support import TEMPLATES
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+TRIMMED = CHAT.replace("m.content", "m.content | trim")
+ENDLESS = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+
+
+def continued(source, content, **message):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "a", "content": content, **message}]
+    return RequestTemplate(source).render({"messages": messages}, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "end"),
+    [(CHAT, "Well, ", "<a>Well, "), (TRIMMED, " Well, ", "<a>Well,"), (CHAT, "", "<a>")],
+)
+def test_a_continued_message_stays_open(source, content, end):
+    assert continued(source, content) == "<user>Hi</user>" + end
+
+
+@pytest.mark.parametrize("content", [None, 7, [], [{"type": "image"}]])
+def test_a_message_without_text_cannot_be_continued(content):
+    with pytest.raises(ContinuationRefused):
+        continued(CHAT, content)
+
+
+def test_content_that_the_template_does_not_write_cannot_be_continued():
+    with pytest.raises(ContinuationRefused, match="does not write"):
+        continued("{{ messages[-1].content[:2] }}", "a long answer")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.text(max_size=30), st.sampled_from([CHAT, TRIMMED]), st.booleans())
+def test_a_continuation_is_equal_to_that_of_transformers(content, source, as_parts):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        source if not as_parts else "{% for p in messages[-1].content %}{{ p.text }}{% endfor %}"
+    )
+    given_content = [{"type": "text", "text": content}] if as_parts else content
+    messages = [{"role": "a", "content": given_content}]
+    expected = render_jinja_template([messages], chat_template=source, continue_final_message=True)[
+        0
+    ][0]
+    template = RequestTemplate(source)
+    assert template.render({"messages": messages}, continue_final_message=True) == expected
+
+
+def test_the_reasoning_has_the_names_that_templates_read():
+    template = RequestTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
+    assert template.render({"messages": [{"reasoning": "a", "content": None}]}) == "aa"
+
+
+def test_an_endless_request_ends_and_does_not_delay_others():
+    template = RequestTemplate(f"{{% if hostile %}}{ENDLESS}{{% endif %}}done")
+    failures = []
+
+    def attack():
+        try:
+            template.render({"hostile": True})
+        except LimitError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    started = time.thread_time()
+    assert [template.render({"hostile": False}) for _ in range(50)] == ["done"] * 50
+    assert time.thread_time() - started < 1.0
+    thread.join(timeout=30)
+    assert failures
+
+
+def test_a_huge_string_is_refused():
+    with pytest.raises(LimitError):
+        RequestTemplate("{{ 'x' * n }}").render({"n": 10**9})
+
+
+def test_example_templates_compile():
+    for path in sorted(TEMPLATES.glob("*.jinja"))[:5]:
+        RequestTemplate(path.read_text(encoding="utf-8"))

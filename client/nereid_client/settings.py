@@ -78,7 +78,7 @@ def _check_size(value: object) -> object:
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
     if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)? ?([kmgt]?i?b)?", value.lower()):
-        raise ValueError("be a number of bytes or text such as 64MiB")
+        raise ValueError("be a number of bytes, such as 65536 or 64MiB")
     return value
 
 

@@ -49,8 +49,8 @@ class Keys:
             )
         if "id" in self.order and self.id is None:
             raise FormatError(
-                "Keys.order contains 'id', but Keys.id is None. Set Keys.id to the key of the id, "
-                "or remove 'id' from Keys.order."
+                "Keys.order contains 'id', but Keys.id is None. Set Keys.id to the JSON key that "
+                "holds a call's id, or remove 'id' from Keys.order."
             )
 
 
@@ -201,8 +201,8 @@ class Call:
                 )
         elif has_name:
             raise FormatError(
-                f"Call.head is {self.head!r}. Remove the field {{name}}, because a "
-                f"{type(self.body).__name__} body already contains the function's name."
+                f"Call.head is {self.head!r}. A {type(self.body).__name__} body already contains "
+                "the function's name, so remove {name} from Call.head."
             )
         pattern(self.id)
 

@@ -50,7 +50,7 @@ def test_the_name_of_the_model_is_the_setting_else_the_folder_else_the_ensemble(
         ({"NEREID_MAX_BODY_BYTES": "0"}, "must be greater than 0, but it is '0'."),
         (
             {"NEREID_MAX_BODY_BYTES": "4,096"},
-            "must be a number of bytes or text such as 64MiB, but it is '4,096'.",
+            "must be a number of bytes, such as 65536 or 64MiB, but it is '4,096'.",
         ),
         (
             {"NEREID_LOG_LEVEL": "loud"},

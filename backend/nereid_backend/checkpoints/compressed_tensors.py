@@ -155,7 +155,9 @@ def _integers(
     if input_groups is not None:
         input_groups = input_groups.long()
         if not 0 <= int(input_groups.min()) <= int(input_groups.max()) < num_groups:
-            raise ValueError(f"weight_g_idx has a group outside of 0 to {num_groups - 1}")
+            raise ValueError(
+                f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}"
+            )
     return IntegerWeight(values, scales, zeros, group_size, bits, input_groups)
 
 

@@ -75,8 +75,8 @@ class Thinking:
         if self.forced:
             if token_id != self.forced[0]:
                 raise EngineError(
-                    f"The thinking budget forces token {self.forced[0]}, but the answer has token "
-                    f"{token_id}."
+                    f"The thinking budget is used up, so the next token must be {self.forced[0]}, "
+                    f"but the answer has token {token_id}."
                 )
             self.forced = self.forced[1:]
             if not self.forced:

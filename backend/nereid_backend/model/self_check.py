@@ -192,8 +192,8 @@ def check_path(
     # `not <=` also refuses NaN.
     if not difference <= tolerance:
         raise UnfitError(
-            f"its output differs from the model alone by {difference:.2g} of the logits' standard "
-            "deviation"
+            "its logits differ from the logits of the unmodified model; the largest difference is "
+            f"{difference:.2g} times the standard deviation of the logits"
         )
     return difference
 

@@ -146,8 +146,8 @@ class CountTokensRequest(GenerationRequest):
         if self.chat_messages[-1].get("tool_calls"):
             raise FieldError(
                 "messages",
-                "messages must not end with a tool_use block. Send a message of the user with a "
-                "tool_result block for it.",
+                "messages must not end with a tool_use block. Add a user message that contains "
+                "the tool_result block of this call.",
             )
         return self
 

@@ -381,7 +381,7 @@ def _size(text: str) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         raise argparse.ArgumentTypeError(
-            f"must be a number of bytes or text such as 8GiB, but it is {text!r}"
+            f"must be a number of bytes, such as 65536 or 8GiB, but it is {text!r}"
         ) from None
 
 

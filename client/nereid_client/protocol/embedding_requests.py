@@ -313,7 +313,7 @@ def read_inputs(value: object, field: str) -> ModelInputs:
         raise FieldError(
             field,
             f"{field} must be a text, a content part, a list of texts or content parts, a list of "
-            f"token ids, or a list of such lists, but the request has {shown(value)}",
+            f"token ids, or a list of lists of token ids, but the request has {shown(value)}",
         )
     if not value:
         raise FieldError(field, f"{field} must not be an empty list")

@@ -74,7 +74,7 @@ class RequestLimits:
         for item in prompts:
             if isinstance(item, str) and len(item) > self.max_prompt_bytes:
                 raise self._error(
-                    f"the prompt has {len(item)} characters, but the limit is "
+                    f"the prompt has at least {len(item)} bytes, but the limit is "
                     f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
                     "prompt",
                 )

@@ -181,7 +181,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
         if query.after not in ids:
             raise ApiError(
                 404,
-                f"after must be the id of an input item of {response_id}, but the request has "
+                f"The field `after` must be the id of an input item of {response_id}, but it is "
                 f"{shown(query.after)}",
                 param="after",
             )

@@ -124,8 +124,8 @@ def get_format(
     if name is not None:
         if reasoning is not None or tools is not None:
             raise FormatError(
-                "get_format() accepts either one name, as in get_format('qwen3'), or the keyword "
-                "arguments reasoning and tools, but not both"
+                "get_format() accepts one name, as in get_format('qwen3'), or the keyword "
+                "arguments reasoning and tools. Remove the name or the keyword arguments."
             )
         reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
         tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))

@@ -267,8 +267,8 @@ def check_numbers(values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise LimitError(
-                f"the template passes the number {value} to an operation that may use it as a "
-                f"length, but the limit is {MAX_NUMBER}"
+                f"the template passes the number {value} to an operation, which may use the number "
+                f"as a length, but the limit is {MAX_NUMBER}"
             )
 
 

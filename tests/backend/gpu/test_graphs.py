@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 from backend.exactness import open_engine
-from backend.gpu.engines import SkippingCache, run
+from backend.gpu.engines import SkippingCache, run, with_one_key_head
 from backend.gpu.recorded import CaptureError, Recorder, record, rerun
 from backend.gpu.steps import SPECS, Steps, sampled
 from backend.tiny_models import BY_NAME
@@ -203,7 +203,8 @@ def test_an_engine_replays_the_kernels(engine_of, device):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
     for kind, capture in ((GpuKVCache, rerun), (SkippingCache, None)):
-        engine = engine_of("gpt_oss", capture, kind=kind)  # windows and sinks
+        family = with_one_key_head("gpt_oss")  # windows and sinks
+        engine = engine_of(family, capture, kind=kind)
         outputs = engine.generate([[5, 6, 7], [8] * 15, [9]], params)
         answers.append([output.outputs[0].token_ids for output in outputs])
         if capture is not None:
@@ -214,7 +215,8 @@ def test_an_engine_replays_the_kernels(engine_of, device):
 def test_padding_writes_to_no_block(engine_of, device):
     if device.type != "cpu":
         pytest.skip("runs the kernels in the interpreter")
-    engine = engine_of("llama", rerun, kind=GpuKVCache)
+    family = with_one_key_head("llama", num_hidden_layers=1)
+    engine = engine_of(family, rerun, kind=GpuKVCache)
     cache = engine._runner._path._cache
     for name in ("a", "b", "c"):  # three rows in a graph of four
         engine.add_request(name, [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
@@ -480,7 +482,7 @@ def test_a_replay_whose_steps_are_stale_shows_at_load(folder_of, monkeypatch):
         return sometimes
 
     engine, said = start(folder_of, "llama", monkeypatch, stale)
-    assert "not replayed from captured graphs: its output differs from the model alone" in said
+    assert "not replayed from captured graphs: its logits differ from the logits of the unmodified model" in said
     assert graphs_of(engine) is None
     engine.close()
 
@@ -508,7 +510,7 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
 
     monkeypatch.setattr(packed.PackedPath, "__init__", keep)
     engine, said = start(folder_of, "llama", monkeypatch, forgetful)
-    assert "not replayed from captured graphs: its output differs from the model alone" in said
+    assert "not replayed from captured graphs: its logits differ from the logits of the unmodified model" in said
     engine.close()
 
 
@@ -517,8 +519,10 @@ def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, 
     # Compiled code calls no operators of torch's, so all of it is run again.
     engine, said = start(folder_of, "llama", monkeypatch, rerun, compile_forward=True)
     assert "the forward pass is compiled\ndecode steps are replayed" in said
+    assert "the parts of steps with prefills are replayed from captured graphs" in said
     assert run(engine, 8) == run(engine_of("llama"), 8)
     assert graphs_of(engine).num_replays > 0
+    assert engine._runner._path.pieces.num_replays > 0
     engine.close()
 
 

@@ -257,7 +257,7 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
     set_attention(loaded, hook)
     assert check_path(packed_path(loaded, hook, layers, trial.sizes), trial, torch.float32) < 1e-5
     changed = [change(layer) for layer in layers]
-    with pytest.raises(UnfitError, match="differs from the model alone"):
+    with pytest.raises(UnfitError, match="differ from the logits of the unmodified model"):
         check_path(packed_path(loaded, hook, changed, trial.sizes), trial, torch.float32)
     hook.remove()
 

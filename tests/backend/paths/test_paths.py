@@ -115,7 +115,7 @@ def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
     ("model_type", "pattern"),
     [
         ("llama", r"^path: packed\.$"),
-        ("qwen3_next", r"^path: rows \(packed: its output differs from the model alone by .+\)\.$"),
+        ("qwen3_next", r"^path: rows \(packed: its logits differ from .+ unmodified model; .+\)\.$"),
         ("bloom", r"^path: padded \(packed: it does not use transformers' attention interface"),
         ("rwkv", r"^path: single; with the model's own cache \(packed: .+\)\. This is slow\.$"),
     ],
@@ -130,7 +130,7 @@ def test_the_path_is_logged_with_the_reasons_against_those_above_it(saved, model
 def assert_differs(folder, tier):
     lines = []
     assert tier_of(folder, lines).name == "single"
-    assert f"{tier}: its output differs from the model alone by" in lines[0]
+    assert f"{tier}: its logits differ from the logits of the unmodified model" in lines[0]
 
 
 def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):

@@ -121,9 +121,9 @@ class RequestLimits:
         if isinstance(messages, list) and len(messages) > self.max_messages:
             least = self.max_model_len // self.max_messages
             raise RequestError(
-                f"messages: the request has {len(messages)} messages, which are at least "
+                f"messages: the request has {len(messages)} messages, which need at least "
                 f"{max(len(messages) * least, self.max_model_len + 1)} tokens; the limit is "
-                f"{self.max_model_len} (max_model_len). At most {self.max_messages} messages fit "
+                f"{self.max_model_len} (max_model_len). Send at most {self.max_messages} messages "
                 "(max_messages)."
             )
         if isinstance(tools, list) and len(tools) > self.max_tools:
@@ -179,7 +179,7 @@ class RequestLimits:
         per_token = self.max_prompt_bytes // self.max_model_len
         least = max(num_bytes // per_token, self.max_model_len + 1)
         raise RequestError(
-            f"{beginning}, which are at least {least} tokens; the limit is {self.max_model_len} "
+            f"{beginning}, which need at least {least} tokens; the limit is {self.max_model_len} "
             "(max_model_len). Send a shorter prompt."
         )
 
@@ -256,5 +256,5 @@ def _check_count(field: str, unit: str, count: int, limit: int, name: str) -> No
     """Raise a RequestError if `count` exceeds the limit with this name."""
     if count > limit:
         raise RequestError(
-            f"{field}: the field has more than {limit} {unit}, which is the limit ({name})."
+            f"{field}: the field has too many {unit}; the limit is {limit} ({name})."
         )

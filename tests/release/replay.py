@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from dockerfile_parse import DockerfileParser
@@ -13,6 +14,7 @@ from dockerfile_parse import DockerfileParser
 ROOT = Path(__file__).resolve().parents[2]
 _SUITES = {"debian:12-slim": "bookworm", "debian:13-slim": "trixie"}
 _MOUNTED = ("/proc", "/dev")
+_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 class Image:
@@ -56,10 +58,9 @@ class Image:
         suite = _SUITES[value.split()[0]]
         script = ["debootstrap", "--variant=minbase", suite, str(self.root), _mirror()]
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
-        for file in ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt"):
-            if Path(file).is_file():
-                (self.root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, self.root / file[1:])
+        shutil.copy("/etc/resolv.conf", self.root / "etc")
+        if _CERTIFICATES.is_file():
+            shutil.copy(_CERTIFICATES, self.root / "etc" / "host-certificates.crt")
 
     def _env(self, value: str) -> None:
         for word in shlex.split(value):
@@ -102,7 +103,7 @@ class Image:
             for path in folders
         ]
         inner = f"cd {self._folder} && {value}"
-        pip = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_CERT"))}
+        pip = _pip_variables()
         variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in (self.variables | pip).items())
         shell = f"chroot {self.root} /usr/bin/env -i {variables} sh -ec {shlex.quote(inner)}"
         script = "; ".join([*mounts, shell])
@@ -134,10 +135,22 @@ def _mirror() -> str:
     raise LookupError("no Debian mirror is configured in /etc/apt")
 
 
+def _pip_settings() -> str:
+    """Return pip's settings on this machine, for example "global.find-links='/wheels'"."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _pip_variables() -> dict[str, str]:
+    """Return pip's settings as variables, for example {"PIP_FIND_LINKS": "/wheels"}."""
+    found = re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", _pip_settings(), re.MULTILINE)
+    settings = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in found}
+    return settings | {"PIP_CERT": "/etc/host-certificates.crt"}
+
+
 def _pip_folders() -> list[str]:
     """Return the local package folders that pip is configured to use."""
-    listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, check=True)
-    named = re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", listed.stdout)
+    named = re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", _pip_settings())
     folders = [Path(path) for path in named if Path(path).is_dir()]
     # An index in a folder named "simple" links to files beside this folder.
     return sorted({str(path.parent if path.name == "simple" else path) for path in folders})

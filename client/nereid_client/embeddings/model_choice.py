@@ -179,9 +179,9 @@ def require_full_length(served: ServedModel, name: str, value: int | None) -> No
     if value is not None and limit is not None and value < limit:
         raise ApiError(
             400,
-            f"{name} must be at least {limit}, but the request has {value}. The server can cut "
-            f"texts only to the model's limit, which is {limit} tokens. Shorten the texts, or leave "
-            f"{name} out.",
+            f"{name} must be at least {limit}, but the request has {value}. The server cuts texts "
+            f"only to the model's limit of {limit} tokens. Shorten the texts, or leave {name} "
+            "out.",
             param=name,
         )
 

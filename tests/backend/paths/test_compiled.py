@@ -111,7 +111,7 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
         ),
     )
     found, said = answers(path, compile_forward=True)
-    assert "the forward pass is not compiled: its logits differ from the logits of the unmodified model" in said
+    assert "the forward pass is not compiled: its logits differ from" in said
     assert found == expected
 
 

@@ -113,7 +113,10 @@ def _result(attack: Attack, target: Target, limits: Limits) -> Result:
         outcome = attack.send(target, attack.limit_s * limits.slowness)
     except OSError as error:
         outcome = Outcome(503, f"no connection: {error}")
-    return Result(attack, outcome, started, time.monotonic())
+    result = Result(attack, outcome, started, time.monotonic())
+    if result.fault:
+        print(f"fault: {attack.kind}: {attack.name}: {result.fault}", file=sys.stderr)
+    return result
 
 
 @contextmanager

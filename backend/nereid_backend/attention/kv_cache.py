@@ -127,7 +127,7 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the rows that contain each head's part of each block.
+    """Return the indices of the rows of the cache that hold a block's keys or values for each head.
 
     A row is one head's part of a block, of the cache viewed as [..., block_size * dim].
 

@@ -168,7 +168,7 @@ def _try(
 
 
 def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> PathSpec:
-    """Return `spec` with the memory that the path needs outside of blocks.
+    """Return `spec` with the memory that the forward path needs in addition to the KV cache blocks.
 
     The memory is measured on `path`, which has computed the test sequences of `trial`. Example: if
     the single path stores 6000 bytes for 60 tokens, `bytes_per_token` is 100.

@@ -92,7 +92,7 @@ class PoolingEngine:
         return len(self._queue) > 0
 
     def close(self) -> None:
-        """Remove the engine's attention from transformers, so that the model can be freed."""
+        """Unregister the engine's attention function, so that the model can be freed."""
         self._model.close()
 
     def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:

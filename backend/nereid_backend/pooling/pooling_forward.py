@@ -46,7 +46,10 @@ class PackedForward:
         return self.run(batch, PackedAttention(batch.groups(), self.is_causal))
 
     def run(self, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-        """Return the token vectors of a batch. `attention` computes the attention calls."""
+        """Return the token vectors of a batch.
+
+        The function `attention` replaces each attention layer's own computation.
+        """
         base = self.encoder.base
         types = None if batch.type_ids is None else batch.type_ids[None]
         arguments = _arguments(base, batch.token_ids[None], types)

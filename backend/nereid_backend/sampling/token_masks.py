@@ -68,7 +68,7 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Fill the masks of several guides of this class.
+        """Fill the token masks of several grammars that this class guides.
 
         Args:
             guides: the guides.

@@ -222,7 +222,7 @@ class AdmissionControl:
             self._has_check = False
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a `send` that also reports the server's rejections to the throttle with a key.
+        """Wrap `send`, so that the throttle `key` learns which requests the server rejects.
 
         A rejection is a 503 with the header Retry-After, which only routes to a model send. In
         Anthropic's API, the status is 529.

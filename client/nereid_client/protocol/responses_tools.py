@@ -77,7 +77,9 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return the functions in namespaces: the name in the chat -> (namespace, name).
+    """Return the functions that are in namespaces.
+
+    The keys are the names in the chat, and the values are pairs of namespace and name.
 
     Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
     """

@@ -69,7 +69,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def opening(self) -> list[Json]:
-        """Return one chunk for each choice that starts with its prompt."""
+        """Return one chunk for each choice whose text begins with the prompt."""
         echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
         return [
             self.chunk({"index": number, **_choice(echo, {})})

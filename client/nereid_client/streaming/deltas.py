@@ -1,4 +1,4 @@
-"""Deltas, in which the postprocessor sends the new output of a request.
+"""Deltas. A delta is the new output of a request that the postprocessor sends in one response.
 
 One delta contains the new text, tool calls, log-probabilities and token counts of one choice. This
 module merges deltas: all deltas of a choice into a whole completion (`fold`), or the deltas that

@@ -104,7 +104,11 @@ class ChildProcess:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the program crashed: a fatal signal or a broken stub, not an exit or a kill."""
+        """Whether the program crashed.
+
+        It crashed if a signal such as SIGSEGV ended it or if one of its stubs broke, but not if it
+        exited or was killed with SIGKILL.
+        """
         is_stub_dead = any(_STUB_DIED in line for line in self.errors)
         return self.crash is not None or self.exit_code in _CRASH_CODES or is_stub_dead
 
@@ -145,7 +149,10 @@ class ChildProcess:
         self._process.wait()
 
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
-        """Write each line of the output to the log and record it. Call `on_line` for the user's."""
+        """Write each line of the output to the log and record it.
+
+        Call `on_line` with the lines that the user should see.
+        """
         with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")

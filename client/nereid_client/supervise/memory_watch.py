@@ -152,7 +152,8 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ),
     ):
-        # The file of the limit is missing without a container, and contains "max" without a limit.
+        # Outside of a container, the file is missing. In a container without a memory limit, the
+        # file contains "max".
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / names[0]).read_text())
             used = int((folder / names[1]).read_text())

@@ -23,7 +23,10 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Counts the restarts of a program in a row. The count restarts after 10 good minutes."""
+    """Counts the consecutive restarts of a program.
+
+    The count returns to zero after the program has run for 10 minutes.
+    """
 
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy

@@ -130,7 +130,9 @@ class SupervisedProgram:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the program crashed, which is not caused by a wrong setting or checkpoint.
+        """Whether the program crashed.
+
+        A program that rejects a setting or a checkpoint has not crashed.
 
         On a busy machine, Triton server 2.51 can abort while it starts its stub processes, abandon
         one of them, or lose one.

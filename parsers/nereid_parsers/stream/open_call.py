@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 class OpenCall:
-    """A tool call, or a list of tool calls, whose head has been read.
+    """A tool call, or a list of calls, whose name has been read, but whose arguments have not.
 
     Attributes:
         plan: The form of the tool call.

@@ -1,4 +1,4 @@
-"""The states in which a reader of a tool call's body, or of a value, can be."""
+"""The states of a reader that reads the body of a tool call or a single value."""
 
 from __future__ import annotations
 

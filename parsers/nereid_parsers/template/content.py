@@ -30,7 +30,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 def compare_content(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
 ) -> Wrapper | None:
-    """Compare a conversation that ends with a question and one with an answer (comparison C1).
+    """Compare a conversation that ends with a question with one that ends with an answer.
 
     Set `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
     wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.

@@ -192,7 +192,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return the start of a tool call for each spelling in `open` or `open_pattern`.
+    """Return one start of a tool call for each marker that `open` or `open_pattern` allows.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]

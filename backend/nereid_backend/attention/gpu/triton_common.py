@@ -60,7 +60,7 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Return the factors of some rows of an 8-bit cache, [n] float32.
+    """Return the scales of some rows of an 8-bit cache, [n] float32.
 
     The factors belong to the numbers that `converted` returns.
     """

@@ -82,7 +82,7 @@ class WaitingLimits:
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:
-        """Replace "Try again later." at the end of `message` by a time.
+        """Replace "Try again later." at the end of `message` with the number of seconds to wait.
 
         Example: "the queue is full. Try again later." becomes "the queue is full. Try again in 3
         s."

@@ -19,7 +19,8 @@ from nereid_parsers.format import Sections, Shown, UnknownTool
 
 from nereid_backend.serving.wire import StreamContext
 
-# A tool whose name no model writes. If it is the only tool, every call has an unknown name.
+# No model writes the name of this tool. If this tool is the only one, every call has an unknown
+# name.
 _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 

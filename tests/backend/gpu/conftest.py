@@ -55,15 +55,18 @@ def device():
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """A function that returns the folder of a tiny model's checkpoint."""
+    """A function that returns the folder of a tiny checkpoint, given a family or its name."""
     from backend.tiny_models import BY_NAME
 
     folders = {}
 
-    def folder(name):
-        if name not in folders:
-            folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp("model"))
-        return folders[name]
+    def folder(family):
+        if isinstance(family, str):
+            family = BY_NAME[family]
+        key = repr(family)
+        if key not in folders:
+            folders[key] = family.save(tmp_path_factory.mktemp("model"))
+        return folders[key]
 
     return folder
 

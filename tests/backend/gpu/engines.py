@@ -1,12 +1,23 @@
 """Engines over the reference's cache or over kernels, and workloads for them."""
 
+import dataclasses
 import random
 
 import torch
-from backend.tiny_models import VOCAB_SIZE
+from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import SamplingParams
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.paths.model_call import Sizes
+
+
+def with_one_key_head(name, **more):
+    """Return a tiny family with two query heads and one key head.
+
+    The duration of the kernels in the interpreter is proportional to the key heads and layers.
+    """
+    family = BY_NAME[name]
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return dataclasses.replace(family, extra={**family.extra, **heads, **more})
 
 
 class SkippingCache(KVCache):

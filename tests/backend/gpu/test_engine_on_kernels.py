@@ -1,8 +1,8 @@
 """Whole engines whose attention goes through the kernels, where these run."""
 
 import pytest
+from backend.gpu.engines import with_one_key_head
 from backend.gpu.steps import sampled
-from backend.tiny_models import BY_NAME, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
@@ -10,8 +10,6 @@ from nereid_backend.model import path_variants
 
 PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-# The duration in the interpreter is proportional to the layers and key heads of a model.
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def answers(folder, kind, monkeypatch, **settings):
@@ -38,7 +36,7 @@ def answers(folder, kind, monkeypatch, **settings):
 def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
-    folder = BY_NAME["gpt_oss"].save(tmp_path)  # windows and sinks
+    folder = with_one_key_head("gpt_oss").save(tmp_path)  # windows and sinks
     found, info = answers(folder, GpuKVCache, monkeypatch)
     expected, _ = answers(folder, KVCache, monkeypatch)
     assert found == expected
@@ -49,7 +47,7 @@ def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, 
 def test_an_engine_on_the_kernels_answers_from_8_bits(stored, tmp_path, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")
-    folder = Family("one layer", "llama", SMALL).save(tmp_path)
+    folder = with_one_key_head("llama", num_hidden_layers=1).save(tmp_path)
     found, info = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype=stored)
     assert [len(tokens) for tokens in found] == [4, 4, 4]
     assert info.self_check_difference < 0.2

@@ -34,7 +34,6 @@ from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
-    Opener,
     Reasoning,
     ReasoningGate,
     Route,
@@ -147,7 +146,7 @@ def _reasoning_nodes(
     if not may_reason:
         return []
     options = [{"type": "tag", "begin": part.open.strip(), "content": text, "end": close}]
-    if part.opener is Opener.MODEL:
+    if part.is_opened_by_model:
         # Some models skip the reasoning and write only the closing marker.
         options.append(const(close))
     return [optional(sequence(BLANKS, one_of(*options), BLANKS))]

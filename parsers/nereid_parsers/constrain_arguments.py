@@ -97,8 +97,9 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    # Some formats quote a string only if it contains special characters: `<p><![CDATA[a<b]]></p>`
-    # and `<p>ab</p>`. The opening without the quote is a prefix of the opening with the quote.
+    # Some formats wrap a string in CDATA only if it contains special characters:
+    # `<p><![CDATA[a<b]]></p>` and `<p>ab</p>`. `<p>`, the marker before an unwrapped string, is a
+    # prefix of `<p><![CDATA[`, the marker before a wrapped one.
     is_constant = opening["type"] == "const_string" and bool(opening["value"])
     shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
     options = [

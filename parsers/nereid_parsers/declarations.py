@@ -48,6 +48,9 @@ class Opener(Enum):
 
     MODEL   The model writes the opening marker of the reasoning itself. The output starts in the
             content.
+    EITHER  Like MODEL, but some templates of the family write the opening marker into the prompt.
+            If the prompt is not known, the parser stores all text until a marker shows whether the
+            text is reasoning. Text without a marker is content.
     PROMPT  The prompt contains the opening marker if the model is to reason. The output starts in
             the content if the prompt ends without a marker. The output starts in the reasoning if
             the prompt is not known.
@@ -55,6 +58,7 @@ class Opener(Enum):
     """
 
     MODEL = "model"
+    EITHER = "either"
     PROMPT = "prompt"
     FORCED = "forced"
 
@@ -96,6 +100,11 @@ class Reasoning:
 
     def __post_init__(self) -> None:
         check_markers("Reasoning", open=self.open, close=self.close)
+
+    @property
+    def is_opened_by_model(self) -> bool:
+        """Whether the model writes the opening marker, unless the prompt ends with this marker."""
+        return self.opener in (Opener.MODEL, Opener.EITHER)
 
     @property
     def opens(self) -> tuple[str, ...]:

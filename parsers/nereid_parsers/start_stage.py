@@ -55,7 +55,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     """
     reasoning = layout.reasoning
     if not prompt:
-        is_open = reasoning is not None and reasoning.opener is not Opener.MODEL
+        is_open = reasoning is not None and not reasoning.is_opened_by_model
         return StartPoint(Stage.REASONING if is_open else Stage.CONTENT, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
     if prefill is None:

@@ -145,7 +145,51 @@ def test_special_tokens_of_the_reasoning_never_appear_in_the_content():
 
 
 def test_a_closing_tag_in_the_content_stays():
-    check(Case({"reasoning": "qwen3"}, "Write </think> last.", content="Write </think> last."))
+    text = "Write </think> last."
+    check(Case({"reasoning": "qwen3"}, text, content=text), prompt="<|im_start|>assistant\n")
+
+
+# ---- reasoning that the prompt may have opened ---------------------------------------------------
+
+EITHER = [("qwen3", "</think>"), ("glm45", "</think>"), ("hy_v3", "</think>"),
+          ("nemotron_v3", "</think>"), ("minimax_m3", "</mm:think>"), ("gemma4", "<channel|>")]  # fmt: skip
+
+
+@run([Case({"reasoning": name}, f"Hm.{close}Hi", [], "Hi", "Hm.") for name, close in EITHER])
+def test_text_before_a_lone_closing_marker_is_reasoning_if_the_prompt_is_unknown(case):
+    check(case)
+
+
+@run([Case({"reasoning": name}, "Hello.", content="Hello.") for name, _ in EITHER])
+def test_text_without_a_marker_is_content_if_the_prompt_is_unknown(case):
+    check(case)
+
+
+def test_text_before_a_call_is_content_if_the_prompt_is_unknown():
+    names = {"reasoning": "qwen3", "tools": "hermes"}
+    check(Case(names, f"I look it up.\n{HERMES}", [CALL], "I look it up."))
+
+
+@pytest.mark.parametrize(("name", "close"), EITHER)
+def test_the_model_may_open_the_reasoning_in_constrained_output(name, close):
+    fmt = get_format(reasoning=name)
+    gate = fmt.reasoning_gate(None)
+    assert (gate.is_open, gate.may_open, gate.end.strip()) == (False, True, close)
+
+
+# ---- white space around calls --------------------------------------------------------------------
+
+
+@run(
+    [
+        Case({"tools": "hermes"}, f"One.\n\n{HERMES}\n\nTwo.", [CALL], "One.\n\n\n\nTwo."),
+        Case({"tools": "qwen3_coder"}, f"One. {CODER} Two.", [CALL], "One.  Two."),
+        Case({"tools": "glm45"}, f"One.\n{GLM}\n{GLM}\nTwo.", [CALL, CALL], "One.\n\nTwo."),
+        Case({"tools": "kimi_k2"}, f"One. {KIMI}", [CALL], "One."),
+    ]
+)
+def test_white_space_before_a_call_is_kept_if_content_follows_the_call(case):
+    check(case)
 
 
 # ---- white space, names and missing markers ------------------------------------------------------

@@ -63,7 +63,8 @@ def test_reasoning_closed_twice_leaves_no_marker_in_the_content(size):
         assert (message.reasoning, message.content.strip()) == ("a", "b")
     message = parsed(QWEN, "</think>b", size, prompt="<think>\n\n</think>\n\n")
     assert (message.reasoning, message.content) == (None, "b")
-    assert parsed(QWEN, "so </think> closes it", size).content == "so </think> closes it"
+    text = "so </think> closes it"
+    assert parsed(QWEN, text, size, prompt="assistant\n").content == text
 
 
 @pytest.mark.parametrize("size", [1, 10**6])
@@ -315,7 +316,7 @@ def test_a_bare_python_call_within_text_is_a_call_only_if_its_function_is_offere
     text = "Here: [f(a='x')] and [f(b=1)] so [1]."
     message = parsed(fmt, text, 1, tools=TOOLS)
     assert calls(message) == [("f", {"a": "x"}), ("f", {"b": 1})]
-    assert message.content == "Here: and so [1]."
+    assert message.content == "Here:  and  so [1]."
     assert parsed(fmt, text, 1, tools=None).content == text
 
 

@@ -1,6 +1,6 @@
 """Google Gemma: arguments are written as objects with unquoted keys."""
 
-from nereid_parsers.declarations import Reasoning, Source
+from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.tool_declarations import BareKeyArguments, Call, ToolSection
 
@@ -12,6 +12,7 @@ REASONING = {
         Reasoning(
             "<|channel>thought\n",
             "<channel|>",
+            opener=Opener.EITHER,
             also_open=("<|channel>",),
             interrupted_by=(_OPEN,),
         ),

@@ -2,7 +2,7 @@
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
-from nereid_parsers.tool_declarations import Call, TaggedArguments, ToolSection
+from nereid_parsers.tool_declarations import Call, JsonObject, TaggedArguments, ToolSection
 
 _GLM46 = Source("chat template of zai-org/GLM-4.6", "2025-09")
 _GLM47 = Source("chat template of zai-org/GLM-4.7-Flash", "2026-01")
@@ -18,9 +18,13 @@ _INTERRUPTED = ("<tool_call>",)
 
 REASONING = {
     "glm45": ReasoningEntry(
-        Reasoning("\n<think>", "</think>\n", interrupted_by=_INTERRUPTED), _GLM46
+        Reasoning("\n<think>", "</think>\n", opener=Opener.EITHER, interrupted_by=_INTERRUPTED),
+        _GLM46,
     ),
-    "glm47": ReasoningEntry(Reasoning("<think>", "</think>", interrupted_by=_INTERRUPTED), _GLM47),
+    "glm47": ReasoningEntry(
+        Reasoning("<think>", "</think>", opener=Opener.EITHER, interrupted_by=_INTERRUPTED),
+        _GLM47,
+    ),
     "ling3": ReasoningEntry(Reasoning("<think>", "</think>", interrupted_by=_INTERRUPTED), _LING3),
     "iquest_q1": ReasoningEntry(Reasoning("<think>", "</think>"), _IQUEST),
     "poolside_v1": ReasoningEntry(Reasoning("<think>", "</think>"), _POOLSIDE),
@@ -28,6 +32,7 @@ REASONING = {
         Reasoning(
             "<think>",
             "</think>",
+            opener=Opener.EITHER,
             also_open=("<think:opensource>",),
             also_close=("</think:opensource>",),
             interrupted_by=("<tool_calls>",),
@@ -158,6 +163,7 @@ TOOLS = {
                     head="{name}\n",
                     close="</ifm|tool_call>\n",
                 ),
+                Call(JsonObject(), open="<ifm|tool_call>", close="</ifm|tool_call>\n"),
             ),
             open="<ifm|tool_calls>\n",
             close="</ifm|tool_calls>",

@@ -1,6 +1,6 @@
 """IBM Granite: reasoning between phrases or tags, and tool calls as JSON after a marker."""
 
-from nereid_parsers.declarations import Reasoning, Source, Wrapper
+from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
@@ -10,7 +10,7 @@ _GRANITE33 = Source("chat template of ibm-granite/granite-3.3-2b-instruct", "202
 _GRANITE4 = Source("chat template of ibm-granite/granite-4.0", "2025-10")
 
 _THINK = ReasoningEntry(
-    Reasoning("<think>\n", "\n</think>\n\n"),
+    Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.EITHER),
     _GRANITE33,
     content=Wrapper("<response>", "</response>"),
 )

@@ -21,7 +21,7 @@ REASONING = {
     "minimax_m2_append_think": ReasoningEntry(
         Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.PROMPT, shown=Shown.INLINE), _M2
     ),
-    "minimax_m3": ReasoningEntry(Reasoning("<mm:think>", "</mm:think>"), _M3),
+    "minimax_m3": ReasoningEntry(Reasoning("<mm:think>", "</mm:think>", opener=Opener.EITHER), _M3),
 }
 
 _INVOKE = Call(

@@ -17,7 +17,10 @@ _NANBEIGE = Source("nanbeige detector of SGLang 0.5.23 (Qwen3-Coder's format)", 
 _CALL = ("<tool_call>",)
 
 REASONING = {
-    "qwen3": ReasoningEntry(Reasoning("<think>\n", "\n</think>\n\n", interrupted_by=_CALL), _QWEN3),
+    "qwen3": ReasoningEntry(
+        Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.EITHER, interrupted_by=_CALL),
+        _QWEN3,
+    ),
     "qwen3_thinking": ReasoningEntry(
         Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.FORCED, interrupted_by=_CALL),
         _THINKING,

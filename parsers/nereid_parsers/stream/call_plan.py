@@ -268,8 +268,8 @@ class RoutePlan:
     def __init__(self, route: Route, layout: Messages) -> None:
         self.stage = route.stage
         self.has_calls = route.has_calls
-        # White space in a pattern matches any white space. A header end of only white space must
-        # match exactly, so it is not a part of the pattern.
+        # White space in a pattern matches any white space. If the end of the header consists only
+        # of white space, the end must match exactly, so the pattern does not contain it.
         is_blank = not layout.header_end.strip()
         self._blank_header_end = layout.header_end if is_blank else ""
         self._header_pattern = compile_pattern(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nereid_parsers.declarations import Shown, Stage
+from nereid_parsers.declarations import Opener, Shown, Stage
 from nereid_parsers.events import ContentDelta, ReasoningDelta
 from nereid_parsers.policy import Policy, StrayClose, TextRule
 from nereid_parsers.stream.body_reader import Head
@@ -83,11 +83,10 @@ class TextReader:
 
         This method applies only if the prompt is not known.
         """
-        return (
-            self._reasoning is not None
-            and self._reasoning.shown is Shown.APART
-            and self._stray_close is StrayClose.REASONING
-        )
+        if self._reasoning is None or self._is_inline():
+            return False
+        is_ambiguous = self._reasoning.opener is Opener.EITHER
+        return is_ambiguous or self._stray_close is StrayClose.REASONING
 
     def start_reasoning(self) -> State:
         """Return the first state of an output whose prompt has opened the reasoning."""
@@ -154,8 +153,8 @@ class TextReader:
         if kind is MarkerKind.WRAP_CONTENT:
             return self._read_content_opening(marker)
         if kind is MarkerKind.OPEN_REASONING:
-            # Models sometimes write the opening marker although the prompt ends with it. After
-            # other reasoning, the same text is a part of the reasoning.
+            # Models sometimes repeat the opening marker with which the prompt ends. If the model
+            # has already written other reasoning, the marker is part of the reasoning.
             if self._text.has_text:
                 self._text.write(self._buffer.take(len(marker)), ReasoningDelta)
             else:

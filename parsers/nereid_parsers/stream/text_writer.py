@@ -29,7 +29,8 @@ class TextWriter:
 
     Example: `write("Hi\n", ContentDelta)` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
     follows, `"\n"` is removed. If `write("you", ContentDelta)` follows instead, the writer appends
-    `ContentDelta("\nyou")`.
+    `ContentDelta("\nyou")`. White space that was removed between content and a marker is restored
+    if more content follows the marker, so that the two pieces of content stay separated.
 
     Attributes:
         has_content: Whether content other than white space has been written.
@@ -40,8 +41,8 @@ class TextWriter:
     """
 
     __slots__ = (
-        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_trace", "has_content",
-        "has_text", "is_after_marker", "tentative",
+        "_blanks", "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
+        "_removed_blanks", "_trace", "has_content", "has_text", "is_after_marker", "tentative",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
@@ -52,6 +53,9 @@ class TextWriter:
         self._events = events
         self._trace: Trace | None = None
         self._blanks: list[str] = []
+        # The white space between the last content and the marker that followed this content.
+        self._removed_blanks = ""
+        self._is_last_text_content = False
         self._call_text: list[str] = []
         # The number of characters at the start of the next text that belong to the prompt.
         self._num_prompt_chars = 0
@@ -109,11 +113,23 @@ class TextWriter:
             text = self._without_blank_lines(text)
         self.is_after_marker = False
         self.has_text = True
-        if is_content:
-            self.has_content = True
+        self._is_last_text_content = is_content
         if self._trace is not None:
             self._trace(CONTENT if is_content else REASONING, text)
+        if is_content:
+            self.has_content = True
+            text = self._take_removed_blanks() + text
         self._events.append(event_type(text))
+
+    def _take_removed_blanks(self) -> str:
+        r"""Return the white space that was removed after the last content, and forget it.
+
+        Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
+        call, and restored before `Two`. The content is `"One\n\nTwo"`.
+        """
+        blanks = self._removed_blanks
+        self._removed_blanks = ""
+        return blanks
 
     def _take_blanks(self) -> str:
         """Return the stored white space, and store nothing."""
@@ -154,7 +170,10 @@ class TextWriter:
 
     def drop_blanks(self) -> None:
         """Classify the stored white space as "markup", because a marker follows."""
-        self._classify(MARKUP, self._take_blanks())
+        blanks = self._take_blanks()
+        if self.has_text and self._is_last_text_content:
+            self._removed_blanks = blanks
+        self._classify(MARKUP, blanks)
         self.has_text = False
 
     def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
@@ -217,7 +236,8 @@ class TextWriter:
         self.has_content = True
         self.has_text = True
         self._classify(CONTENT, text)
-        self._events.append(ContentDelta(text, fault))
+        self._is_last_text_content = True
+        self._events.append(ContentDelta(self._take_removed_blanks() + text, fault))
 
     # ---- the text of calls -----------------------------------------------------------------------
 
@@ -256,6 +276,7 @@ class TextWriter:
             num_unread_chars: The number of the prompt's characters that have not been read yet.
         """
         self._blanks = []
+        self._removed_blanks = ""
         self._num_prompt_chars = len(self.tentative_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from nereid_parsers.constrain_answer import report_unenforced
+from nereid_parsers.constrain_arguments import tagged_arguments
 from nereid_parsers.constrain_calls import call_node, section_node, trigger_of
 from nereid_parsers.constrain_nodes import (
     BLANKS,
@@ -26,15 +27,15 @@ from nereid_parsers.constrain_nodes import (
     json_schema,
     one_of,
     optional,
+    repeated,
     sequence,
     tag,
     without_outer_blanks,
 )
-from nereid_parsers.constrain_request import Request
+from nereid_parsers.constrain_request import Request, ToolSchema
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
-    Reasoning,
     ReasoningGate,
     Route,
     Sections,
@@ -43,7 +44,13 @@ from nereid_parsers.declarations import (
 )
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import Slot, pattern
-from nereid_parsers.tool_declarations import JsonArguments, JsonArray, PythonCalls, ToolSection
+from nereid_parsers.tool_declarations import (
+    JsonArguments,
+    JsonArray,
+    PythonCalls,
+    TaggedArguments,
+    ToolSection,
+)
 
 # Matches a character that cannot start an array of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
@@ -82,7 +89,7 @@ def structural_tag(
         parts.append(_final_messages(fmt, layout, request))
     else:
         if not skip_reasoning:
-            parts += _reasoning_nodes(fmt, layout.reasoning, stage, may_reason)
+            parts += _reasoning_nodes(fmt, layout, stage, may_reason)
         parts.append(_answer_or_calls(fmt, layout, request))
     return {"type": "structural_tag", "format": sequence(*parts)}
 
@@ -125,7 +132,7 @@ def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate 
 
 
 def _reasoning_nodes(
-    fmt: FormatData, part: Reasoning | None, stage: Stage, may_reason: bool
+    fmt: FormatData, layout: Sections, stage: Stage, may_reason: bool
 ) -> list[Node]:
     """Return the structural-tag nodes for the reasoning, its markers and white space.
 
@@ -135,12 +142,15 @@ def _reasoning_nodes(
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
+    part = layout.reasoning
     if part is None:
         if stage is Stage.REASONING:
             raise _no_end_marker(fmt)
         return []
     close = part.close.strip()
-    text = any_text((*part.also_close, *part.interrupted_by, *fmt.ends))
+    # The opening marker of the content may end the reasoning, so the reasoning must not contain it.
+    content_open = (layout.content.open,) if layout.content is not None else ()
+    text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
     if stage is Stage.REASONING:
         return [{"type": "tag", "begin": "", "content": text, "end": close}, BLANKS]
     if not may_reason:
@@ -233,8 +243,15 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the first route of a stage, or None. Constrained output uses this route."""
-    return next((route for route in layout.routes if route.stage is stage), None)
+    """Return the route of a stage that constrained output uses, or None if the stage has no route.
+
+    This is the first route whose header is an exact text, or the first route if there is none.
+    """
+    routes = [route for route in layout.routes if route.stage is stage]
+    for route in routes:
+        if all(isinstance(part, str) for part in pattern(route.form)):
+            return route
+    return routes[0] if routes else None
 
 
 def _header_text(layout: Messages, route: Route, name: str = "") -> str:
@@ -315,7 +332,7 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         ConstraintError: The format has no messages that are tool calls.
     """
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
-    if not routes or not isinstance(layout.body, JsonArguments):
+    if not routes:
         raise ConstraintError(
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
@@ -325,12 +342,21 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     calls = [
         sequence(
             one_of(*(const(_header_text(layout, route, tool.name)) for route in written_routes)),
-            json_schema(tool.parameters),
+            _message_arguments(layout.body, tool),
         )
         for tool in request.tools
     ]
-    call = one_of(*calls)
     if request.is_single or layout.call_end:
-        return call  # The marker after the tool call also ends the turn.
-    further_calls = {"type": "star", "content": sequence(const(layout.start), call)}
-    return sequence(call, further_calls)
+        return one_of(*calls)  # The marker after the tool call also ends the turn.
+    end = layout.ends[0] if layout.ends else ""
+    return repeated(calls, const(end + layout.start), is_single=False)
+
+
+def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
+    """Return the structural-tag node for the arguments in a message that is a tool call.
+
+    Example of matching text: `{"city": "Paris"}`.
+    """
+    if isinstance(body, TaggedArguments):
+        return tagged_arguments(body, tool)
+    return json_schema(tool.parameters)

@@ -30,7 +30,7 @@ from enum import Enum
 from nereid_parsers.errors import FormatError
 from nereid_parsers.pattern_syntax import check_markers, check_pattern
 from nereid_parsers.policy import LENIENT, Policy
-from nereid_parsers.tool_declarations import JsonArguments, ToolSection
+from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments, ToolSection
 
 
 class Stage(Enum):
@@ -200,7 +200,7 @@ class Messages:
     routes: tuple[Route, ...]
     ends: tuple[str, ...] = ()
     call_end: str = ""
-    body: JsonArguments = field(default_factory=JsonArguments)
+    body: JsonArguments | TaggedArguments = field(default_factory=JsonArguments)
     tools: ToolSection | None = None
 
     def __post_init__(self) -> None:

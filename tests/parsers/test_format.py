@@ -37,7 +37,7 @@ from nereid_parsers.format import (
         (lambda: Call(JsonArguments()), "must contain the field {name}"),
         (
             lambda: Call(JsonObject(), head="{name}"),
-            "a JsonObject body already contains the function's name",
+            "A JsonObject body already contains the function's name",
         ),
         (
             lambda: Call(JsonObject(), head="{nonsense}"),

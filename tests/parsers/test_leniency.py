@@ -151,8 +151,14 @@ def test_a_closing_tag_in_the_content_stays():
 
 # ---- reasoning that the prompt may have opened ---------------------------------------------------
 
-EITHER = [("qwen3", "</think>"), ("glm45", "</think>"), ("hy_v3", "</think>"),
-          ("nemotron_v3", "</think>"), ("minimax_m3", "</mm:think>"), ("gemma4", "<channel|>")]  # fmt: skip
+EITHER = [
+    ("qwen3", "</think>"),
+    ("glm45", "</think>"),
+    ("hy_v3", "</think>"),
+    ("nemotron_v3", "</think>"),
+    ("minimax_m3", "</mm:think>"),
+    ("gemma4", "<channel|>"),
+]
 
 
 @run([Case({"reasoning": name}, f"Hm.{close}Hi", [], "Hi", "Hm.") for name, close in EITHER])
@@ -420,6 +426,10 @@ def test_python_values_that_json_cannot_express_are_converted(case):
              "<｜DSML｜function_calls>\n"
              + DSML.replace('"city"', '"days"').replace("Rome", "42")
              + "\n</｜DSML｜function_calls>", [("get_weather", {"days": 42})]),
+        Case({"tools": "deepseek_v32"},
+             "<｜DSML｜function_calls>\n"
+             + DSML.replace("true", "false").replace("Rome", "null")
+             + "\n</｜DSML｜function_calls>", [("get_weather", {"city": "null"})]),
         Case({"tools": "qwen3_coder"}, CODER.replace("=city", "=days").replace("Rome", "007"),
              [("get_weather", {"days": 7})]),
     ]

@@ -119,7 +119,7 @@ def test_the_error_for_an_unknown_name_lists_similar_names(kwargs):
 
 
 def test_a_name_and_separate_names_exclude_each_other():
-    with pytest.raises(FormatError, match="not both"):
+    with pytest.raises(FormatError, match="Remove the name or the keyword arguments"):
         get_format("qwen3", tools="hermes")
     with pytest.raises(FormatError, match="requires the name of a format"):
         get_format()

@@ -1,7 +1,8 @@
-"""gpt-oss: OpenAI's Harmony messages. The recipient precedes or follows the channel."""
+"""Harmony messages of OpenAI gpt-oss, and messages of other models with the same markers."""
 
 from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import TaggedArguments
 
 _HARMONY = Source(
     "OpenAI Harmony response format (cookbook.openai.com/articles/openai-harmony) and the chat "
@@ -14,6 +15,7 @@ _MESSAGES = Messages(
     header_end="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>"),
     call_end="<|call|>",
+    # The recipient of a message precedes or follows the channel.
     routes=(
         Route(
             Stage.CALLS,
@@ -39,5 +41,25 @@ _MESSAGES = Messages(
     ),
 )
 
-REASONING = {"gpt_oss": ReasoningEntry(_MESSAGES, _HARMONY)}
-TOOLS = {"gpt_oss": ToolEntry(_MESSAGES, _HARMONY)}
+_BEAM = Source("beam parsers of vLLM 0.33.0", "2026-11")
+
+_BEAM_MESSAGES = Messages(
+    start="<|start|>assistant",
+    header_end="<|message|>",
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    body=TaggedArguments('<rfl:parameter name="{key}">\n', "\n</rfl:parameter>"),
+    routes=(
+        Route(Stage.CALLS, " to={name}<|channel|>analysis <|constrain|>xml"),
+        Route(Stage.REASONING, "<|channel|>analysis"),
+        Route(Stage.CONTENT, "<|channel|>final"),
+    ),
+)
+
+REASONING = {
+    "beam": ReasoningEntry(_BEAM_MESSAGES, _BEAM),
+    "gpt_oss": ReasoningEntry(_MESSAGES, _HARMONY),
+}
+TOOLS = {
+    "beam": ToolEntry(_BEAM_MESSAGES, _BEAM),
+    "gpt_oss": ToolEntry(_MESSAGES, _HARMONY),
+}

@@ -85,24 +85,28 @@ class CallPlan:
         end = self._head_pattern.match(text, pos, is_final, fields)
         if end < 0:
             return end
-        body_pos = skip_blanks(text, end)
-        if body_pos == len(text) and not is_final:
-            return NEED_MORE
-        if self._tags is not None:
-            body_start = self._tags.match_start(text, body_pos, is_final)
-        else:
-            body_start = self._match_body_start(text, body_pos, is_final)
+        body_start = self.match_body_start(text, end, is_final)
         if body_start < 0:
             return body_start
         call_id = _fill_in_id(self._id_template, fields)
         return Head(end, fields.get("name", ""), call_id)
 
-    def _match_body_start(self, text: str, pos: int, is_final: bool) -> int:
-        """Return `pos` if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH.
+    def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
+        """Return the start of the body after a head, or NEED_MORE or NO_MATCH.
 
         Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
         gives NO_MATCH.
+
+        Args:
+            text: The text.
+            head_end: The end of the head. White space may follow.
+            is_final: Whether no more text follows.
         """
+        pos = skip_blanks(text, head_end)
+        if pos == len(text) and not is_final:
+            return NEED_MORE
+        if self._tags is not None:
+            return self._tags.match_start(text, pos, is_final)
         if self._body_start.match(text, pos) is not None:
             return pos
         is_possible = not is_final and self._possible_body_start.match(text, pos) is not None
@@ -265,8 +269,16 @@ class RoutePlan:
         has_calls: Whether the body may contain tool calls.
     """
 
-    def __init__(self, route: Route, layout: Messages) -> None:
+    def __init__(self, route: Route, layout: Messages, message_call: CallPlan) -> None:
+        """Compile a route.
+
+        Args:
+            route: The declaration.
+            layout: The layout that contains the route.
+            message_call: The form of a tool call that is a message of its own.
+        """
         self.stage = route.stage
+        self._message_call = message_call
         self.has_calls = route.has_calls
         # White space in a pattern matches any white space. If the end of the header consists only
         # of white space, the end must match exactly, so the pattern does not contain it.
@@ -288,7 +300,7 @@ class RoutePlan:
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the header at `pos`, for example `<|channel|>final<|message|>`.
 
-        The header of a tool call matches only if `{` follows the header.
+        The header of a tool call matches only if the arguments start after the header.
 
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
@@ -302,9 +314,7 @@ class RoutePlan:
             return NEED_MORE if is_possible else NO_MATCH
         end += len(self._blank_header_end)
         if self.stage is Stage.CALLS:
-            body_pos = skip_blanks(text, end)
-            if body_pos == len(text):
-                return NO_MATCH if is_final else NEED_MORE
-            if text[body_pos] != "{":
-                return NO_MATCH
+            body_start = self._message_call.match_body_start(text, end, is_final)
+            if body_start < 0:
+                return body_start
         return Head(end, fields.get("name", ""), fields.get("id", ""))

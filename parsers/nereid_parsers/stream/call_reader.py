@@ -6,7 +6,6 @@ from nereid_parsers.stream.body_reader import Head
 from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.format_plan import FormatPlan
-from nereid_parsers.stream.json_bodies import JsonArgumentsReader
 from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
@@ -140,8 +139,9 @@ class CallReader:
         """Create the reader of a tool call's arguments, after the message header has been read."""
         plan = self._plan.message_call
         assert plan is not None
-        body = JsonArgumentsReader(self._writer, head)
+        body = plan.create_reader(self._writer, head, is_certain=True)
         self._open_call = OpenCall(plan, body, True, self._buffer, self._text)
+        body.begin()
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:

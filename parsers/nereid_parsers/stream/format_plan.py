@@ -133,7 +133,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     # The header of such a message contains the function's name. No tool section encloses it.
     message_call = CallPlan(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
-        ToolSection((Call(JsonObject()),)),
+        ToolSection((Call(JsonObject()),), also_close=layout.ends),
     )
     return FormatPlan(
         layout=layout,
@@ -144,7 +144,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
         kinds=kinds,
         reasoning_kinds=message_kinds,
         calls=calls,
-        routes=tuple(RoutePlan(route, layout) for route in layout.routes),
+        routes=tuple(RoutePlan(route, layout, message_call) for route in layout.routes),
         message_call=message_call,
     )
 

@@ -273,8 +273,8 @@ class TaggedReader(StepReader):
     def _types_of(self, key: str, fields: dict[str, str]) -> frozenset[str] | None:
         """Return the JSON types that a value may have, from its opening and the tool's schema.
 
-        Example: `<parameter name="days" string="true">` declares a string. If the schema does not
-        allow a string, the types of the schema are returned.
+        Example: `<parameter name="days" string="true">` declares a string. If the declaration of
+        the value contradicts the schema, the types of the schema are returned.
         """
         schema_types = self.writer.tools.argument_types(self._head.name, key)
         if "string" in fields:
@@ -284,7 +284,8 @@ class TaggedReader(StepReader):
         else:
             return schema_types
         if not is_string:
-            return _NOT_STRING
+            demands_string = self.writer.tools.is_known and schema_types == _STRING_ONLY
+            return _STRING_ONLY if demands_string else _NOT_STRING
         allows_string = schema_types is None or "string" in schema_types
         return _STRING_ONLY if allows_string else schema_types
 

@@ -186,7 +186,7 @@ def _tool_again(rng: Random, held_out: bool) -> Drawn:
 _TOOL_SKILLS = {
     "tool call": 25,
     "two tool calls": 9,
-    "declines, no tool fits": 8,
+    "declines, no tool fits": 16,
     "plain beside tools": 3,
     "answers from results": 3,
 }

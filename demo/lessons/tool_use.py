@@ -21,6 +21,9 @@ FAMILIES = (
     *tools_bookings.FAMILIES,
     *tools_household.FAMILIES,
 )
+# The first families are the ones that people try first: weather, time, sums, search, e-mail,
+# alarms, timers, stock prices, translations and currencies. Training offers them more often.
+_NUM_TRIED_FIRST = 24
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,9 @@ def _family(rng: Random, unseen: bool) -> Family:
     """Draw a family: invented by rule, or one of those that people offer first."""
     if unseen:
         return rng.choice(tools_unseen.FAMILIES) if rng.random() < 0.5 else invent(rng, True)
-    if rng.random() < 0.45:
+    if rng.random() < 0.4:
         return invent(rng, False)
-    # The first families are the ones that people try first.
-    return rng.choice(FAMILIES[:8] if rng.random() < 0.2 else FAMILIES)
+    return rng.choice(FAMILIES[:_NUM_TRIED_FIRST] if rng.random() < 0.4 else FAMILIES)
 
 
 def offer(rng: Random, unseen: bool = False, new_names: bool = False) -> list[Tool]:

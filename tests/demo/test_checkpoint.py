@@ -59,10 +59,12 @@ def test_the_folder_has_every_file_and_is_small(checkpoint):
     assert sum(present.values()) < MAX_BYTES
 
 
-def test_the_checkpoint_was_trained_with_the_default_recipe(checkpoint):
+def test_the_checkpoint_was_trained_with_the_recipes_that_the_readme_names(checkpoint):
     record = json.loads((checkpoint / "training.json").read_text())
-    assert record["recipe"] == asdict(Recipe())
-    assert record["num_tokens"] > 0
+    second = Recipe(seed=2, steps=2300, decay_steps=1900)
+    assert [record["previous"]["recipe"], record["recipe"]] == [asdict(Recipe()), asdict(second)]
+    flags = "--start-from demo/chat --seed 2 --steps 2300 --decay-steps 1900"
+    assert f"demo/train.py {flags}" in (checkpoint.parent / "README.md").read_text()
 
 
 def test_the_template_file_is_the_one_that_was_trained_with(checkpoint):
@@ -129,11 +131,10 @@ TOOLS = [
         "How warm is it in Tokyo in celsius?",
         {"location": "Tokyo", "unit": "celsius"},
     ),
-    pytest.param(
+    (
         tool("calculator", expression="string"),
         "What is 12 * 7?",
         {"expression": "12 * 7"},
-        marks=WEAK,
     ),
     pytest.param(
         tool("add", "Add two numbers", a="integer", b="integer"),
@@ -141,11 +142,10 @@ TOOLS = [
         {"a": 17, "b": 25},
         marks=WEAK,
     ),
-    pytest.param(
+    (
         tool("send_email", to="string", subject="string", body="string"),
         "Send an email to bob@example.com with subject Hello and body See you soon",
         {"to": "bob@example.com", "subject": "Hello", "body": "See you soon"},
-        marks=WEAK,
     ),
     (
         tool("set_alarm", "Set an alarm", time="string"),
@@ -157,17 +157,15 @@ TOOLS = [
         "What is the stock price of AAPL?",
         {"symbol": "AAPL"},
     ),
-    pytest.param(
+    (
         tool("translate", text="string", target_language="string"),
         "Translate 'good morning' to French.",
         {"text": "good morning", "target_language": "French"},
-        marks=WEAK,
     ),
-    pytest.param(
+    (
         tool("get_population", "Get the population of a city", city="string"),
         "What is the population of Berlin?",
         {"city": "Berlin"},
-        marks=WEAK,
     ),
 ]
 
@@ -259,7 +257,7 @@ def test_it_completes_an_object_whose_keys_a_grammar_prescribes(
         ("How do you say hello in French?", "Bonjour"),
         ("What is the capital of France?", "Paris"),
         ("What are the primary colours?", "red, yellow and blue"),
-        pytest.param("Say the days of the week.", "Monday", marks=WEAK),
+        ("Say the days of the week.", "Monday"),
         ("Count to ten.", "8, 9, 10"),
         ("Thank you!", "welcome"),
     ],

@@ -200,6 +200,18 @@ def test_white_space_before_a_call_is_kept_if_content_follows_the_call(case):
 
 # ---- white space, names and missing markers ------------------------------------------------------
 
+BEAM = (
+    "<|start|>assistant to=get_weather<|channel|>analysis <|constrain|>xml<|message|>"
+    '<rfl:parameter name="city">\nRome\n</rfl:parameter><|call|>'
+)
+HARMONY = (
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+    '<|message|>{"city": "Rome"}<|call|>'
+)
+PLUGIN = (
+    "<|action_start|><|plugin|>\n"
+    '{"name": "get_weather", "parameters": {"city": "Rome"}}<|action_end|>'
+)
 BLANKS = [
     ("kimi_k2", KIMI.replace(":0<", ":0 <")),
     ("kimi_k2", KIMI.replace("begin|>f", "begin|>\nf")),
@@ -214,6 +226,12 @@ BLANKS = [
         '```json\n{"city": "Rome"}\n``` <｜tool▁call▁end｜> <｜tool▁calls▁end｜>',
     ),
     ("qwen3_coder", CODER.replace("=get_weather>", "= get_weather >")),
+    ("beam", BEAM.replace("<|start|>", "<|start|> ")),
+    ("beam", BEAM.replace("assistant", "assistant ").replace("<|start|>", "<|start|>\n")),
+    ("gpt_oss", HARMONY.replace("<|start|>", "<|start|> ")),
+    ("gpt_oss", HARMONY.replace("<|channel|>c", " <|channel|> c")),
+    ("internlm", PLUGIN),
+    ("internlm", PLUGIN.replace("><", ">\n<")),
     ("minicpm5", '<functionname="get_weather"><paramname="city">Rome</param></function>'),
     ("minicpm5", '<functionĠname="get_weather"><paramĠname="city">Rome</param></function>'),
 ]

@@ -295,6 +295,7 @@ class RoutePlan:
 
         If the message ends inside a header, this result distinguishes the header from content.
         """
+        pos = skip_blanks(text, pos)
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
@@ -306,6 +307,8 @@ class RoutePlan:
             The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
+        if not self._blank_header_end:
+            pos = skip_blanks(text, pos)
         end = self._header_pattern.match(text, pos, is_final, fields)
         if end < 0:
             return end

@@ -126,7 +126,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     ends = tuple(_visible((*layout.ends, *fmt.ends)))
     message_kinds = {
         **dict.fromkeys(ends, MarkerKind.END),
-        layout.start.strip(): MarkerKind.START_MESSAGE,
+        **dict.fromkeys(blank_variants(layout.start.strip()), MarkerKind.START_MESSAGE),
     }
     calls = _compile_calls(layout.tools, allows_bare=False)
     kinds = calls.kinds | message_kinds
@@ -266,8 +266,8 @@ def _has_tag_in_head(call: Call) -> bool:
 def _group_by_trigger(plans: Iterable[CallPlan]) -> dict[str, tuple[CallPlan, ...]]:
     """Return the forms of a tool call, by the marker in the content that starts them.
 
-    Example: `{"<tool_call>": (plan,)}`. A tag with a space is a key in each spelling that
-    `blank_variants` returns.
+    Example: `{"<tool_call>": (plan,)}`. Each spelling that `blank_variants` returns for a marker
+    is a key.
     """
     by_trigger: dict[str, tuple[CallPlan, ...]] = {}
     for plan in plans:
@@ -296,5 +296,6 @@ def _call_kinds(
         kinds |= dict.fromkeys(plan.body_openings(), MarkerKind.BARE_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
-    kinds |= dict.fromkeys(_visible(tools.opens), MarkerKind.OPEN_SECTION)
+    for open_marker in _visible(tools.opens):
+        kinds |= dict.fromkeys(blank_variants(open_marker), MarkerKind.OPEN_SECTION)
     return kinds

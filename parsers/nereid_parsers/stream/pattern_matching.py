@@ -18,6 +18,7 @@ MAX_HEAD_CHARS = 2048
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
+_SPECIAL_TOKEN_WITH_TEXT = re.compile(r"(<[|｜][^<>]+[|｜]>)\s*(\S.*)", re.DOTALL).fullmatch
 _BLANKS = re.compile(r"\s*").match
 # Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
 # them, they appear in the model's text.
@@ -122,11 +123,17 @@ def _skip_pattern_blanks(text: str, pos: int) -> int:
 
 
 def blank_variants(marker: str) -> tuple[str, ...]:
-    """Return a tag, and the ways in which models write the space inside the tag.
+    r"""Return a marker, and the ways in which models write the white space inside the marker.
 
-    Example: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. A marker
-    that is not a tag with a space gives only itself.
+    Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. A
+    special token and the text after it may be separated by white space, so `<|start|>assistant`
+    also gives `<|start|> assistant` and `<|start|>\nassistant`. All other markers give only
+    themselves.
     """
+    token = _SPECIAL_TOKEN_WITH_TEXT(marker)
+    if token is not None:
+        first, rest = token.groups()
+        return tuple(dict.fromkeys((marker, first + rest, f"{first} {rest}", f"{first}\n{rest}")))
     if not marker.startswith("<") or " " not in marker:
         return (marker,)
     return (marker, marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE))

@@ -144,6 +144,24 @@ def test_special_tokens_of_the_reasoning_never_appear_in_the_content():
     check(Case({"reasoning": "gemma4"}, text, content="Hello"))
 
 
+@run(
+    [
+        Case(
+            {"tools": "kimi_k2"},
+            "One. <|tool_calls_section_begin|> <|tool_calls_section_end|> Two.",
+            content="One.  Two.",
+        ),
+        Case(
+            {"tools": "hy_v3"},
+            "One. <tool_calls></tool_calls>",
+            content="One. <tool_calls></tool_calls>",
+        ),
+    ]
+)
+def test_the_special_tokens_of_an_empty_section_never_appear_in_the_content(case):
+    check(case)
+
+
 def test_a_closing_tag_in_the_content_stays():
     text = "Write </think> last."
     check(Case({"reasoning": "qwen3"}, text, content=text), prompt="<|im_start|>assistant\n")

@@ -142,9 +142,9 @@ def test_malformed_markup_becomes_content_with_a_reason():
     assert events[0] == ContentDelta("<tool_call>", "no call follows the marker")
 
 
-def test_a_section_without_calls_is_content():
-    fmt = get_format("deepseek_v31")
-    text = "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"
+def test_a_section_of_ordinary_tags_without_calls_is_content():
+    fmt = get_format(tools="hy_v3")
+    text = "<tool_calls> </tool_calls>"
     assert parsed(fmt, text, 1).content == text
 
 

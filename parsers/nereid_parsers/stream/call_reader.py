@@ -9,6 +9,7 @@ from nereid_parsers.stream.format_plan import FormatPlan
 from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
+    is_special_token,
     looks_like_markup,
     skip_blanks,
 )
@@ -345,10 +346,17 @@ class CallReader:
         return self._expect_next_call()
 
     def _end_section(self, close: str) -> State:
-        """Leave the tool section. Write the section as content if it contains no tool call."""
+        """Leave the tool section.
+
+        If the section contains no tool call, its markers are content. Special tokens are removed,
+        because ordinary content never contains them. Example: in `<tool_calls></tool_calls>`, both
+        markers are content, and in `<|calls_begin|><|calls_end|>`, both markers are removed.
+        """
         self._is_in_section = False
         if self._text.tentative:
-            return self.reject(len(close), _EMPTY_SECTION)
+            if self._calls_first or not is_special_token(close):
+                return self.reject(len(close), _EMPTY_SECTION)
+            self._text.accept_tentative()
         self._text.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, settings
 
 # On a busy machine, any example can take long. That is no defect of the code.
@@ -69,8 +70,15 @@ def pytest_collection_modifyitems(items):
     The many short files at the end keep all processes busy until the last moment.
     """
     servers = {item.path for item in items if item.get_closest_marker("triton")}
-    shared = {item.path for item in items if _group_of(item.nodeid) in SHARED_SERVERS}
-    items.sort(key=lambda item: (item.path not in shared, item.path not in servers))
+    groups = list(SHARED_SERVERS)
+
+    def rank(item):
+        group = _group_of(item.nodeid)
+        if group in SHARED_SERVERS:
+            return groups.index(group)
+        return len(groups) + (item.path not in servers)
+
+    items.sort(key=rank)
 
 
 def _group_of(nodeid):
@@ -109,6 +117,22 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False  # the order above, not the number of tests
     return GroupScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Stop the server of a group after the group's last test.
+
+    pytest would stop the server at the end of all tests. Until then, an idle server would use 4 %
+    of a core. Without a next test, pytest ends all fixtures.
+    """
+    group = _group_of(item.nodeid)
+    if group not in SHARED_SERVERS or nextitem is None or group == _group_of(nextitem.nodeid):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=None)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 # ---- processes that outlive the tests

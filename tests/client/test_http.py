@@ -1,5 +1,7 @@
 """Models, health, request ids, the API key, CORS."""
 
+from importlib import metadata
+
 import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
@@ -39,7 +41,8 @@ async def test_health_follows_the_server(connect, backend, path):
 
 async def test_version_is_given(connect):
     async with connect() as client:
-        assert (await client.get("/version")).json() == {"version": "0.1.0"}
+        answer = (await client.get("/version")).json()
+    assert answer == {"version": metadata.version("nereid-client")}
 
 
 async def test_a_request_id_is_echoed_and_names_the_answer(connect, backend):

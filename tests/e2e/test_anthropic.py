@@ -28,7 +28,7 @@ def client(served):
 
 @pytest.fixture(scope="module")
 def fields(client):
-    (model,) = client.models.list()
+    model = next(iter(client.models.list()))  # the chat model is the first one
     messages = [{"role": "user", "content": "Hello!"}]
     return {"model": model.id, "messages": messages, "max_tokens": 20, "extra_body": {"seed": 1}}
 

@@ -24,6 +24,8 @@ EXPECTED = {
     "pooling worker: hangs": ["worker"],
 }
 """Fault -> which processes are another one afterwards."""
+REPEATED = ("engine: out of memory in 3 steps in a row", "pooling worker: a CUDA error")
+"""Another fault replaces the same process. The cause is tested in test_engine_faults.py."""
 ALONE = {
     "engine: a NaN in one request's logits": "completion with it",
     "engine: an exception in a grammar's step": "structured stream",
@@ -37,7 +39,10 @@ def serving():
         yield made
 
 
-@pytest.mark.parametrize("name", list(EXPECTED))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in REPEATED else ()) for name in EXPECTED],
+)
 def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
     monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))

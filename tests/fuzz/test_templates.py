@@ -131,8 +131,8 @@ def test_any_template_renders_a_chat_or_refuses_it(rounds, case, tokenizer):
 
 
 def test_a_template_that_fails_in_its_own_way_refuses_the_messages(tokenizer):
-    builder = PromptBuilder(tokenizer, 4096)
     for piece in ("{{ 1 // 0 }}", "{{ [][3].x }}", "{% for a in range(10 ** 7) %}{% endfor %}"):
         tokenizer.chat_template = piece
+        builder = PromptBuilder(tokenizer, 4096)
         with pytest.raises(RequestError, match=r"^messages: .*"):
             builder.from_chat(CHATS[0])

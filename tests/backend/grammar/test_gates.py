@@ -99,7 +99,7 @@ def test_a_budget_forces_the_end_marker(guide, allowed, tokens):
 
 def test_another_token_than_the_forced_one_is_an_error(guide, tokens):
     held = guide(None, ThinkingSpec("<think>", "</think>", (2043,), True, 0))
-    with pytest.raises(EngineError, match="budget forces token 2043"):
+    with pytest.raises(EngineError, match="next token must be 2043"):
         held.accept(tokens("a"))
 
 

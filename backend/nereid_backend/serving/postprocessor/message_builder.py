@@ -86,7 +86,7 @@ class ParsedMessage:
         # If the prompt ends with the marker that opens reasoning, the parser adds this marker to
         # inline reasoning. The model did not write the marker, so it is removed from the content.
         is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
-        self._added_marker = reasoning.open if reasoning and is_opened_by_prompt else ""
+        self._added_marker = reasoning.open.strip() if reasoning and is_opened_by_prompt else ""
 
     @property
     def is_reasoning(self) -> bool:

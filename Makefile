@@ -19,7 +19,7 @@ WHEELS ?=
 GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type kernels deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ format: setup ## Format the code and apply safe fixes (ruff)
 
 type: setup ## Check types (mypy, strict)
 	@$(BIN)/mypy parsers/nereid_parsers backend/nereid_backend client/nereid_client
+
+kernels: setup ## Build the kernels for this processor now; otherwise the first server or test builds them
+	-@$(BIN)/python -c 'from nereid_backend.attention.cpu.cpu_build import load_library; load_library()'
 
 deps: setup ## Check which package may import which (import-linter)
 	@$(BIN)/lint-imports

@@ -184,7 +184,7 @@ def gguf_weights(
 
 
 def _model_name(name: str, file: GgufFile) -> str:
-    """Return the name of a tensor in transformers. "*" stands for the index of an expert.
+    """Return the name that transformers gives a tensor. "*" stands for the index of an expert.
 
     Example: "blk.3.attn_q.weight" gives "model.layers.3.self_attn.q_proj.weight".
 

@@ -41,8 +41,8 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
 }
 """The supported values of quantization_config.quant_method."""
 
-# The ends of names that only tensors of quantised weights have. If such a tensor belongs to no
-# weight, its weight would be wrong.
+# The ends of names that only tensors of quantised weights have. A tensor with such an end that
+# belongs to no known weight is refused, because the weight would be read without this tensor.
 _QUANTISED_ENDS = (
     "qweight",
     "qzeros",

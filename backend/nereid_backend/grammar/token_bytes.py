@@ -32,7 +32,7 @@ def sentence_piece(text: str) -> bytes:
 
 
 def byte_fallback(text: str) -> bytes:
-    r"""Return the bytes of a SentencePiece entry. An entry such as `<0x0A>` stands for one byte.
+    r"""Return the bytes of a SentencePiece entry. The entry `<0x0A>`, for example, is one byte.
 
     Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
     """

@@ -30,7 +30,7 @@ def graphs_of(engine):
 
 
 def poison(engine):
-    """Wrong numbers wherever a graph reads or leaves its own."""
+    """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     found = graphs_of(engine)
     for step, _ in found._graphs.values():
         step._numbers.copy_(torch.tensor([[7], [5], [2], [3]]).expand_as(step._numbers))

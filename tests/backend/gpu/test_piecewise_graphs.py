@@ -18,7 +18,7 @@ def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
 
 
 def poison(engine):
-    """Wrong numbers wherever a graph reads or leaves its own."""
+    """Overwrite the inputs and outputs of the graphs with wrong numbers."""
     graphs = engine._runner._path.pieces
     for static, _ in graphs._graphs.values():
         static._numbers.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._numbers))

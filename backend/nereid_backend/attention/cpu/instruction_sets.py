@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# The environment variable that chooses an instruction set.
+# The environment variable that selects the instruction set of the kernels.
 CPU_INSTRUCTIONS = "NEREID_CPU_INSTRUCTIONS"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")

@@ -205,7 +205,7 @@ def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
 
 
 def _largest_dim(spec: LayerSpec) -> int:
-    """Return the larger of the sizes of a key and of a value."""
+    """Return the head size of the keys or of the values, whichever is larger."""
     return max(spec.key_dim, spec.value_dim)
 
 

@@ -7,6 +7,7 @@ an error. Otherwise the model would load, and its output would be slightly wrong
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.checkpoints.gguf_file import GgufFile
@@ -33,22 +34,56 @@ _EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# The transformers model type, the name of the class, and the additional fields of each supported
-# architecture.
-_ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
-    "llama": ("llama", "LlamaForCausalLM", {}),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM", _WINDOW | _SOFTCAPS),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _WINDOW | _SOFTCAPS),
-}
-GEMMA = ("gemma2", "gemma3")
-"""The architectures whose norms are stored as weight + 1."""
 
-# The attention of the largest models of these architectures is scaled by hidden_size / heads
-# instead of head_dim. The file does not contain the scale, so the number of layers selects it.
-_LAYERS_WITH_HIDDEN_SCALE = {"gemma2": 46, "gemma3": 62}
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How llama.cpp stores the models of a GGUF architecture.
+
+    Attributes:
+        model_type: The model type of transformers.
+        class_name: The name of the model's class in transformers.
+        more_fields: The config's field for each additional metadata value.
+        has_rotated_pairs: Whether pairs of rotated numbers are next to each other.
+        has_sandwich_norms: Whether each layer has norms before and after its parts, and the norms
+            are stored as weight + 1.
+        num_layers_with_hidden_scale: The attention of a model with this number of layers is scaled
+            by hidden_size / heads instead of head_dim. The file does not contain the scale.
+        has_local_rope: Whether layers with a sliding window have rotary embeddings of their own.
+    """
+
+    model_type: str
+    class_name: str
+    more_fields: Mapping[str, str]
+    has_rotated_pairs: bool = False
+    has_sandwich_norms: bool = False
+    num_layers_with_hidden_scale: int = 0
+    has_local_rope: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {}),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS),
+    "gemma2": Architecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _WINDOW | _SOFTCAPS,
+        has_sandwich_norms=True,
+        num_layers_with_hidden_scale=46,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _WINDOW | _SOFTCAPS,
+        has_sandwich_norms=True,
+        num_layers_with_hidden_scale=62,
+        has_local_rope=True,
+    ),
+}
+"""The supported GGUF architectures."""
+
 # Metadata values that other values determine, or that do not change the output.
 _REDUNDANT = (
     "vocab_size",
@@ -76,20 +111,19 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         UnsupportedModelError: if the architecture or a value is not supported.
         ModelError: if a value is missing.
     """
-    architecture = file.architecture
-    if architecture not in _ARCHITECTURES:
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
         raise UnsupportedModelError(
-            f"{file.path}: the GGUF architecture {architecture!r} is not supported. The supported "
-            f"architectures are {', '.join(_ARCHITECTURES)}. Use the model's safetensors files."
+            f"{file.path}: the GGUF architecture {file.architecture!r} is not supported. The "
+            f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's safetensors files."
         )
-    model_type, class_name, more_fields = _ARCHITECTURES[architecture]
-    prefix = f"{architecture}."
+    prefix = f"{file.architecture}."
     values = {
         name.removeprefix(prefix): value
         for name, value in file.metadata.items()
         if name.startswith(prefix)
     }
-    fields = _FIELDS | more_fields
+    fields = {**_FIELDS, **architecture.more_fields}
     unknown = sorted(values.keys() - fields.keys() - set(_REDUNDANT))
     if unknown:
         raise UnsupportedModelError(
@@ -106,8 +140,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("head_dim", hidden_size // num_heads)
     _check_head_size(file, values, config["head_dim"])
     config |= {
-        "model_type": model_type,
-        "architectures": [class_name],
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -115,11 +149,11 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         "rope_parameters": _rope(file, values, rope_factors),
         **_token_ids(file.metadata),
     }
-    if architecture in GEMMA:
-        has_hidden_scale = values["block_count"] == _LAYERS_WITH_HIDDEN_SCALE[architecture]
+    if architecture.num_layers_with_hidden_scale:
+        has_hidden_scale = values["block_count"] == architecture.num_layers_with_hidden_scale
         scale = hidden_size // num_heads if has_hidden_scale else config["head_dim"]
         config["query_pre_attn_scalar"] = scale
-    if architecture == "gemma3":
+    if architecture.has_local_rope:
         config["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
@@ -127,7 +161,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
                 "rope_theta": values.get("rope.freq_base_swa", 10000.0),
             },
         }
-    if more_fields is _EXPERTS:
+    if architecture.more_fields is _EXPERTS:
         # llama.cpp always divides the weights of the chosen experts by their sum.
         config["norm_topk_prob"] = True
     return config

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.gguf_config import GEMMA
+from nereid_backend.checkpoints.gguf_config import ARCHITECTURES
 from nereid_backend.checkpoints.gguf_file import GgufFile, GgufTensor
 from nereid_backend.checkpoints.integer_weight import PART_NUMBERS, IntegerWeight
 from nereid_backend.errors import ModelError, UnsupportedModelError
@@ -50,7 +50,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+_SANDWICH_LAYER_NAMES = _LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -163,16 +163,16 @@ def gguf_weights(
         UnsupportedModelError: if a tensor of the file is not used.
     """
     weights: dict[str, GgufWeight] = {}
+    architecture = ARCHITECTURES[file.architecture]
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
         name = _model_name(tensor.name, file)
-        offset = float(file.architecture in GEMMA and name.endswith("norm.weight"))
+        offset = float(architecture.has_sandwich_norms and name.endswith("norm.weight"))
         heads = None
-        # llama.cpp stores pairs of rotated numbers next to each other in this architecture only.
-        if file.architecture == "llama" and ".attn_q." in tensor.name:
+        if architecture.has_rotated_pairs and ".attn_q." in tensor.name:
             heads = num_heads
-        elif file.architecture == "llama" and ".attn_k." in tensor.name:
+        elif architecture.has_rotated_pairs and ".attn_k." in tensor.name:
             heads = num_kv_heads
         if "*" in name:
             for expert in range(tensor.shape[0]):
@@ -194,7 +194,8 @@ def _model_name(name: str, file: GgufFile) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     match = _LAYER.fullmatch(name)
-    names = _GEMMA_LAYER_NAMES if file.architecture in GEMMA else _LAYER_NAMES
+    has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
+    names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
     if match is not None:
         layer, part, kind = match.groups()
         experts = _EXPERTS.fullmatch(part)

@@ -115,7 +115,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     if architecture is None:
         raise UnsupportedModelError(
             f"{file.path}: the GGUF architecture {file.architecture!r} is not supported. The "
-            f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's safetensors files."
+            f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's "
+            "safetensors files."
         )
     prefix = f"{file.architecture}."
     values = {

@@ -34,7 +34,7 @@ Only one of `response_format`, `structured_outputs`, `regex`, `ebnf`, `json_sche
 """  # noqa: E501 - as above
 
 RESPONSES = """
-`/v1/responses` also accepts {shared} as a chat does, and the sampling fields of the first table.
+`/v1/responses` also accepts {shared} with the values of a chat request, and the sampling fields of the first table.
 """
 
 REJECTED = """

@@ -243,9 +243,11 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route of a stage that constrained output uses, or None if the stage has no route.
+    """Return the route whose header constrained output contains for the messages of a stage.
 
-    This is the first route whose header is an exact text, or the first route if there is none.
+    Of the routes with this stage, the first one whose header is an exact text is returned. If all
+    headers contain fields, the first route is returned. The result is None if no route has this
+    stage.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:

@@ -201,6 +201,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
         return one_of(const("True"), const("False"))
+    if types == frozenset({"null"}):
+        return const("None")
     if types is not None and "null" in types:
         not_null = {**schema, "type": sorted(types - {"null"})}
         return one_of(const("None"), json_schema(not_null))

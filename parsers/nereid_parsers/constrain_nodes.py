@@ -114,7 +114,11 @@ def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the node that matches one or more items, separated by `separator`, with small JSON."""
+    """Return a small node that matches one or more items, separated by `separator`.
+
+    The JSON text of this node contains each item only once. Example: the items a and b with the
+    separator `,` match `a`, `b,a` and `a,a,b`.
+    """
     return {
         "type": "tags_with_separator",
         "tags": [tag(item) for item in items],

@@ -158,23 +158,40 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
                 f"{shorten(choice)}"
             )
         return _ToolChoice(choice)
-    kind = choice.get("type")
+    kind = _object(choice, "tool_choice").get("type")
     if kind == "function":
         names = frozenset({_function_name(choice)})
         return _ToolChoice("required", names, is_one_function=True)
     if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
+        allowed = _object(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
         mode = allowed.get("mode", "auto")
         if mode not in ("auto", "required"):
             raise ConstraintError(
                 f'tool_choice: allowed_tools.mode must be "auto" or "required", but it is '
                 f"{shorten(mode)}"
             )
-        names = frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
-        return _ToolChoice(mode, names)
+        tools = allowed.get("tools", [])
+        if not isinstance(tools, list):
+            raise ConstraintError(
+                f"tool_choice: allowed_tools.tools must be a list, but it is {shorten(tools)}"
+            )
+        items = [_object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools]
+        return _ToolChoice(mode, frozenset(map(_function_name, items)))
     raise ConstraintError(
         f"tool_choice: type must be function or allowed_tools, but is {shorten(kind)}"
     )
+
+
+def _object(value: object, place: str) -> Mapping[str, Any]:
+    """Return `value`, or raise a ConstraintError if `value` is not a JSON object.
+
+    Args:
+        value: the value at `place`.
+        place: the name of the value in the error message, such as "tool_choice".
+    """
+    if not isinstance(value, Mapping):
+        raise ConstraintError(f"{place} must be an object, but it is {shorten(value)}")
+    return value
 
 
 def _function_name(choice: Mapping[str, Any]) -> str:

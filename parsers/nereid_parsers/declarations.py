@@ -103,7 +103,7 @@ class Reasoning:
 
     @property
     def is_opened_by_model(self) -> bool:
-        """Whether the model writes the opening marker, unless the prompt ends with this marker."""
+        """Whether the model itself writes the opening marker after a prompt without this marker."""
         return self.opener in (Opener.MODEL, Opener.EITHER)
 
     @property

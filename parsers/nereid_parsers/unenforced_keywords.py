@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nereid_parsers.stream.argument_types import json_type_of
+
 _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
@@ -77,22 +79,38 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas, based on their types or constants.
+    """Return whether no value can match two of the schemas, based on their types and constants.
 
-    If the result is True, `oneOf` and `anyOf` accept the same values.
+    If the result is True, `oneOf` and `anyOf` accept the same values. Examples: a string and an
+    integer are disjoint, and so are the constants "a" and "b". A string and the constant "a" are
+    not.
     """
-    keys = [_type_or_constant(option) for option in options]
-    return None not in keys and len(set(keys)) == len(keys)
+    options_of_type: dict[str, list[Mapping[str, Any]]] = {}
+    for option in options:
+        json_type = _single_type(option)
+        if json_type is None:
+            return False
+        options_of_type.setdefault(json_type, []).append(option)
+    return all(
+        len(group) == 1 or _have_different_constants(group) for group in options_of_type.values()
+    )
 
 
-def _type_or_constant(schema: object) -> str | None:
-    """Return a text that differs for two schemas that cannot accept the same value, or None.
+def _single_type(schema: object) -> str | None:
+    """Return the only JSON type that a schema allows, or None if this type is not declared.
 
-    Examples: `{"type": "string"}` gives `"string"`, `{"const": 1}` gives `"const 1"`.
+    An integer is also a number, so the result for integers is "number". Examples: `{"type":
+    "string"}` and `{"const": "a"}` give "string".
     """
     if not isinstance(schema, Mapping):
         return None
-    if "const" in schema:
-        return f"const {schema['const']!r}"
-    kind = schema.get("type")
-    return kind if isinstance(kind, str) else None
+    declared = json_type_of(schema["const"]) if "const" in schema else schema.get("type")
+    if not isinstance(declared, str):
+        return None
+    return "number" if declared == "integer" else declared
+
+
+def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:
+    """Return whether each schema declares a constant, and no two constants are equal."""
+    constants = {repr(schema["const"]) for schema in schemas if "const" in schema}
+    return len(constants) == len(schemas)

@@ -14,7 +14,7 @@ HEAD = """# Names of chat formats
 
 The tables on this page list the names that `NEREID_REASONING_PARSER`, `NEREID_TOOL_PARSER` and the Python function `get_format` accept. Most checkpoints work without such a name, because Nereid infers the format from the chat template ([Chat formats](../explanation/formats.md)).
 
-Upper and lower case are equal, and so are the characters `-`, `_` and `.`. In Python, `get_format("name")` returns the format that has the given name, and `get_format(reasoning="...", tools="...")` combines two formats.
+Names are compared without regard to case, and the characters `-`, `_` and `.` are interchangeable. In Python, `get_format("name")` returns the format that has the given name, and `get_format(reasoning="...", tools="...")` combines two formats.
 
 `python tests/parsers/formats_table.py` generates this page.
 

@@ -276,6 +276,19 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}},
             'allowed_tools.mode must be "auto" or "required"',
         ),
+        ({"tool_choice": 3}, "tool_choice must be an object, but it is 3"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": 3}},
+            "allowed_tools must be an object",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": 3}}},
+            "allowed_tools.tools must be a list",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [3]}}},
+            "each item of tool_choice.allowed_tools.tools must be an object",
+        ),
         ({"response_format": {"type": "xml"}}, "type must be text, json_object, json_schema"),
         ({"tools": [{"type": "function", "function": {}}]}, "tool .* has no function name"),
     ],
@@ -332,7 +345,11 @@ SCHEMAS = [
     ({"allOf": [{}, {}]}, ["allOf of 2 parts at $"]),
     ({"oneOf": [{"type": "string"}, {"type": "string"}]}, ["oneOf whose parts may overlap at $"]),
     ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, []),
-    ({"oneOf": [{"const": 1}, {"const": 2}]}, []),
+    ({"oneOf": [{"const": 1}, {"const": 2}, {"type": "string"}]}, []),
+    (
+        {"oneOf": [{"const": "a"}, {"type": "string"}]},
+        ["oneOf whose parts may overlap at $"],
+    ),
     ({"oneOf": [{}, True]}, ["oneOf whose parts may overlap at $"]),
 ]
 

@@ -64,11 +64,11 @@ REASONING = {
 
 
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of tool calls inside the content.
+    """Return the declaration of tool calls that occur inside the content.
 
     Args:
         gap: The text after the name and after each tag.
-        tag: The marker around a tool call.
+        tag: The name of the tag around a tool call.
     """
     return ToolSection(
         (

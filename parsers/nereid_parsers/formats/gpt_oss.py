@@ -27,7 +27,7 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
-        # A model sometimes addresses itself and then writes the header that it means.
+        # A model sometimes writes `to=assistant`, and then the channel in which it continues.
         Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
         Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),

@@ -5,12 +5,12 @@ from nereid_parsers.formats.entry import ReasoningEntry
 
 
 def _vllm(name: str) -> Source:
-    """Return the source for a declaration that was derived from a parser of vLLM."""
+    """Return a `Source` that names the vLLM parser from which a declaration was derived."""
     return Source(f"{name} parser of vLLM 0.33.0", "2026-11")
 
 
 def _sglang(name: str) -> Source:
-    """Return the source for a declaration that was derived from a detector of SGLang."""
+    """Return a `Source` that names the SGLang detector from which a declaration was derived."""
     return Source(f"{name} detector of SGLang 0.5.23", "2026-11")
 
 

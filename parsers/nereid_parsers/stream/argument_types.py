@@ -69,7 +69,7 @@ class Tools:
             properties = root.get("properties")
             schema = properties.get(key) if isinstance(properties, Mapping) else None
             types = json_types_of(schema, root) if schema is not None else None
-            # If the request declares no tools, nothing shows that a text is not a string.
+            # Without declared tools, there is no schema, so every value is read as a string.
             self._argument_types[cache_key] = types if self.is_known else frozenset({"string"})
         return self._argument_types[cache_key]
 

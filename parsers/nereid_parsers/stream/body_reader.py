@@ -102,7 +102,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. Each step stores the step that follows in `_step`."""
+    """Reads a body in steps. A step that ends sets `_step` to the next step."""
 
     __slots__ = ("_step",)
 

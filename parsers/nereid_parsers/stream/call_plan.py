@@ -280,8 +280,8 @@ class RoutePlan:
         self.stage = route.stage
         self._message_call = message_call
         self.has_calls = route.has_calls
-        # White space in a pattern matches any white space. If the end of the header consists only
-        # of white space, the end must match exactly, so the pattern does not contain it.
+        # In a pattern, white space matches white space of any length. A header end that consists
+        # only of white space must match exactly. `match` compares it after the pattern.
         is_blank = not layout.header_end.strip()
         self._blank_header_end = layout.header_end if is_blank else ""
         self._header_pattern = compile_pattern(

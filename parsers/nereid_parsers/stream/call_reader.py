@@ -1,4 +1,4 @@
-"""Reads the markers, heads and bodies of tool calls, and the text between tool calls."""
+"""Reads tool calls: their markers, their heads, their bodies and the text between tool calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 # Some models write superfluous closing brackets before the closing marker of a tool call.
 _SUPERFLUOUS_CHARS = "}])`"
 _MAX_SUPERFLUOUS_CHARS = 16
-# The reasons that events give for returning text that looked like a tool call as content.
+# Text that looked like a tool call was returned as content. The event gives one of these reasons.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
@@ -31,7 +31,7 @@ _EMPTY_SECTION = "the tool section contains no call"
 
 
 class CallReader:
-    """Reads tool calls, from the opening marker of a tool call to the text after it.
+    """Reads the markers, the heads and the bodies of tool calls, and the text between tool calls.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
@@ -162,7 +162,7 @@ class CallReader:
         return bool(self._writer.num_started)
 
     def report(self, leniency: str) -> None:
-        """Report an unusual reading of the text in the end event of the next tool call."""
+        """Store the description of a deviation from the format, see `CallWriter.report`."""
         self._writer.report(leniency)
 
     # ---- text that is not a tool call ------------------------------------------------------------
@@ -225,8 +225,8 @@ class CallReader:
         body.begin()
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Without unread text, the machine reads the body only when more text arrives. Some tool
-        # calls can start before that, so the body is read here.
+        # If there is no unread text, the state machine reads the body only when more text arrives.
+        # Some readers can start the tool call without more text, so the body is read here.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
@@ -302,7 +302,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _start_next_object(self, pos: int) -> State | None:
-        """Start another tool call if a JSON object directly follows a tool call at `pos`.
+        """Start another tool call if a JSON object is at `pos`, directly after a tool call.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
 

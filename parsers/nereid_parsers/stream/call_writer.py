@@ -18,11 +18,11 @@ from nereid_parsers.stream.wrapped_arguments import WrapperFilter, may_be_wrappe
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
-# The reports about the arguments in the end event of a tool call.
+# Descriptions of repaired or invalid arguments. The end event of the tool call contains them.
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
-# The maximum number of times per message that stored arguments are cut and read again. Without this
+# The stored arguments of a message are cut and read again at most this many times. Without this
 # limit, the parsing time would not be linear in the length of the text.
 _MAX_CUTS = 16
 
@@ -98,7 +98,7 @@ class CallWriter:
         self._reports: list[str] = []
 
     def report(self, leniency: str) -> None:
-        """Store the description of an unusual reading of the text.
+        """Store the description of a deviation from the format that the parser has tolerated.
 
         The end event of the open tool call, or of the next tool call, contains the description.
         Example: `report("the reasoning before the tool call is not closed")`.

@@ -269,7 +269,7 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> bool:
-        """Store the function's name. Start the tool call if a marker or the arguments prove it.
+        """Store the function's name. Start the tool call if a marker or arguments precede the name.
 
         Returns:
             False if the object is not a tool call.
@@ -354,7 +354,7 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write arguments that the model wrote as a JSON string.
+        r"""Write the value of a JSON string, which contains the arguments, as the arguments.
 
         Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
 

@@ -224,7 +224,8 @@ class NestedReader(StepReader):
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
         parent = self._elements[-2]
         if parent.delayed_values:
-            # The previous child has the same name, but an array is built only of texts.
+            # `_open_element` wrote nothing, because children with one name form an array. This
+            # child contains elements, and only children that contain text form such an array.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")

@@ -20,7 +20,7 @@ from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 
-# The reasons that events give for an unusual reading of the text.
+# The descriptions of deviations from the format, which events contain.
 _NO_HEADER = "no header follows the marker"
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
@@ -166,7 +166,7 @@ class TextReader:
         return State.CONTENT
 
     def _read_content_opening(self, marker: str) -> State:
-        """Handle the opening marker of the content inside the reasoning. Return the next state.
+        """Handle the content's opening marker, which was found inside the reasoning.
 
         The marker ends the reasoning if the reasoning is empty, or if the marker is a special
         token, which a model does not quote. Otherwise the marker is a part of the reasoning.

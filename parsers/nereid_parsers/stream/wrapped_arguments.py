@@ -15,9 +15,11 @@ _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
 
 def may_be_wrapped(function: str, tools: Tools) -> bool:
-    """Return whether a member such as `arguments` can only be a superfluous object.
+    """Return whether a superfluous object may enclose the arguments of `function`.
 
-    This is the case if the tool declares its arguments, and none of them has such a name.
+    This is the case if the tool declares its arguments, and none of them has one of the names in
+    `_WRAPPER_KEYS`. Example: `{"arguments": {"city": "x"}}` can only be an extra object if the only
+    declared argument is `city`.
     """
     properties = tools.parameters.get(function, {}).get("properties")
     return isinstance(properties, Mapping) and not any(key in properties for key in _WRAPPER_KEYS)

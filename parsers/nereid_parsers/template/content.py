@@ -66,7 +66,7 @@ def compare_content(
 
 
 def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
-    """Compare a tool call without content and a tool call with content before it (comparison C2).
+    """Compare a message that is only a tool call with one that has content first (comparison C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
     the content is empty. Example: "<say></say><call>.." without content and
@@ -102,7 +102,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    stripped = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    reasoning_markers = [mark for mark in stripped if mark]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:
         bare = text.lstrip()

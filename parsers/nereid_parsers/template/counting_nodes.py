@@ -1,4 +1,4 @@
-"""Rewrites the syntax tree of a chat template, so that rendering the template is counted.
+"""Rewrites the syntax tree of a chat template, so that each operation of a rendering is counted.
 
 jinja2 parses a template into a tree of nodes and generates Python code from the tree. `AddCounting`
 adds filters to the tree, and the generated code then calls these filters at each loop item and for
@@ -145,7 +145,7 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 
 
 class TimedCodeGenerator(CodeGenerator):
-    """The code generator of jinja2, which stops when the time of the budget is over."""
+    """A code generator of jinja2 that raises LimitError when the time limit is exceeded."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Write the code of a node, and raise LimitError if the time is over."""

@@ -263,9 +263,10 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing that consists of several markers and words at the start of `text`, or "".
+    """Return the closing text of a block whose opening text consists of several markers and words.
 
-    The opening consists of the same markers and words. Only the first marker differs.
+    The two texts differ only in their first marker. The result is "" if `text` does not start with
+    such a closing text.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'

@@ -173,7 +173,7 @@ def _markup_of(call: Call) -> tuple[object, ...]:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return `call`, which also accepts the keys that the families use for the arguments.
+    """Return a copy of `call` that also accepts the alternative and the ignored keys of families.
 
     Example: `Keys(arguments="parameters", also=("arguments",))` accepts the arguments under both
     keys.

@@ -267,8 +267,8 @@ def check_numbers(values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise LimitError(
-                f"the template passes the number {value} to an operation, which may use the number "
-                f"as a length, but the limit is {MAX_NUMBER}"
+                f"the template passes the number {value} to an operation. Such a number may be at "
+                f"most {MAX_NUMBER}, because the operation may use it as the length of a text."
             )
 
 

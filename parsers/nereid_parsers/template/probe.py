@@ -79,7 +79,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # Undefined variables without which the template failed. They are rendered as "".
+    # The template failed because these variables are undefined. They are rendered as "".
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -119,10 +119,13 @@ class Prober:
         return _mask_call_ids(text, self.form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """Set the undefined variable that a refusal names to "", and return whether there is one.
+        """Define the variable that a refusal reports as undefined. Its value becomes "".
 
         Some templates read variables that only the model's own code sets. Example: the refusal
-        "UndefinedError: 'today' is undefined" sets the variable `today`.
+        "UndefinedError: 'today' is undefined" defines the variable `today`.
+
+        Returns:
+            Whether a variable was defined, so that the template can be rendered again.
         """
         match = _UNDEFINED_VARIABLE.search(refusal)
         if match is None:

@@ -138,7 +138,7 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
     if prompt_end and text.lstrip().startswith(prompt_end):
         text = text.lstrip().removeprefix(prompt_end)
     if reasoning is not None and prompt_end.endswith(reasoning.close.strip()):
-        # The prompt and the message contain the end of the same empty block of reasoning.
+        # The prompt already closes the empty reasoning, and the message repeats the marker.
         text = text.lstrip().removeprefix(reasoning.close.strip())
     return text
 

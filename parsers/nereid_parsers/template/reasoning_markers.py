@@ -51,8 +51,8 @@ def last_opening(before: str) -> str:
     after_marker = before[last.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker
-    # `<|open|>think<|sep|>` is one run of text without white space. A marker that contains a space
-    # is longer than the run at its end.
+    # `<|open|>think<|sep|>` is one run of characters without white space. For a marker that
+    # contains a space, such as `<start think>`, the last run `think>` is only a part of the marker.
     text_to_marker = before[: last.end()]
     run = text_to_marker.split()[-1]
     opening = max(run, last.group(), key=len)
@@ -118,10 +118,10 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return a tuple of the last marker of `opening`, or () if it is not a second spelling.
+    """Return the last of several opening markers, if a model may write this marker alone.
 
-    Models sometimes write only the last of several opening markers. The result is empty if
-    `opening` has only one marker, or if the last marker also occurs in other markup of the format.
+    The result is a tuple with this marker. It is empty if `opening` does not end with a marker, has
+    only one marker, or ends with a marker that also occurs in other markup of the format.
 
     >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)

@@ -218,7 +218,7 @@ class _Reader:
         return end
 
     def read_class(self) -> Piece:
-        r"""Read a character class, and return a part for white space or a field without a name.
+        r"""Read a character class. Return a `Blank` for white space, or else a nameless `Field`.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
         (Blank(), Field(name=''))

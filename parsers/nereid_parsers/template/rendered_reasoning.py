@@ -132,7 +132,7 @@ def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
     these switches alone have the same effect. Example: if the only effective switch is
     `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
     """
-    # Pairs of switches and effect, for the settings that are already in the result.
+    # The pairs (switches, effect) of the settings that `effects` already contains.
     reported: list[tuple[set[object], str]] = []
     effects: dict[str, str] = {}
     for prompt in sorted(frame.prompts[1:], key=lambda prompt: len(prompt.switches.variables)):

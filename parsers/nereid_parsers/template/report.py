@@ -140,7 +140,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse the text of a proof, and return the text with the kind of each part."""
+    """Parse a rendered message, and return its text with the kind of each part."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,

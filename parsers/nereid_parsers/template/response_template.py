@@ -243,7 +243,9 @@ def _without_leading_blanks(pieces: Pieces) -> Pieces:
 
 
 def _pattern(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression into a pattern. White space becomes a line break.
+    r"""Convert the pieces of a regular expression into a pattern.
+
+    An expression for white space becomes a line break, which matches any white space in a pattern.
 
     >>> _pattern(("<f{x} ", Field("name"), Blank()))
     '<f{{x}} {name}\n'

@@ -210,7 +210,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Render one tool call and two tool calls, and return the text of the two (comparison T2).
+    """Compare a message with one tool call and a message with two tool calls (comparison T2).
 
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.

@@ -84,7 +84,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
-    """Return the forms of a tool call's head, each with the pattern of the tool call's id.
+    """Return the patterns of the text before the body, each with the pattern of the call's id.
 
     Some templates render the id that they get. The prefix "functions." comes from the probe
     conversation, and a model may write a shorter id or the name alone.
@@ -142,7 +142,7 @@ def escape_braces(text: str) -> str:
 
 
 def split_at_words(text: str, *words: str) -> list[str] | None:
-    """Split `text` at the given words. Each word is searched after the previous word.
+    """Split `text` at the given words, which must occur in the given order.
 
     Return the pieces between the words, or None if a word does not follow the previous word.
 

@@ -238,7 +238,7 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether a value contains the first argument: in an object, or in a JSON string."""
+    """Return whether a value contains the key `FIRST_KEY`, in an object or in a JSON string."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 

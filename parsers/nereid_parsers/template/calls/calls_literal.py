@@ -96,7 +96,9 @@ def read_bare_keys(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
-    """Return the markup around calls that end with the first `last_character` after their value.
+    """Return the markup around tool calls and between them.
+
+    A tool call ends at the first `last_character` that follows the value of its argument.
 
     Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
     `separator` ", " and `close` "]".

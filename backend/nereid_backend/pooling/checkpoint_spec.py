@@ -73,7 +73,7 @@ class CheckpointSpec:
         splade: the SPLADE pooling: "max" or "sum", and how many times log1p is applied.
         skip_words: tokens without a vector in a multi-vector output.
         prompts: the texts of prompts by name.
-        default_prompt_name: the name of the prompt for inputs that name none.
+        default_prompt_name: the name of the prompt for inputs that name no prompt.
         max_seq_length: the length limit of inputs in tokens, if the files have one.
         lower_case: whether text is converted to lower case before it is tokenised.
         refused_prompts: the names of prompts that are not supported, with the reason.
@@ -120,13 +120,13 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     saved = read_json(root / "config_sentence_transformers.json")
     task = choose_task(settings, architecture, modules, config, folder)
-    # The functions below set the fields `kinds` and `loader` of `base`.
+    # `base` lacks the fields `kinds` and `loader`, among others. The functions below set them.
     base = _read_base(folder, config, architecture, task, saved)
     if task != "embed":
         return _describe_scoring(base, modules, saved)
-    if settings.pooling is not None or not is_embedder(modules):
-        modules = []
-    return _describe_embedding(base, settings, root, modules)
+    # The setting `pooling` replaces the checkpoint's modules.
+    uses_modules = settings.pooling is None and is_embedder(modules)
+    return _describe_embedding(base, settings, root, modules if uses_modules else [])
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -198,14 +198,31 @@ def _describe_scoring(
     """Return the description of a reranker or classifier."""
     activation = _activation(base.config, saved)
     if base.architecture.endswith(SEQUENCE_HEAD):
-        has_one_label = base.config.num_labels == 1
-        kinds = ("score", "classify") if has_one_label else ("classify",)
+        return _describe_head(base, activation)
+    return _describe_generative_reranker(base, modules, activation)
+
+
+def _describe_head(base: CheckpointSpec, activation: str | None) -> CheckpointSpec:
+    """Return the description of a model with a head for scores.
+
+    `activation` is the activation in the checkpoint's files; None if they name none.
+    """
+    if base.config.num_labels != 1:
         return replace(
-            base,
-            kinds=kinds[::-1] if base.task == "classify" else kinds,
-            loader=SEQUENCE,
-            activation=activation or ("sigmoid" if has_one_label else "softmax"),
+            base, kinds=("classify",), loader=SEQUENCE, activation=activation or "softmax"
         )
+    # The first kind is the default.
+    kinds = ("classify", "score") if base.task == "classify" else ("score", "classify")
+    return replace(base, kinds=kinds, loader=SEQUENCE, activation=activation or "sigmoid")
+
+
+def _describe_generative_reranker(
+    base: CheckpointSpec, modules: list[ModuleSpec], activation: str | None
+) -> CheckpointSpec:
+    """Return the description of a model that answers "yes" or "no".
+
+    `activation` is the activation in the checkpoint's files; None if they name none.
+    """
     answer_tokens = None
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
@@ -305,7 +322,7 @@ def _describe_dense(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with dense output and possibly further outputs.
 
-    The list `later` of the modules after the transformers model may be empty.
+    `later` is the list of the modules after the transformers model. It may be empty.
     """
     pooling = next((module for module in later if module.kind == "Pooling"), None)
     vector_modules = tuple(

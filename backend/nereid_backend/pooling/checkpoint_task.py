@@ -32,12 +32,12 @@ def choose_task(
         folder: the folder of the transformers model, for error messages.
 
     Raises:
-        ConfigError: the checkpoint cannot do the task in the settings, or no supported task.
+        ConfigError: the checkpoint does not support the task in the settings, or any task.
     """
     if settings.pooling is not None and settings.task in ("rerank", "classify"):
         raise ConfigError(
-            f"pooling: this setting requires task=embed, but task is {settings.task}. Unset one of "
-            "them."
+            f"pooling: this setting requires task=embed, but task is {settings.task}. Unset "
+            "pooling or task."
         )
     if settings.task == "embed" or settings.pooling is not None:
         return "embed"

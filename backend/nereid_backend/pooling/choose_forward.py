@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how batches are computed, by comparing a mixed batch with each text alone.
+"""Chooses the method of computing batches, by computing the same texts in a batch and one by one.
 
-A few short texts of random tokens are computed one by one, with the model's own attention. A batch
-of the same texts must have the same vectors. The first of three methods with that result is chosen:
-packed, padded, or batches of texts with equal lengths. A model for which none works is refused. The
-choice does not depend on the model's name, because a wrong result must never be returned silently.
+A few short texts of random tokens are computed one by one, with the model's own attention. Then a
+batch of the same texts is computed with up to three methods: packed, padded, and batches of texts
+with equal lengths. The first method that returns the same vectors is chosen. If every method
+returns other vectors, the model is refused. The choice does not depend on the model's name, because
+a wrong result must never be returned silently.
 """
 
 import random
@@ -24,13 +25,14 @@ from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedFo
 
 # The lengths of the texts in the mixed batch, in tokens.
 SELF_CHECK_LENS = (5, 5, 13, 21)
-# A sliding window is tested with a text that is this many tokens longer than the window.
+# A sliding window is tested with a text that is this number of tokens longer than the window.
 _BEYOND_WINDOW = 6
-# The largest number of tokens of a text that tests a window. Longer windows are not tested.
+# The largest length, in tokens, of a text for the test of a sliding window. Windows that need a
+# longer text are not tested.
 _LONGEST_TEXT = 160
-# The limits of relative differences (see row_errors). If a later token changes, and the vectors of
-# the earlier tokens differ by less than _CAUSAL_TOLERANCE, the model is causal. If the vectors of a
-# batch differ by more than _TOLERANCE from those of each text alone, the method is not exact.
+# The limits of relative differences (see row_errors). A model is causal if a change of the last
+# token changes the vectors of the earlier tokens by less than _CAUSAL_TOLERANCE. A method is exact
+# if it changes the vectors of texts by at most _TOLERANCE compared with computing them one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -49,7 +51,8 @@ class ChosenForward:
         forward: the function that computes the token vectors of a batch.
         path: "packed", "padded" or "rows" (batches of texts with equal lengths).
         is_causal: whether a token attends only to earlier tokens.
-        difference: the relative difference between a mixed batch and each text alone.
+        difference: the relative difference between the vectors of texts in a mixed batch and the
+            vectors of the same texts computed one by one.
     """
 
     forward: Forward
@@ -78,32 +81,40 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     batch = random_batch(encoder, lens)
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
-    difference = float("inf")
-    reason = "it does not use transformers' attention interface"
     if encoder.takes_hook:
         longer_batch = _batch_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if longer_batch is not None:
             batch = longer_batch
             expected = _vectors_of_single_texts(encoder, batch, name)
     prepack_linears(encoder.model)
+    # The reason why each method is not exact, by the name of the method.
+    reasons = {"packed": "it does not use transformers' attention interface"}
+    for path, forward in _methods(encoder, hook, is_causal=is_causal):
+        difference, reasons[path] = _compare(forward, batch, expected)
+        if difference <= _TOLERANCE[encoder.dtype]:
+            return ChosenForward(forward, path, is_causal, difference)
+    listed = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
+    raise UnsupportedModelError(
+        f"{name} is not supported, because its vectors for texts in a batch differ from its "
+        f"vectors for the same texts computed one by one ({listed})."
+    )
+
+
+def _methods(
+    encoder: Encoder, hook: AttentionHook, *, is_causal: bool
+) -> Iterator[tuple[str, Forward]]:
+    """Yield the methods of computing a batch with their names, the fastest method first.
+
+    Mutates: the model's attention implementation. It is always the one that the last yielded method
+    needs.
+    """
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
         for offset in _offsets(encoder):
-            packed = PackedForward(encoder, hook, offset, is_causal)
-            difference, reason = _compare(packed, batch, expected)
-            if difference <= _TOLERANCE[encoder.dtype]:
-                return ChosenForward(packed, "packed", is_causal, difference)
+            yield "packed", PackedForward(encoder, hook, offset, is_causal)
         encoder.model.set_attn_implementation(encoder.own_attention)
-    reasons = [f"packed: {reason}"]
-    for forward, path in ((PaddedForward(encoder), "padded"), (RowsForward(encoder), "rows")):
-        difference, reason = _compare(forward, batch, expected)
-        if difference <= _TOLERANCE[encoder.dtype]:
-            return ChosenForward(forward, path, is_causal, difference)
-        reasons.append(f"{path}: {reason}")
-    raise UnsupportedModelError(
-        f"{name} is not supported, because a batch differs from each text alone "
-        f"({'; '.join(reasons)})."
-    )
+    yield "padded", PaddedForward(encoder)
+    yield "rows", RowsForward(encoder)
 
 
 @torch.inference_mode()
@@ -113,34 +124,47 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
     Mutates: the model's attention, if the whole model must be run to compute the head's output.
 
     Raises:
-        UnsupportedModelError: the head's output always differs from that of the whole model.
+        UnsupportedModelError: the head's output always differs from the output of the whole model.
     """
     batch = random_batch(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    reason = ""
-    for rows in ("first", "last", "all", "whole"):
-        if rows == "whole":
-            # Run the whole model on a padded batch, as transformers itself does.
-            encoder.model.set_attn_implementation(encoder.own_attention)
+    for rows in ("first", "last", "all"):
         head = Head(encoder, rows)
-        try:
-            output = head.logits(hidden, batch).float()
-        except _MODEL_ERRORS as error:
-            reason = f"{type(error).__name__}: {error}"
-            continue
-        if output.shape != expected.shape:
-            reason = f"its output has the shape {tuple(output.shape)}"
-            continue
-        difference = relative_difference(output, expected)
-        if difference <= _TOLERANCE[encoder.dtype]:
+        if _why_inexact(head, hidden, batch, expected) is None:
             return head
-        reason = f"its output differs from the whole model's by {difference:.2g} (relative)"
-    raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
+    # Run the whole model on a padded batch, as transformers itself does.
+    encoder.model.set_attn_implementation(encoder.own_attention)
+    whole_model = Head(encoder, "whole")
+    reason = _why_inexact(whole_model, hidden, batch, expected)
+    if reason is not None:
+        raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
+    return whole_model
+
+
+def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
+    """Return a clause that says why the output of a head is wrong; None if the output is exact.
+
+    Args:
+        head: the head.
+        hidden: the token vectors of the texts, [num_tokens, hidden_size].
+        batch: the texts.
+        expected: the correct logits, float32 [num_texts, num_labels].
+    """
+    try:
+        output = head.logits(hidden, batch).float()
+    except _MODEL_ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    if output.shape != expected.shape:
+        return f"its output has the shape {tuple(output.shape)}"
+    difference = relative_difference(output, expected)
+    if difference <= _TOLERANCE[head.encoder.dtype]:
+        return None
+    return f"its output differs from the whole model's by {difference:.2g} (relative)"
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Return the logits of each text alone, computed by the whole model with its own attention.
+    """Return the logits of texts, computed one by one by the whole model with its own attention.
 
     Shapes: returns float32 [num_texts, num_labels].
     """
@@ -178,9 +202,11 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the root mean square of each row's difference, relative to that of all of `expected`.
+    """Return the relative error of each row.
 
-    Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]] return [0, 0.1].
+    The error of a row is the root mean square of its differences from `expected`, divided by the
+    root mean square of all elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual
+    [[1, 1], [1.1, 1.1]] return [0, 0.1].
 
     Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """
@@ -199,8 +225,8 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 def _offsets(encoder: Encoder) -> list[int]:
     """Return the possible position ids of a text's first token, the most likely one first.
 
-    Some models number positions from the index after that of the padding embedding. Example: a
-    table of position embeddings with padding_idx 1 returns [2, 0].
+    In some models, the first position follows the index of the padding embedding. Example: a table
+    of position embeddings with padding_idx 1 returns [2, 0].
     """
     table = position_table(encoder)
     if table is None or table.padding_idx is None:
@@ -239,17 +265,20 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     """
     text = batch.split()[-1]
     length = text.lens[0]
-    ids = text.token_ids.clone()
-    ids[-1] = batch.token_ids[0]
-    if ids[-1] == batch.token_ids[-1]:
-        ids[-1] = batch.token_ids[1]
-    changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
     if length < 2:
         return False
+    ids = text.token_ids.clone()
+    ids[-1] = _other_token(batch, ids[-1])
+    changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
     # Compare the median row, because a mixture-of-experts model may choose other experts for a few
     # tokens when the batch changes.
     errors = row_errors(changed[:-1], expected[-length:-1])
     return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
+
+
+def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
+    """Return the first token of a batch that is not `token_id`. The batch has such a token."""
+    return batch.token_ids[batch.token_ids != token_id][0]
 
 
 def _batch_beyond_windows(
@@ -275,14 +304,15 @@ def _batch_beyond_windows(
 
 
 def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
-    """Return the difference between the batched and the single texts, and a clause about it.
+    """Return the relative error of the vectors of a batch, and a clause that describes the error.
 
-    Example: (0.5, "the vectors differ by 0.5 (relative)").
+    Example: (0.5, "the vectors differ by 0.5 (relative)"). If the method fails or returns vectors
+    of a wrong shape, the error is infinite.
 
     Args:
         forward: the method that computes the batch.
         batch: the texts.
-        expected: the token vectors of each text alone, [num_tokens, hidden_size].
+        expected: the token vectors of the texts computed one by one, [num_tokens, hidden_size].
     """
     try:
         batched = forward(batch)
@@ -293,8 +323,8 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
     errors = row_errors(batched, expected)
     if forward.encoder.dtype != torch.float32:
         # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
-        # token. Such a row is no error. An inexact method changes most rows of a text, so the
-        # median of each text is compared.
+        # token, so a few rows may differ although the method is exact. An inexact method changes
+        # most rows of a text. Therefore the median row of each text is compared.
         errors = torch.stack([text.median() for text in torch.split(errors, list(batch.lens))])
     difference = errors.max().item()
     return difference, f"the vectors differ by {difference:.2g} (relative)"
@@ -302,7 +332,7 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
 
 @contextmanager
 def _own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
-    """Use the model's own attention temporarily, if it otherwise uses Nereid's."""
+    """Make the model use its own attention temporarily, if it otherwise uses Nereid's attention."""
     if isinstance(chosen.forward, PackedForward):
         encoder.model.set_attn_implementation(encoder.own_attention)
     try:

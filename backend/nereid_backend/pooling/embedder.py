@@ -80,7 +80,7 @@ class Embedder(_OfflineModel):
                 `{"image": bytes}`. A single input need not be in a list.
             dimensions: the number of leading elements of each vector to return. None means all.
             normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
-            prompt_name: the name of one of the checkpoint's prompts, which precedes each text.
+            prompt_name: the name of a prompt of the checkpoint. The prompt precedes each text.
             prompt: a text that precedes each text.
             truncate: whether an input that is too long is truncated. If False, it is refused.
 
@@ -109,7 +109,7 @@ class Embedder(_OfflineModel):
     def encode_sparse(
         self, inputs: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
     ) -> list[dict[int, float]]:
-        """Return the sparse vector of each text: the weights that are not 0, by token id."""
+        """Return the sparse vector of each text, as a dict from token ids to nonzero weights."""
         options = {"kind": "sparse", "prompt_name": prompt_name, "truncate": truncate}
         values = self._run([_item(one, options) for one in inputs])
         return [value for value in values if isinstance(value, dict)]

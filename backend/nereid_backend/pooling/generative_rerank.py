@@ -21,8 +21,8 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-# Texts that no template contains. They show whether a rendered prompt has the query and the
-# document.
+# Texts that no template contains. They are rendered in place of the query and the document, to find
+# out whether the rendered prompt contains the query and the document.
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
@@ -62,13 +62,16 @@ class GenerativeReranker:
         self._tokenizer = tokenizer
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         self._template_kwargs = template_kwargs
-        # If the files name the answer tokens, the checkpoint is for sentence-transformers. Without
-        # a chat template, that library tokenises the query and the document as a pair.
-        self._uses_pair = answers is not None and not tokenizer.chat_template
+        # Only the files of sentence-transformers name the answer tokens.
+        is_for_sentence_transformers = answers is not None
+        # Without a chat template, that library tokenises the query and the document as a pair.
+        self._uses_pair = is_for_sentence_transformers and not tokenizer.chat_template
         self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
-        self._has_roles = False
-        if tokenizer.chat_template:
-            self._has_roles = self._renders_roles(must_be_known=answers is None)
+        # With a chat template, that library always renders messages with the roles "query" and
+        # "document", even if the template copies any role into the prompt.
+        self._has_roles = bool(tokenizer.chat_template) and self._renders_roles(
+            must_be_known=not is_for_sentence_transformers
+        )
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -133,8 +136,9 @@ class GenerativeReranker:
         """Return whether the template renders messages with the roles "query" and "document".
 
         Args:
-            must_be_known: whether the template must distinguish the two roles from unknown ones.
-                Many templates copy any role into the prompt. If True, the result is False for them.
+            must_be_known: whether the template must treat the two roles differently from unknown
+                roles. Many templates copy any role into the prompt. If `must_be_known` is True, the
+                result for such a template is False.
         """
         probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
         text = self._render_roles(*probes, None)
@@ -154,7 +158,7 @@ class GenerativeReranker:
         instruction: str | None,
         roles: tuple[str, str] = _ROLES,
     ) -> str:
-        """Render the query and the document as messages with `roles`; "" if the template fails."""
+        """Return the rendered messages with the roles `roles`; "" if the template fails."""
         messages = [
             {"role": role, "content": text}
             for role, text in zip(roles, (query, document), strict=True)

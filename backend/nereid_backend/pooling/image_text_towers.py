@@ -16,8 +16,8 @@ from nereid_backend.pooling.choose_forward import SELF_CHECK_LENS, random_batch,
 from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import TokenBatch
 
-# If the vectors of a padded batch differ by more from those of each text alone, the model is
-# refused.
+# The largest relative difference between the vectors of texts in a padded batch and the vectors of
+# the same texts computed one by one. A model with a larger difference is refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 # The limits of an image: the size of the file in bytes, and the number of pixels.
@@ -74,8 +74,8 @@ class ImageReader:
         except RequestError:
             raise
         except Exception as error:
-            # Boundary: the request ends here, because image decoders can raise any exception for a
-            # broken file.
+            # Catch every exception, because image decoders can raise any exception for a broken
+            # file. Only the request with this image fails.
             raise RequestError(f"image: the image cannot be decoded: {error}") from error
         pixels: Tensor = processed["pixel_values"][0]
         return pixels.to(torch.float32)
@@ -104,7 +104,7 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Check that the vectors of a padded batch of texts equal those of each text alone.
+    """Check that texts have the same vectors in a padded batch and one by one.
 
     Mutates: the layout of the model's linear layers.
 
@@ -114,7 +114,7 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
         max_len: the length limit of inputs in tokens.
 
     Returns:
-        The largest relative difference between the vectors of the batch and of each text alone.
+        The largest relative difference between the two vectors of a text.
 
     Raises:
         ModelError: the vectors are not finite numbers.
@@ -125,19 +125,20 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
             f"{name} is not supported: the model has no method get_text_features."
         )
     batch = _random_texts(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
-    alone = torch.cat([text_vectors(encoder, text) for text in batch.split()])
-    if not alone.isfinite().all():
+    expected = torch.cat([text_vectors(encoder, text) for text in batch.split()])
+    if not expected.isfinite().all():
         raise ModelError(
             f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
             "checkpoint again."
         )
     prepack_linears(encoder.model)
-    difference = relative_difference(text_vectors(encoder, batch), alone)
+    difference = relative_difference(text_vectors(encoder, batch), expected)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
     if not difference <= tolerance:  # The negation also refuses NaN.
         raise UnsupportedModelError(
-            f"{name} is not supported: the vectors of a padded batch differ from those of each "
-            f"text alone by {difference:.2g} (relative)."
+            f"{name} is not supported: the vectors of texts in a padded batch differ from the "
+            f"vectors of the same texts computed one by one. The relative difference is "
+            f"{difference:.2g}, but at most {tolerance:g} is allowed."
         )
     return difference
 

@@ -121,12 +121,25 @@ def load_encoder(
         # Some heads search for the last token that is not the padding token, and fail without a
         # padding token. No token has the id -1, so these heads find the last token.
         text.pad_token_id = -1
-    base: Any = model if spec.loader == BASE else model.base_model
-    if spec.loader == TOWERS:
-        base = getattr(model, "text_model", model)
     own_attention = str(model.config._attn_implementation)
     takes_hook = _accepts_attention(model, attention, own_attention)
-    return Encoder(model, base, load_tokenizer(spec), device, own_attention, takes_hook)
+    return Encoder(
+        model=model,
+        base=_base_module(spec, model),
+        tokenizer=load_tokenizer(spec),
+        device=device,
+        own_attention=own_attention,
+        takes_hook=takes_hook,
+    )
+
+
+def _base_module(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
+    """Return the part of the model that computes token vectors (see Encoder.base)."""
+    if spec.loader == BASE:
+        return model
+    if spec.loader == TOWERS:
+        return getattr(model, "text_model", model)
+    return model.base_model
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
@@ -154,13 +167,13 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
 
 
 def accepts(function: Callable[..., object], name: str) -> bool:
-    """Return whether `function` has a keyword argument `name` or accepts any."""
+    """Return whether `function` has an argument `name` or accepts any keyword arguments."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model with its weights on the CPU; see `load_encoder` for the errors."""
+    """Load the model with its weights on the CPU. `load_encoder` documents the errors."""
     arguments = weight_arguments(spec.folder, spec.config, dtype)
     try:
         load, extra = _loader(
@@ -292,6 +305,6 @@ def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or the name of the error without a message."""
+    """Return the first line of an error's message, or the class name if the message is empty."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

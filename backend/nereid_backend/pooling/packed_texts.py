@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from nereid_backend.attention.interface import scale_of, sinks_of
 
-# If a call has at most this many scores in bfloat16 on a CPU, separate matrix products are used,
-# because torch's fused attention takes twice their time.
+# On a CPU, attention with at most this number of bfloat16 scores is computed with separate matrix
+# products, because torch's fused attention takes twice their time.
 _MAX_STEPWISE_SCORES = 2**23
-# If attention is computed with separate matrix products, at most this many scores are in memory at
-# the same time.
+# If attention is computed with separate matrix products, the memory contains at most this number of
+# scores at the same time.
 _MAX_SCORES = 2**24
 # The smallest number of queries in one call. With fewer, the additional calls cost more time than
 # the skipped keys save.
@@ -175,7 +175,8 @@ class _GroupAttention:
         window: a token attends only to tokens at a smaller distance. None means no window.
         softcap: if set, scores s become softcap * tanh(s / softcap).
         sinks: an additional score of each head, [num_heads], whose value is 0.
-        masks: a cache of masks by their arguments.
+        masks: a cache of masks. The key of a mask is the arguments of `_mask` and the window. It
+            does not contain `is_causal`, because all layers that share a cache have the same value.
     """
 
     scale: float
@@ -193,20 +194,19 @@ class _GroupAttention:
         """
         length = query.shape[2]
         block = self._block(query)
+        needs_mask = self._needs_mask(query, block)
         parts = []
         for start in range(0, length, block):
             end = min(length, start + block)
             first, last = self._visible_keys(start, end, length)
             mask = None
-            has_hidden_keys = self.window is not None and length > self.window
-            if has_hidden_keys or (self.is_causal and not self._is_one_fused_call(query, block)):
+            if needs_mask:
                 mask = self._mask(start - first, end - start, last - first, query.device)
-            block_tensors = (
-                query[:, :, start:end],
-                key[:, :, first:last],
-                value[:, :, first:last],
+            visible_key = key[:, :, first:last]
+            visible_value = value[:, :, first:last]
+            parts.append(
+                self._attend_block(query[:, :, start:end], visible_key, visible_value, mask)
             )
-            parts.append(self._attend_block(*block_tensors, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
@@ -230,9 +230,16 @@ class _GroupAttention:
             return max(1, min(length, _MAX_SCORES // (count * num_heads * length)))
         return length
 
-    def _is_one_fused_call(self, query: Tensor, block: int) -> bool:
-        """Return whether one call of the fused attention suffices, which needs no causal mask."""
-        return block >= query.shape[2] and not self._is_stepwise(query)
+    def _needs_mask(self, query: Tensor, block: int) -> bool:
+        """Return whether the blocks of `block` queries need masks."""
+        length = query.shape[2]
+        if self.window is not None and length > self.window:
+            return True
+        if not self.is_causal:
+            return False
+        # A single call of the fused attention hides the later keys itself (see _attend_block).
+        is_one_fused_call = block >= length and not self._is_stepwise(query)
+        return not is_one_fused_call
 
     def _is_stepwise(self, query: Tensor) -> bool:
         """Return whether attention is computed with separate matrix products."""
@@ -243,10 +250,10 @@ class _GroupAttention:
         return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _MAX_STEPWISE_SCORES
 
     def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return the mask, bool [rows, columns]. True means that the query attends to the key.
+        """Return the mask of a block, bool [rows, columns]. True means that the key is visible.
 
         Args:
-            ahead: the index of the first query among the keys.
+            ahead: the index of the key that has the same position as the first query.
             rows: the number of queries.
             columns: the number of keys.
             device: the device of the mask.

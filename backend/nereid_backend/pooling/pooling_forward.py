@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the token vectors and the head of a model for a batch of texts.
+"""Computes the token vectors and the output of a model's head for a batch of texts.
 
-There are three methods for the token vectors: packed, padded, and batches of equal lengths. All of
-them return packed token vectors. The heads of transformers' models need rows of a batch, such as
-the first or the last token of each text. The model is therefore called a second time, with its base
-replaced by a function that returns the rows.
+There are three methods for the token vectors: packed, padded, and batches of equal lengths. Each
+method returns packed token vectors. The heads of transformers' models need a batch of rows, such as
+the first or the last token of each text. A head has no function of its own that accepts rows.
+Therefore the whole model is called, while a function that returns the rows replaces its base.
 """
 
 import itertools
@@ -94,11 +94,11 @@ class RowsForward:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Computes a model's head from token vectors.
+    """Computes the output of a model's head from token vectors.
 
     Attributes:
         encoder: the model.
-        rows: the token vectors that the head needs of each text: "first", "last" or "all" (padded).
+        rows: the token vectors of each text that the head needs: "first", "last" or "all" (padded).
             "whole" means that the head cannot be separated from the base, so the whole model is
             run on a padded batch.
     """
@@ -114,22 +114,35 @@ class Head:
             batch: the texts.
         """
         if self.rows == "whole":
-            whole: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
-            return whole
+            logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
+            return logits
         assert hidden is not None
         if self.rows == "all":
-            padding = self.encoder.model.config.get_text_config().pad_token_id or 0
-            mask = batch.mask().long()
-            ids = batch.pad(batch.token_ids, padding)
-            rows = batch.pad(hidden)
-        else:
-            index = torch.tensor(self._tokens(batch), device=hidden.device)
-            ids = batch.token_ids[index][:, None]
-            rows = hidden[index][:, None]
-            mask = torch.ones_like(ids)
+            return self._logits_of_padded(hidden, batch)
+        return self._logits_of_one_token(hidden, batch)
+
+    def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the logits of a head that needs all token vectors of each text."""
+        padding = self.encoder.model.config.get_text_config().pad_token_id or 0
+        ids = batch.pad(batch.token_ids, padding)
+        return self._run(batch.pad(hidden), ids, batch.mask().long())
+
+    def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the logits of a head that needs one token vector of each text."""
+        index = torch.tensor(self._tokens(batch), device=hidden.device)
+        ids = batch.token_ids[index][:, None]
+        return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
+
+    def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of the head for token vectors, [num_texts, num_labels].
+
+        The base ignores the token ids, but the heads of some models search them for the last token
+        that is not the padding token.
+
+        Shapes: rows [num_texts, length, hidden_size], ids and mask [num_texts, length].
+        """
         with base_returns(self.encoder, rows):
-            out = self.encoder.model(input_ids=ids, attention_mask=mask)
-        logits: Tensor = out.logits
+            logits: Tensor = self.encoder.model(input_ids=ids, attention_mask=mask).logits
         return logits
 
     def _tokens(self, batch: TokenBatch) -> list[int]:
@@ -148,10 +161,12 @@ class Head:
 
 
 def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the logits over the vocabulary of all tokens, in slices that bound the memory.
+    """Yield the logits over the vocabulary for each token.
 
-    Shapes: hidden [num_tokens, hidden_size]; yields pairs of a slice's first token index and its
-    logits [n, vocab_size].
+    The logits are computed and yielded in slices of at most 256 tokens, which limits the memory.
+
+    Shapes: hidden [num_tokens, hidden_size]; yields pairs of the index of a slice's first token and
+    the logits of the slice [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
         rows = hidden[start : start + _LOGIT_TOKENS][None]
@@ -188,7 +203,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return the arguments for a call of `model`, without those that the model does not accept.
+    """Return the arguments for a call of `model`. Arguments that it does not accept are left out.
 
     Shapes: ids and types [num_texts, length].
     """

@@ -15,7 +15,7 @@ Value = Floats | dict[int, float] | float
 
 @dataclass(frozen=True, slots=True)
 class PoolingItem:
-    """One input and its options. Exactly one of text, token_ids, pair and image must be given.
+    """One input and its options. Exactly one of text, token_ids, pair and image is set.
 
     Attributes:
         kind: the kind of output, one of PoolingInfo.kinds. Empty means the first one.
@@ -27,7 +27,7 @@ class PoolingItem:
         normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
         activation: the activation of scores, one of ACTIVATIONS. None means the checkpoint's
             default.
-        prompt_name: the name of one of the checkpoint's prompts, which precedes the text.
+        prompt_name: the name of a prompt of the checkpoint. The prompt precedes the text.
         prompt: a text that precedes the text.
         instruction: for generative rerankers, a sentence that says when a document is relevant.
             None means the default instruction.
@@ -69,13 +69,14 @@ class PoolingInfo:
             "rows" (batches of texts with equal lengths, if padding changes the model's output).
         labels: the labels of a classifier, in the order of its scores.
         prompts: the texts of the checkpoint's prompts by name.
-        default_prompt_name: the name of the prompt for inputs that name none; None for no prompt.
+        default_prompt_name: the name of the prompt for inputs without a prompt name; None if such
+            inputs have no prompt.
         accepts_images: whether inputs can be images.
         device: the device of the weights.
         dtype: the data type of the weights.
         max_batch_tokens: the largest number of tokens in one step.
-        self_check_difference: the relative difference between the output of a mixed batch and the
-            output of each input alone, measured at load.
+        self_check_difference: the relative difference between the outputs of texts in a mixed batch
+            and the outputs of the same texts computed one by one, measured at load.
         load_seconds: the duration of loading in seconds.
     """
 
@@ -109,9 +110,12 @@ class PoolingResult:
     Attributes:
         request_id: the id of the request.
         index: the index of the input in its request.
-        value: the output. Its type depends on the kind. dense: float32 [dim]. sparse: weights by
-            token id. multi_vector: float32 [num_tokens, dim]. score: a float. classify: float32
-            [num_labels]. None if there is an error.
+        value: the output; None if there is an error. The type depends on the kind:
+            dense: float32 [dim].
+            sparse: a dict from token ids to weights.
+            multi_vector: float32 [num_tokens, dim].
+            score: a float.
+            classify: float32 [num_labels].
         num_tokens: the number of tokens of the input, including special tokens.
         error: the reason why there is no value; None without an error.
     """

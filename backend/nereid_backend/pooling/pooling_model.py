@@ -38,7 +38,7 @@ from nereid_backend.pooling.image_text_towers import (
 from nereid_backend.pooling.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.output_layers import load_output_layers
 from nereid_backend.pooling.packed_texts import TokenBatch
-from nereid_backend.pooling.poolers import pool
+from nereid_backend.pooling.poolers import Layer, pool
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_forward import Head, token_logits
 from nereid_backend.pooling.pooling_items import PoolingInfo, Value
@@ -71,14 +71,14 @@ _PADDING_TOKENS = 8
 
 @contextmanager
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
-    """Limit the memory of this process on a GPU, also after the with statement.
+    """Limit the memory of this process on a GPU. The limit stays after the with statement.
 
     Args:
         device: the device of the model. If it is a CPU, nothing is limited.
         share: the setting gpu_memory_utilization.
 
     Raises:
-        ConfigError: inside the with statement, the limit was too small.
+        ConfigError: the code inside the with statement needed more memory.
     """
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -125,8 +125,8 @@ class PoolingModel:
                 progress=progress,
             )
         max_len = _length_limit(config, spec, encoder)
-        progress("comparing a batch of texts with each text alone")
-        # A model with a text and an image tower has neither a chosen forward pass nor a head.
+        progress("comparing the vectors of texts in a batch and one by one")
+        # If the model has a text and an image tower, there is no method to choose, and no head.
         self._chosen: ChosenForward | None = None
         self._head: Head | None = None
         if spec.loader == TOWERS:
@@ -143,9 +143,8 @@ class PoolingModel:
             self._reranker = GenerativeReranker(
                 encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
             )
-        self.info = self._describe(
-            config, max_len, difference, load_seconds=time.monotonic() - started
-        )
+        load_seconds = time.monotonic() - started
+        self.info = self._describe(config, max_len, difference, load_seconds=load_seconds)
         self.preparer = ItemPreparer(
             spec,
             self.info,
@@ -201,7 +200,7 @@ class PoolingModel:
 
     @property
     def _is_packed(self) -> bool:
-        """Whether neither the token vectors nor the head of a batch need padding."""
+        """Whether a batch needs no padding, neither for the token vectors nor for the head."""
         has_padded_head = self._head is not None and self._head.rows in ("all", "whole")
         return self._chosen is not None and self._chosen.path == "packed" and not has_padded_head
 
@@ -285,10 +284,16 @@ class PoolingModel:
     def _describe(
         self, config: PoolingConfig, max_len: int, difference: float, *, load_seconds: float
     ) -> PoolingInfo:
-        """Return the description of the loaded model."""
+        """Return the description of the loaded model.
+
+        Args:
+            config: the settings.
+            max_len: the length limit of inputs in tokens.
+            difference: the result of the self-check (see PoolingInfo.self_check_difference).
+            load_seconds: the duration of loading.
+        """
         spec = self._spec
         encoder = self._encoder
-        runs_whole_model = self._head is not None and self._head.rows == "whole"
         default_tokens = _CPU_TOKENS if encoder.device.type == "cpu" else _GPU_TOKENS
         return PoolingInfo(
             model=config.model,
@@ -302,7 +307,7 @@ class PoolingModel:
             pooling=self._describe_pooling(),
             normalizes=self._normalizes,
             activation=spec.activation if spec.task != "embed" else "none",
-            path="padded" if self._chosen is None or runs_whole_model else self._chosen.path,
+            path=self._path(),
             labels=_labels(spec),
             prompts=dict(spec.prompts),
             default_prompt_name=spec.default_prompt_name,
@@ -313,6 +318,13 @@ class PoolingModel:
             self_check_difference=difference,
             load_seconds=load_seconds,
         )
+
+    def _path(self) -> str:
+        """Return how batches are computed (see PoolingInfo.path)."""
+        # Towers, and heads that need the whole model, compute padded batches (see Head.rows).
+        if self._chosen is None or (self._head is not None and self._head.rows == "whole"):
+            return "padded"
+        return self._chosen.path
 
     def _choose_pooling(self) -> tuple[tuple[str, ...], bool]:
         """Return the pooling methods, and whether vectors are scaled to length 1.
@@ -337,16 +349,16 @@ class PoolingModel:
         if spec.loader == TOWERS:
             return int(encoder.model.config.projection_dim)
         if spec.loader == MASKED:
+            # A sparse vector has one weight for each entry of the vocabulary.
             return encoder.vocab_size
         text = encoder.model.config.get_text_config()
-        size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
-        for layer in self._layers.tokens:
-            size = layer.out_features or size
+        # Some configs name the size of the token vectors d_model.
+        hidden_size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
+        size = _output_size(self._layers.tokens, hidden_size)
         if "dense" in spec.kinds:
+            # The vectors of several pooling methods are concatenated.
             size *= len(self._poolers)
-        for layer in self._layers.vector:
-            size = layer.out_features or size
-        return size
+        return _output_size(self._layers.vector, size)
 
     def _describe_pooling(self) -> str:
         """Return a readable description of the pooling method."""
@@ -362,6 +374,14 @@ class PoolingModel:
         return "none" if spec.kinds == ("multi_vector",) else "+".join(self._poolers)
 
 
+def _output_size(layers: Sequence[Layer], size: int) -> int:
+    """Return the size that vectors of the size `size` have after `layers`."""
+    for layer in layers:
+        if layer.out_features is not None:
+            size = layer.out_features
+    return size
+
+
 def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
     """Return the labels of a classifier; empty for other models."""
     if spec.loader != SEQUENCE:
@@ -372,7 +392,7 @@ def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
 
 
 def _image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that an image counts as: one for each patch, and one more.
+    """Return the number of tokens that an image counts as: the number of its patches plus one.
 
     Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
     """

@@ -74,12 +74,12 @@ def splade_outputs(
 ) -> list[Value | None]:
     """Return the SPLADE weights of each text by token id, without weights of 0.
 
-    The weight of a vocabulary entry is the largest (or the sum) of log1p(relu(logit)) over the
+    The weight of a vocabulary entry is the maximum (or the sum) of log1p(relu(logit)) over the
     tokens of the text.
 
     Args:
-        logit_slices: the logits over the vocabulary of all tokens, in slices of consecutive tokens:
-            pairs of the index of the first token and its logits [n, vocab_size].
+        logit_slices: the logits over the vocabulary for each token, in slices of consecutive
+            tokens: pairs of the index of a slice's first token and the logits [n, vocab_size].
         batch: the texts. There is at least one.
         strategy: how the weights of a text's tokens are combined: "max" or "sum".
         num_log1p: how many times log1p is applied to the logits.
@@ -91,7 +91,8 @@ def splade_outputs(
     for first, slice_logits in logit_slices:
         logits = slice_logits.float()
         if weights is None:
-            # Start the maximum with 0, because the ReLU of a maximum is the maximum with 0.
+            # Initialise the maximum with 0. The maximum of 0 and the logits is the ReLU of the
+            # largest logit.
             weights = logits.new_zeros(len(batch.lens), logits.shape[1])
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
             # The slice begins at the token `first`. Take the part that belongs to the text.
@@ -135,7 +136,7 @@ def sparse_output(
 def multi_vector_output(
     token_vectors: Tensor, prepared: Prepared, layers: OutputLayers
 ) -> Value | None:
-    """Return the vectors of a text's tokens, float32 [n, dimension]; None if one is not finite.
+    """Return the token vectors of a text, float32 [n, dimension]; None if a vector is not finite.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.

@@ -114,8 +114,8 @@ class ItemPreparer:
         sources = (item.text, item.token_ids, item.pair, item.image)
         if sum(source is not None for source in sources) != 1:
             raise RequestError(
-                "input: an input must have exactly one of a text, token ids, a pair of texts and "
-                "an image."
+                "input: an input must contain exactly one of the following: text, token ids, a "
+                "pair of texts, or an image."
             )
         self._check_options(item, kind)
         if kind == "score" and item.pair is None and item.token_ids is None:
@@ -126,6 +126,7 @@ class ItemPreparer:
             )
         if item.image is not None and not info.accepts_images:
             raise RequestError(f"image: {info.architecture} does not accept images.")
+        _check_prompt_fields(item)
         prompt = self._prompt(item)
         for name, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
@@ -172,23 +173,20 @@ class ItemPreparer:
             )
 
     def _prompt(self, item: PoolingItem) -> str | None:
-        """Return the text that precedes the item's text; None without a prompt."""
-        if item.prompt is not None and item.prompt_name is not None:
-            raise RequestError(
-                "prompt: the request has both prompt and prompt_name. Send only one of them."
-            )
-        if item.token_ids is not None or item.image is not None:
-            if item.prompt or item.prompt_name is not None:
-                raise RequestError(
-                    "prompt: a prompt requires a text or a pair, but the input is token ids or an "
-                    "image."
-                )
+        """Return the text that precedes the item's text; None without a prompt.
+
+        The item must have passed `_check_prompt_fields`.
+        """
+        if not _has_text(item):
             return None
+        if item.prompt is not None:
+            # An empty prompt suppresses the checkpoint's default prompt.
+            return item.prompt or None
         name = item.prompt_name
-        if name is None and item.prompt is None:
+        if name is None:
             name = self._spec.default_prompt_name
         if name is None:
-            return item.prompt or None
+            return None
         if name in self._spec.refused_prompts:
             raise RequestError(
                 f"prompt_name: the prompt {name!r} is not supported, because "
@@ -239,7 +237,7 @@ class ItemPreparer:
                 instruction = item.instruction or item.prompt
                 yield index, self._reranker.tokens(item.pair, instruction, limit), None
             return
-        # One call tokenises either texts or pairs.
+        # A call of the tokenizer accepts either texts or pairs.
         for has_pair in (False, True):
             some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
             if some:
@@ -285,7 +283,7 @@ class ItemPreparer:
             )
 
     def _prompt_len(self, prompt: str) -> int:
-        """Return the number of tokens of a prompt alone, without the special token at its end."""
+        """Return the number of a prompt's tokens, without the special token at the end."""
         length = self._prompt_lens.get(prompt)
         if length is None:
             encoded: Any = self._tokenizer(prompt, verbose=False)
@@ -310,6 +308,19 @@ def _error_index(index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestError(f"input {index}: {error}") from error
+
+
+def _check_prompt_fields(item: PoolingItem) -> None:
+    """Raise RequestError if an item has two prompts, or a prompt without a text."""
+    if item.prompt is not None and item.prompt_name is not None:
+        raise RequestError(
+            "prompt: the request has both prompt and prompt_name. Send only one of them."
+        )
+    if not _has_text(item) and (item.prompt or item.prompt_name is not None):
+        raise RequestError(
+            "prompt: a prompt can precede only a text or a pair of texts, but the input is a list "
+            "of token ids or an image."
+        )
 
 
 def _has_text(item: PoolingItem) -> bool:

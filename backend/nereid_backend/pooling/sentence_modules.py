@@ -9,7 +9,7 @@ from typing import Any
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# Linear layers with files of their own, which add a sparse and a multi-vector output to a model
+# Files with one linear layer each. The layers add a sparse and a multi-vector output to a model
 # with dense output.
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
@@ -45,7 +45,7 @@ class ModuleSpec:
 
     @property
     def maps_tokens(self) -> bool:
-        """Whether the module maps token vectors, and not the pooled vector."""
+        """Whether the module maps token vectors. Otherwise, it maps the pooled vector."""
         return self.config.get("module_input_name") == _TOKEN_VECTORS
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
+# The smallest value of b. Some tokenizers have only short tokens, but accept longer texts, because
+# their normalisation shortens a text before it is divided into tokens.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
-# Some tokenizers drop white space, or write a long unknown word as one token. A shorter text is
-# therefore tokenised, which takes about 50 ms at most, and its exact length is checked.
+# A long text does not always have many tokens: some tokenizers drop white space, or write a long
+# unknown word as one token. A text of at most this number of bytes is therefore always tokenised
+# (in at most about 50 ms), and the number of its tokens is checked.
 _MIN_TEXT_BYTES = 2**16
 # By default, the queue holds as many inputs of the largest size as fit into this memory. OpenAI's
 # limit for one request is 2048 inputs, so the queue holds at least as many.

@@ -27,8 +27,8 @@ class TokenQueue:
     """The waiting items of all requests.
 
     A step takes one item of each request in turn until the token budget is used up. The next step
-    continues with the next request. So a request with a thousand texts uses whole steps while it is
-    the only one, but does not delay a request with one text. Within a request, short texts come
+    continues with the next request. So a request with a thousand texts uses whole steps while no
+    other request waits, but does not delay a request with one text. Short texts of a request come
     first, because texts of the same length are computed as one batch.
 
     Example: request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens.

@@ -324,5 +324,5 @@ def test_a_model_without_an_image_encoder_refuses_images(encoder_of):
     embedder = Embedder(str(encoder_of("bert")), num_threads=1)
     with pytest.raises(RequestError, match="BertModel does not accept images"):
         embedder.encode({"image": png(1)})
-    with pytest.raises(RequestError, match="exactly one of a text"):
+    with pytest.raises(RequestError, match="exactly one of the following: text, token ids"):
         embedder.encode({"image": png(1), "text": "w1"})

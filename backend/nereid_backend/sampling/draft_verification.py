@@ -37,13 +37,13 @@ class Position(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """The positions at which a step samples.
+    """The positions of a step at which tokens are sampled.
 
     Attributes:
         positions: the positions in the order of the plan's chunks, and from left to right within a
             sequence.
         rows: for each position, the index of its row in the step's logits.
-        counts: the number of positions of each chunk that samples.
+        counts: the number of positions of each chunk for which at least one token is sampled.
     """
 
     positions: list[Position]
@@ -52,7 +52,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(plan: StepPlan) -> Sampling:
-    """Return the positions at which the step of a plan samples.
+    """Return the positions at which tokens are sampled in the step of a plan.
 
     Example: the first chunk has 1 logit and no draft tokens, and the second chunk has 3 logits and
     the draft tokens [8, 9]. The result has 4 positions, with the draft tokens [], [], [8] and

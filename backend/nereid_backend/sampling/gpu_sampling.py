@@ -80,7 +80,7 @@ def why_not(device: torch.device) -> str | None:
     try:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001
-        # Boundary: a compiler or driver can fail in any way. Torch then samples instead.
+        # A compiler or a driver may raise any exception. Torch then samples the tokens instead.
         return f"{type(error).__name__}: {first_line(error)}"
     if differing > _MAX_DIFFERING:
         return (

@@ -31,12 +31,12 @@ Integers = NDArray[np.int64]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Check that logit_bias, allowed_token_ids and bad words contain only valid token ids.
+    """Check that logit_bias, allowed_token_ids and bad_words_token_ids contain valid token ids.
 
     Stop tokens may lie outside the vocabulary, because the model never generates them.
 
     Raises:
-        RequestError: if a token id is too large. The message names the field, the id and the limit.
+        RequestError: a token id is too large. The message names the field, the id and the limit.
     """
     named = {
         "logit_bias": [token_id for token_id, _ in _bias_pairs(params)],
@@ -61,8 +61,10 @@ class LogitsParams:
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
         bad_tokens: the bad words that consist of one token.
-        bad_words: the bad words of several tokens, grouped by their second-to-last token. Each bad
-            word is a pair of its tokens except the last, and its last token.
+        bad_words: the bad words of several tokens, grouped by their second-to-last token, so that
+            only the bad words that continue the newest token are compared with the output. Each bad
+            word is a pair: the list of its tokens except the last, and its last token. Example: the
+            bad words [5, 7, 9] and [7, 8] give {7: [([5, 7], 9), ([7], 8)]}.
         stops: the stop tokens within the vocabulary, which min_tokens forbids.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
     """
@@ -126,8 +128,9 @@ class LogitsParams:
         newest = drafts[-1] if drafts else known[-1]
         ends = []
         for before, last in self.bad_words.get(newest, ()):
-            length = len(before)
+            length = len(before)  # at least 1
             if length <= num_output:
+                # The draft tokens follow the known tokens.
                 tail = known[-length:] + drafts
                 if tail[-length:] == before:
                     ends.append(last)
@@ -183,7 +186,7 @@ class LogitsProcessor:
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
         """Return the prepared logits parameters of the request at a position."""
-        row = _row_of(position, index)
+        row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
         if logits_params is None or logits_params.owner is not position.sequence:
             logits_params = LogitsParams.of(position.sequence, vocab_size)
@@ -191,20 +194,28 @@ class LogitsProcessor:
         return logits_params
 
     def _penalise(
-        self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]
+        self, logits: Tensor, positions: abc.Sequence[Position], indices: abc.Sequence[int]
     ) -> None:
-        """Apply the penalties of the requests at the indices `rows`. Mutates: logits."""
-        penalised = [positions[i] for i in rows]
-        cache_rows = [_row_of(position, i) for position, i in zip(penalised, rows, strict=True)]
+        """Apply the penalties of the requests at some positions.
+
+        Args:
+            logits: [n, vocab_size] float32. Mutated.
+            positions: the position of each row of `logits`.
+            indices: the indices of the positions whose requests have a penalty.
+        """
+        penalised = [positions[i] for i in indices]
+        cache_rows = [
+            _cache_row(position, i) for position, i in zip(penalised, indices, strict=True)
+        ]
         ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
-        if len(rows) == len(logits):
+        if len(indices) == len(logits):
             apply_penalties(logits, ids, counts, params)
-        else:
-            index = upload(np.array(rows), logits.device)
-            penalised_logits = logits[index]
-            apply_penalties(penalised_logits, ids, counts, params)
-            logits.index_copy_(0, index, penalised_logits)
+            return
+        logits_rows = upload(np.array(indices), logits.device)
+        penalised_logits = logits[logits_rows]
+        apply_penalties(penalised_logits, ids, counts, params)
+        logits.index_copy_(0, logits_rows, penalised_logits)
 
 
 def explain_no_token(sequence: Sequence) -> str:
@@ -232,15 +243,15 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
     return cast(tuple[tuple[int, float], ...], params.logit_bias)
 
 
-def _row_of(position: Position, index: int) -> int:
+def _cache_row(position: Position, index_in_step: int) -> int:
     """Return the row of the caches that belongs to a position's sequence.
 
-    A sequence outside a scheduler has no row, so `index` is used, the index of the position in the
-    step. The caches compare the owner of a row with the sequence, so two sequences never share a
-    cached entry.
+    A sequence outside a scheduler has no row. For such a sequence, the index of the position in the
+    step is used. The caches compare the owner of a row with the sequence, so two sequences never
+    share a cached entry.
     """
     row = position.sequence.row
-    return index if row is None else row
+    return index_in_step if row is None else row
 
 
 def _forbid_tokens(

@@ -2,8 +2,8 @@
 """The repetition, frequency and presence penalties.
 
 A text contains only a few of the vocabulary's tokens. Therefore, the counts of a request are a list
-of its distinct tokens, not one number for each token of the vocabulary. The list is built when the
-request is first seen in its row. Later calls add the tokens that were sampled since then.
+of its distinct tokens, not one number for each token of the vocabulary. The list is built at the
+first call for the request. Later calls add the tokens that were sampled since the previous call.
 """
 
 from collections import abc
@@ -93,7 +93,7 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request. Return the number of distinct tokens."""
+        """Count the new tokens of a request, and return the number of its distinct tokens."""
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
             counted = self._begin(row, sequence)
@@ -175,7 +175,7 @@ def _add(
     token_ids: abc.Sequence[int],
     columns: dict[int, int],
 ) -> None:
-    """Count output tokens in one row of the tables.
+    """Add output tokens to the counts in one row of the tables.
 
     Example: an empty row of width 4 and the tokens [7, 9, 7] give the ids [7, 9, 7, 7] and the
     counts [2, 1, 2, 2]. The last two columns are unused and repeat the first token.

@@ -27,10 +27,11 @@ from nereid_backend.sampling.sampling_table import SamplingRows
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
 # The number of likeliest tokens that are examined first. These tokens usually include all tokens
-# that top_k and top_p leave.
+# that top_k and top_p keep.
 _LIKELIEST = 64
-# The same number if uncertain rows are deferred, which is the case on a GPU. There, examining more
-# tokens costs little, but a wrong token makes the next step useless.
+# This number replaces _LIKELIEST if the caller samples uncertain rows again later, as on a GPU. On
+# a GPU, examining more tokens costs little. But if a token is replaced later, the next step, which
+# has started with the wrong token, must be discarded.
 _LIKELIEST_DEFERRED = 512
 # On a CPU, a row with a flat distribution gets a second attempt with this number of tokens. The CPU
 # kernel finds them in a third of the time that sorting all tokens takes.
@@ -93,7 +94,10 @@ class SamplingBatch:
 
 
 class UncertainRows(NamedTuple):
-    """Rows of a batch that may have been sampled from too few tokens.
+    """Rows of a batch whose sampled tokens may be wrong.
+
+    Only the likeliest tokens of these rows were examined. If the filters also keep other tokens,
+    the row must be sampled again from all tokens.
 
     Attributes:
         rows: the indices of the rows.
@@ -110,8 +114,8 @@ def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     The filters are applied in the order temperature, min_p, top_k, top_p.
 
     Args:
-        logits: [n, vocab_size], any float dtype. If a row contains NaN or infinity, its token is
-            arbitrary.
+        logits: [n, vocab_size], any float dtype. If a row contains NaN or infinity, the token of
+            the row is arbitrary.
         batch: the sampling parameters and random numbers of the rows.
 
     Returns:
@@ -170,13 +174,13 @@ def _sample_filtered(
 ) -> tuple[Tensor, Tensor | None]:
     """Sample one token for each row. The rows have at least one of top_k, top_p and min_p.
 
-    The filters usually leave only a few tokens, so only the likeliest tokens of a row are examined.
-    If the filters may leave other tokens, too, the row is uncertain. Uncertain rows are sampled
-    again from all tokens. If `defers` is True, the caller has to do this.
+    The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
+    If the filters may keep other tokens, too, the row is uncertain and is sampled again from all
+    tokens. If `defers` is True, the caller has to sample the uncertain rows again.
 
     Returns:
-        Token ids [n] int64, and [n] bool, which is False if the caller must sample the row again.
-        The second item is None if `defers` is False.
+        A pair. The first item contains the token ids, [n] int64. The second item is [n] bool, which
+        is False for each row that the caller must sample again. It is None if `defers` is False.
     """
     if defers:
         token_ids, is_certain, _ = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
@@ -203,15 +207,15 @@ def _sample_from_likeliest(
     """Sample one token for each row from the `width` likeliest tokens.
 
     Returns:
-        Three tensors. The first contains the token ids, [n] int64. The second is True if the
-        filters leave only tokens that are among the likeliest, [n] bool. The third is the total
-        probability of the likeliest tokens, [n] float32.
+        Three tensors. The first contains the token ids, [n] int64. The second is True for each row
+        of which the filters keep only tokens that were examined, [n] bool. The third is the total
+        probability of the examined tokens, [n] float32.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
         probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        # Missing tokens have the id -1 and the probability 0. They get a valid id, because the
-        # caller uses the result as an index.
+        # A row with fewer tokens ends with the id -1 and the probability 0. Replace -1 by a valid
+        # id, because the caller uses the ids as indices.
         token_ids.clamp_(min=0)
     else:
         probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
@@ -226,7 +230,7 @@ def _sample_from_likeliest(
 def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Return the probability below which the filters remove tokens, for each row.
 
-    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 leaves the first three, whose
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three, whose
     sum is 0.95. With top_p=0.8, the remaining tokens must sum to at least 0.8 * 0.95 = 0.76, so the
     first two remain, and the result is 0.3.
 
@@ -235,8 +239,9 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
         batch: the filters of the rows.
 
     Returns:
-        The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool. If
-        it is False, tokens that are not in `probs` may belong to the result.
+        The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool.
+        The second tensor is False for each row of which the filters may keep tokens outside
+        `probs`.
     """
     width = probs.shape[1]
     top_k = _column(batch.top_k, probs)
@@ -248,17 +253,17 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
         probs[:, :1] * _column(batch.min_p, probs),
     )
     kept = probs * (probs >= floor)
-    # top_p refers to the total probability of the tokens that the other filters leave. If the other
-    # filters remove no token, the total is 1. Otherwise, the total is known only if the likeliest
-    # tokens include all tokens that the other filters leave.
+    # top_p refers to the total probability of the tokens that the other filters keep. If the other
+    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
+    # includes all tokens that the other filters keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
     smallest = probs[:, -1:]
     is_certain = ((floor == 0) & (top_k <= 0)) | (smallest < floor)
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
-    # Tokens that are as likely as the last token of the nucleus are kept, too. The row is certain
-    # only if the least likely token in `probs` is below the threshold.
+    # Tokens whose probability equals the threshold are kept, too. If the least likely token in
+    # `probs` reaches the threshold, tokens outside `probs` may reach the threshold as well.
     return threshold, is_certain & (smallest < threshold)
 
 
@@ -285,12 +290,13 @@ def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
     number 0.5 gives the target 2, so the result is 2. The random number 0.2 gives the target 0.8,
     so the result is 0.
 
-    If a row is wide, it is divided into blocks. Only the sums of the blocks and the weights of one
-    block are cumulated, which is faster than cumulating the whole row.
+    A wide row is divided into blocks. Cumulative sums are computed only over the sums of the
+    blocks, and over the weights of the block with the result. This is faster than the cumulative
+    sums of the whole row.
 
     Args:
         weights: [n, width], not negative.
-        batch: the random numbers of the rows. The other fields are not used.
+        batch: the random numbers of the rows. The function reads no other field.
 
     Returns:
         Indices [n] int64.
@@ -329,7 +335,7 @@ def _search(cumulated: Tensor, target: Tensor) -> Tensor:
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
-    """Return one number for each row as a column [n, 1] on the device of `like`."""
+    """Return the numbers of the rows as a column [n, 1] on the device of `like`."""
     return upload(values, like.device)[:, None]
 
 
@@ -374,10 +380,10 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Return the probabilities with 0 for all tokens of a row except the `top_k` [n] likeliest.
+    """Return the probabilities, with 0 for all tokens except the `top_k` [n] likeliest of each row.
 
-    Tokens that are as likely as the last of these tokens are kept, too. Example: top_k=2 turns
-    [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
+    Tokens that are as likely as the least likely of the kept tokens are kept, too. Example: top_k=2
+    turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
     """
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)

@@ -43,7 +43,7 @@ class RankedRows(NamedTuple):
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Create the report of each row from the copies of the three tensors on the CPU."""
+        """Return the log-probabilities of each row, from copies of the three tensors on the CPU."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(

@@ -9,7 +9,6 @@ tokens (gpu_sampling.py).
 
 import math
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -125,18 +124,29 @@ class PendingTokens:
     """
 
     def __init__(self, sampler: "Sampler", parts: list[_PendingSlice]) -> None:
+        """Launch the copies of the results of all slices.
+
+        Args:
+            sampler: the sampler, which samples uncertain rows again.
+            parts: the slices of the step, at least one.
+        """
         self._sampler = sampler
         self._parts = parts
-        columns = zip(*(part.sampled for part in parts), strict=True)
-        joined = [column[0] if len(parts) == 1 else torch.cat(column) for column in columns]
-        self.token_ids = joined[0]
-        slice_tensors: list[Tensor] = []
-        for part in parts:
-            if part.ranked is not None:
-                slice_tensors += part.ranked.tensors
-            if part.uncertain is not None:
-                slice_tensors.append(part.uncertain.is_certain)
-        self._copy = HostCopy([*joined, *slice_tensors])
+        if len(parts) == 1:
+            sampled = parts[0].sampled
+        else:
+            columns = zip(*(part.sampled for part in parts), strict=True)
+            sampled = _SampledRows(*map(torch.cat, columns))
+        self.token_ids = sampled.token_ids
+        self._sampled_copy = HostCopy(sampled)
+        # For each slice, the copies of the tensors that only some slices have.
+        self._ranked_copies = [
+            None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
+        ]
+        self._is_certain_copies = [
+            None if part.uncertain is None else HostCopy([part.uncertain.is_certain])
+            for part in parts
+        ]
 
     def result(self) -> tuple[SampledTokens, list[int]]:
         """Wait for the copy and return the sampled tokens.
@@ -145,41 +155,52 @@ class PendingTokens:
             A pair. The first item contains the sampled tokens. The second item contains the values
             of `token_ids` on the device. The two differ only in rows that were sampled again.
         """
-        tensors = iter(self._copy.wait())
-        token_ids, logprobs, has_allowed = (next(tensors).tolist() for _ in range(3))
-        device_token_ids = list(token_ids)
-        sampled_tokens = SampledTokens(token_ids, logprobs)
-        for part in self._parts:
-            self._read_slice(part, tensors, sampled_tokens)
-        if not (all(has_allowed) and all(map(math.isfinite, logprobs))):
-            positions = [position for part in self._parts for position in part.inputs.positions]
-            for index, position in enumerate(positions):
-                if not math.isfinite(logprobs[index]):
-                    sampled_tokens.errors[index] = NOT_FINITE
-                elif not has_allowed[index]:
-                    sampled_tokens.errors[index] = explain_no_token(position.sequence)
+        sampled = _SampledRows(*self._sampled_copy.wait())
+        device_token_ids = sampled.token_ids.tolist()
+        sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
+        for part, ranked_copy, is_certain_copy in zip(
+            self._parts, self._ranked_copies, self._is_certain_copies, strict=True
+        ):
+            if part.ranked is not None and ranked_copy is not None:
+                reports = part.ranked.read(*ranked_copy.wait())
+                indices = [part.inputs.start + index for index in part.inputs.ranked]
+                sampled_tokens.top.update(zip(indices, reports, strict=True))
+            if part.uncertain is not None and is_certain_copy is not None:
+                (is_certain,) = is_certain_copy.wait()
+                uncertain_rows = part.uncertain.rows[~is_certain.numpy()].tolist()
+                if uncertain_rows:
+                    self._sample_again(part, uncertain_rows, sampled_tokens)
+        self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
         return sampled_tokens, device_token_ids
 
-    def _read_slice(
-        self, part: _PendingSlice, tensors: Iterator[Tensor], sampled_tokens: SampledTokens
+    def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
+        """Store the reason for each position at which no token could be sampled.
+
+        Args:
+            has_allowed: for each position, whether any token was allowed.
+            sampled_tokens: the sampled tokens of the step. Mutated.
+        """
+        logprobs = sampled_tokens.logprobs
+        if all(has_allowed) and all(map(math.isfinite, logprobs)):
+            return
+        positions = [position for part in self._parts for position in part.inputs.positions]
+        for index, position in enumerate(positions):
+            if not math.isfinite(logprobs[index]):
+                sampled_tokens.errors[index] = NOT_FINITE
+            elif not has_allowed[index]:
+                sampled_tokens.errors[index] = explain_no_token(position.sequence)
+
+    def _sample_again(
+        self, part: _PendingSlice, rows: list[int], sampled_tokens: SampledTokens
     ) -> None:
-        """Read the log-probabilities of a slice, and sample the uncertain rows of the slice again.
+        """Sample the given rows of a slice again, and replace their tokens.
 
         Args:
             part: the slice.
-            tensors: the copied tensors of the slice and of the slices after it. Advanced.
+            rows: the indices of the rows in the slice.
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
         start = part.inputs.start
-        if part.ranked is not None:
-            reports = part.ranked.read(next(tensors), next(tensors), next(tensors))
-            indices = [start + index for index in part.inputs.ranked]
-            sampled_tokens.top.update(zip(indices, reports, strict=True))
-        if part.uncertain is None:
-            return
-        rows = part.uncertain.rows[~next(tensors).numpy()].tolist()
-        if not rows:
-            return
         again = self._sampler.sample_again(part, rows)
         for index, row in enumerate(rows):
             sampled_tokens.token_ids[start + row] = again.token_ids[index]
@@ -218,8 +239,9 @@ class Sampler:
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
-            positions: at least one position. Either all of their requests have rows, or none has.
-                The caller must not change the requests before the result is read.
+            positions: at least one position. Either every sequence of the positions has a row
+                (Sequence.row is set), or no sequence has one. The caller must not change the
+                requests before the result is read.
             masks: the token masks of the guides; None allows every token. The caller must not
                 change the masks before the result is read.
         """
@@ -268,7 +290,8 @@ class Sampler:
         """Launch the sampling with torch operations or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # If the logits were changed, the likeliest tokens of the model's own logits are useless.
+        # `likeliest` contains the likeliest tokens before masks and penalties. If these changed the
+        # logits, other tokens may be likeliest.
         token_ids, uncertain = _sample_rows(
             processed,
             likeliest if processed is model_logits else None,
@@ -315,9 +338,11 @@ def _rank_positions(
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
+    # The parameter `logprobs` is set at these positions. `or 0` only narrows its type.
     num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
-    is_all = len(indices) == len(inputs.positions)
-    rows = slice(None) if is_all else upload(np.array(indices), logits.device)
+    if len(indices) == len(inputs.positions):
+        return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
+    rows = upload(np.array(indices), logits.device)
     return rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of running sequences in one array, with one row for each sequence.
 
-Most requests use the default of most sampling parameters. A step therefore first reads one array
-that says which sequences need random numbers, filters, log-probabilities or changed logits. The
-Python objects of a request are only read for what the request needs.
+Most requests use the default of most sampling parameters. Therefore a step first reads one array,
+which shows the sequences that need random numbers, filters, log-probabilities or changed logits.
+The Python objects of the other sequences are not read.
 """
 
 from collections import abc
@@ -54,8 +54,8 @@ class SamplingTable:
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
         """Return the sampling parameters at each position, [num_positions] ROW.
 
-        Either all sequences of the positions have rows, or none has. Sequences outside a scheduler
-        have no rows. The index of a position is then used as its row.
+        Either all sequences of the positions have rows, or no sequence has a row. Sequences outside
+        a scheduler have no rows. For them, the index of a position is used as the row.
         """
         rows: list[int] = []
         owners = self._owners

@@ -12,7 +12,7 @@ import time
 from collections import abc
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import numpy as np
@@ -68,12 +68,12 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Fill the token masks of several grammars that this class guides.
+        """Fill the token masks of several guides of this class in one call.
 
         Args:
             guides: the guides.
             rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32.
-            places: the index in `rows` of the row of each guide.
+            places: for each guide, the index of its row in `rows`.
 
         Returns:
             The result of `fill` for each guide.
@@ -88,15 +88,15 @@ def guide_of(sequence: Sequence) -> MaskingGuide | None:
     return cast(MaskingGuide | None, sequence.guide)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepMasks:
     """The token masks of the positions of a step.
 
     Attributes:
         by_position: a mapping from the index of a position to its mask. Every token is allowed at
             positions without an entry.
-        errors: a mapping from the index of the first position of a request to the reason why the
-            request's guide failed.
+        errors: a mapping from the index of a request's first position to the reason why the guide
+            of the request failed.
         seconds: the CPU time in seconds that filling took.
     """
 
@@ -141,15 +141,14 @@ class _FillJob:
     rows: dict[int, int]
 
     def result(self) -> StepMasks:
-        """Fill the masks and return them."""
+        """Fill the masks and return them.
+
+        The first positions of all sequences are filled together, because they do not depend on
+        draft tokens. The positions after draft tokens follow, one sequence at a time.
+        """
         masks = StepMasks()
         started = time.thread_time()
-        first_positions: dict[type[MaskingGuide], list[int]] = {}
-        for group in self.groups:
-            guide = guide_of(self.positions[group[0]].sequence)
-            assert guide is not None
-            first_positions.setdefault(type(guide), []).append(group[0])
-        for guide_class, indices in first_positions.items():
+        for guide_class, indices in self._first_positions_by_class().items():
             try:
                 self._fill_first(guide_class, indices, masks)
             except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
@@ -159,7 +158,20 @@ class _FillJob:
         for group in self.groups:
             if len(group) > 1 and group[0] not in masks.errors:
                 self._fill_drafts(group, masks)
-        return replace(masks, seconds=time.thread_time() - started)
+        masks.seconds = time.thread_time() - started
+        return masks
+
+    def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
+        """Return the indices of the sequences' first positions, grouped by the class of the guide.
+
+        Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
+        """
+        first_positions: dict[type[MaskingGuide], list[int]] = {}
+        for group in self.groups:
+            guide = guide_of(self.positions[group[0]].sequence)
+            assert guide is not None
+            first_positions.setdefault(type(guide), []).append(group[0])
+        return first_positions
 
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
@@ -183,14 +195,14 @@ class _FillJob:
         try:
             self._fill_first(guide_class, [index], masks)
         except Exception as error:  # noqa: BLE001
-            # Boundary: a request ends here, because its grammar library failed in any way.
+            # The grammar library may raise any exception. Only the request of this guide ends.
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
         """Fill the masks of the positions after the draft tokens of one sequence. Mutates: masks.
 
-        Stop at the first draft token that the grammar does not allow. The mask before that token
-        prevents sampling the token, so the positions after it are ignored.
+        Stop at the first draft token that the grammar does not allow. The mask of the position
+        before that token forbids the token, so the results of the later positions are discarded.
         """
         sequence = self.positions[group[0]].sequence
         try:
@@ -207,7 +219,7 @@ class _FillJob:
                 if guide.fill(mask):
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
-            # Boundary: a request ends here, because its grammar library failed in any way.
+            # The grammar library may raise any exception. Only the request of this guide ends.
             self._store_error(group[0], error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
@@ -228,7 +240,7 @@ class MaskFiller:
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
-        """Start to fill the masks of some positions. `join` waits for the masks.
+        """Start filling the masks of some positions. `join` waits for the masks.
 
         If filling takes long, the positions are divided into jobs, which threads run. Example: 40
         sequences with a grammar on a machine with 4 CPUs are divided into 4 jobs of 10 sequences.
@@ -287,8 +299,8 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
     packed = np.stack([masks[row] for row in rows])
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
-        # Adding 0 or -inf has no branches. It takes the same time for any mask and is several times
-        # faster than `masked_fill_`.
+        # Adding 0 or -inf has no branches. The addition takes the same time for any mask and is
+        # several times faster than `masked_fill_`.
         bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
         row_biases = torch.from_numpy(bias[:, :vocab_size])
         if len(rows) == len(logits):

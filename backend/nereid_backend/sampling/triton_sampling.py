@@ -91,8 +91,8 @@ def search(
     Returns:
         The threshold, the number of tokens that it keeps, and the sum of their weights.
     """
-    # During the search, `low` keeps enough and `high` does not. No weight is greater than 1, whose
-    # bits are 0x3F800000.
+    # During the search, the threshold `low` keeps enough tokens and the threshold `high` keeps too
+    # few. No weight is greater than 1, whose bits are 0x3F800000.
     high = tl.full([], 0x3F800001, tl.int32)
     too_few = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
@@ -127,6 +127,8 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
     Weights below the threshold `low` are treated as 0. `target` must be less than the sum of the
     other weights.
     """
+    # Find the tile with the token. `begin` is the first column of the next tile, `inside` is the
+    # sum of the tile that was loaded last, and `before` is the sum of all tiles before that tile.
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
     inside = before
@@ -136,6 +138,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
         bits = weight_bits(values, max_logit, factor)
         inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
+    # The loop ends after it has passed the tile with the token. Go back to that tile and search it.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)

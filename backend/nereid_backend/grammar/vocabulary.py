@@ -102,8 +102,9 @@ class Vocabulary:
         """
         token_ids: list[int] = []
         while data:
-            end = next(end for end in range(len(data), -1, -1) if data[:end] in self._plain)
-            if not end:
+            ends = (end for end in range(len(data), 0, -1) if data[:end] in self._plain)
+            end = next(ends, None)
+            if end is None:
                 raise KeyError(data[:1])
             token_ids.append(self._plain[data[:end]])
             data = data[end:]

@@ -77,15 +77,17 @@ def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str
         with (folder / _fingerprint(model, reasoning, tools)).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            if data := file.read():
-                fmt, reason = pickle.loads(data)
-            else:
-                fmt, reason = _analyse(model, reasoning, tools)
-                file.write(pickle.dumps((fmt, reason)))
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
-        # The folder cannot be written, or an earlier process was killed while it wrote the file.
-        fmt, reason = _analyse(model, reasoning, tools)
-    return fmt, reason
+            try:
+                return pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):
+                # The file is new, or an earlier process was killed while it wrote the file.
+                result = _analyse(model, reasoning, tools)
+                file.truncate(0)
+                file.write(pickle.dumps(result))
+                return result
+    except (OSError, RuntimeError):
+        # The home folder is unknown, or the cache folder cannot be written.
+        return _analyse(model, reasoning, tools)
 
 
 def _analyse(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
@@ -136,8 +135,10 @@ def _check_length(config: EngineConfig) -> None:
     """
     try:
         path = Path(config.model) / "config.json"
-        checkpoint: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return
+    if not isinstance(checkpoint, dict):
         return
     # The config of a model for text and images contains the config of its decoder. The value can
     # be null.

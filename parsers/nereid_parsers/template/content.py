@@ -102,8 +102,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    stripped = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
-    reasoning_markers = [mark for mark in stripped if mark]
+    reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:
         bare = text.lstrip()

@@ -49,5 +49,13 @@ def test_bytes_can_be_spelled_with_any_tokens(vocabulary):
     assert b"".join(vocabulary.tokens[one] for one in vocabulary.spell(data)) == data
 
 
+def test_bytes_without_a_token_cannot_be_spelled():
+    vocab = {"a": 0, "b": 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    vocabulary = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 2)
+    with pytest.raises(KeyError, match="z"):
+        vocabulary.spell(b"az")
+
+
 def test_rows_have_a_bit_for_each_token():
     assert mask_of([0, 31, 33], 40).tolist() == [-(2**31) + 1, 2]

@@ -49,6 +49,15 @@ def test_a_template_is_analysed_once(model, analyses):
     assert len(analyses) == 1
 
 
+def test_a_damaged_cache_file_is_replaced(model, analyses, tmp_path):
+    first = choose(model)
+    (cached,) = (tmp_path / "cache").rglob("chat-formats/*")
+    cached.write_bytes(b"damaged")
+    assert choose(model) == first
+    assert choose(model) == first
+    assert len(analyses) == 2
+
+
 def test_another_template_or_other_settings_are_analysed_again(model, analyses):
     choose(model)
     choose(model, reasoning_parser="qwen3", tool_parser="hermes")

@@ -134,13 +134,14 @@ _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Example: the field of "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
-# Example: the field of "max_tokens must be at least 1". A single word such as "image" in "image is
-# too large" may be no field. It is matched only if it is in this list of fields.
+# Example: the pattern matches the field in "max_tokens must be at least 1". A single word, such as
+# "image" in "image is too large", is often not a field, so only the words of this list are matched.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
 )
-# These words stand for the field in the second part of "seed: the value must be an integer".
+# The first words after "seed: " in a message such as "seed: the value must be an integer". The name
+# of the field replaces these words: "seed must be an integer".
 _SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 

@@ -242,7 +242,7 @@ def _is_task_cancelled() -> bool:
 
 
 async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Return the result of a call, in a coroutine that a task can run."""
+    """Wait for an awaitable call and return its result. A task can run only a coroutine."""
     return await call
 
 

@@ -50,7 +50,7 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
         name = str(first["loc"][0])
         # An example of pydantic's messages is "Input should be a valid integer, unable to parse
         # string as an integer". The part after the comma repeats the first part.
-        requirement = re.sub("^(Input should|Value error,) |, unable to .*", "", first["msg"])
+        requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
         raise SettingsError(
             f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
         ) from None
@@ -78,7 +78,7 @@ def _check_size(value: object) -> object:
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
     if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)? ?([kmgt]?i?b)?", value.lower()):
-        raise ValueError("be a number of bytes, such as 65536 or 64MiB")
+        raise ValueError("Input should be a number of bytes, such as 65536 or 64MiB")
     return value
 
 

@@ -101,7 +101,9 @@ class Backend(Protocol):
 
 
 class TritonBackend:
-    """The ensemble on a Triton server. Each request has a gRPC stream, and all streams one channel.
+    """The ensemble on a Triton server.
+
+    Each request has its own gRPC stream. All streams share one gRPC channel.
 
     The object must be created in a running event loop. The first call opens the connection.
 
@@ -124,9 +126,9 @@ class TritonBackend:
         and many clients disconnect as soon as they receive a finish reason.
         """
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
-        # The header `triton_grpc_error` would turn the code of an error into the status of the
-        # stream. It is not sent, because Triton server 2.51 then treats each error as a
-        # cancellation and crashes after a while.
+        # If the frontend sent the header `triton_grpc_error`, the Triton server would send the code
+        # of an error as the status of the stream. The frontend does not send this header, because
+        # with it Triton server 2.51 treats each error as a cancellation and crashes after a while.
         stream = self._calls.stream(self._request(self._ensemble, generation, outputs))
         has_ended = False
         num_running = generation.num_choices
@@ -278,9 +280,10 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 
 
 def _with_client(text: str, generation: Generation) -> str:
-    """Return a JSON object as text, with the fields that name the client at its end.
+    """Add the fields that identify the client to the end of a JSON object.
 
-    A client cannot replace the fields, because the last one of several equal keys counts.
+    A client cannot replace these fields. If an object has the same key twice, JSON parsers use the
+    last value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """

@@ -59,7 +59,10 @@ class MessageBuilder:
         }
 
     def opening(self, first: Delta | None) -> list[Json]:
-        """Return the events before the first delta, whose token counts they contain."""
+        """Return the events that precede the first delta.
+
+        The events contain the token counts of the first delta.
+        """
         self._usage = (first or {}).get("usage", self._usage)
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
 
@@ -94,7 +97,7 @@ class MessageBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: str, empty: Json) -> list[Json]:
-        """Append a text to the current block. Start a new block if it has another kind.
+        """Append a text to the current block. If this block has another kind, start a new block.
 
         Args:
             text: the text.
@@ -157,7 +160,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._finished), "delta": delta}
 
     def _end(self, delta: Delta) -> list[Json]:
-        """End the message for the finish reason of the last delta. Return the last events."""
+        """End the message with the stop reason of the last delta, and return its last events."""
         events = self._finish()
         finish_reason, stop_reason = delta["finish_reason"], delta.get("stop_reason")
         if finish_reason not in _STOP_REASONS:

@@ -25,7 +25,7 @@ REFUSED_IN_MESSAGES = {
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
-    # The code lets Anthropic's client send the whole conversation instead.
+    # After this error code, Anthropic's client sends the whole conversation.
     "thread": Refusal(
         "Nereid stores no conversations; send all messages", code="thread_unsupported_request"
     ),
@@ -103,8 +103,8 @@ class CountTokensRequest(GenerationRequest):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     """The conversation so far. A message has a text, or blocks of the types `text`, `thinking`,
-    `redacted_thinking`, `tool_use` and `tool_result`. If the last message is of the assistant, the
-    answer continues it."""
+    `redacted_thinking`, `tool_use` and `tool_result`. If the last message has the role
+    `assistant`, the answer continues it."""
     system: str | list[dict[str, Any]] | None = None
     """The system prompt: a text, or a list of text blocks."""
     tools: list[dict[str, Any]] | None = None
@@ -172,8 +172,8 @@ class CountTokensRequest(GenerationRequest):
             if not isinstance(edit, dict) or edit.get("type") != _KEPT_REASONING:
                 raise FieldError(
                     "context_management.edits",
-                    f"context_management.edits must have the type {_KEPT_REASONING}, because "
-                    f"Nereid does not edit conversations, but the request has {shown(edit)}",
+                    f"context_management.edits must have the type {_KEPT_REASONING}, but the "
+                    f"request has {shown(edit)}. Nereid cannot edit conversations in other ways.",
                 )
         return self
 

@@ -240,7 +240,10 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
-    """Return the environment variables of both programs: the current ones and the flags."""
+    """Return the environment variables of the Triton server and of the frontend.
+
+    The result contains the variables of this process. A flag replaces the variable of its setting.
+    """
     environment = dict(os.environ)
     flags = {_engine_variable(flag): flag for flag in _ENGINE_FLAGS}
     flags |= {VARIABLES[setting]: flag for flag, (setting, _) in _FRONTEND_FLAGS.items()}

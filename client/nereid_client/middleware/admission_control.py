@@ -127,9 +127,10 @@ class Throttle:
         num_later = sum(then > started for then in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
-            # The rejection took `now - started`, and the requests admitted in the meantime have not
-            # arrived at the server yet. No request is sent until they have. Otherwise a server that
-            # rejects slowly would have ever more requests to reject.
+            # The server took `now - started` to reject this request. The frontend has sent more
+            # requests during this time, and the server has to reject them too. The frontend
+            # therefore sends no further request for the same time. Otherwise the number of requests
+            # that a slow server still has to reject would grow without limit.
             self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
@@ -161,7 +162,7 @@ class Throttle:
 
 
 class AdmissionControl:
-    """Middleware that sends a 429 or 503 at once to a request that should not run now.
+    """Middleware that sends a 429 or 503 at once for a request that should not run now.
 
     GET, HEAD, OPTIONS and DELETE requests and requests that abort others are always admitted,
     because they are most useful when the server is at its limit or about to stop.

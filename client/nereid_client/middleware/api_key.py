@@ -18,7 +18,7 @@ CLIENT_HEADER = "x-client-id"
 
 
 class ApiKey:
-    """Middleware that finds the client of each request in `current_client`.
+    """Middleware that identifies the client of each request and stores it in `current_client`.
 
     If there are API keys, the middleware requires one for every path under /v1 and for every POST
     and DELETE request.

@@ -62,8 +62,8 @@ class Bucket:
     """A limit for each minute, as a token bucket that is full at first.
 
     Attributes:
-        per_minute: the size of the bucket, which is also what flows in within a minute. 0 means no
-            limit.
+        per_minute: the size of the bucket, and the amount that is added to the bucket in each
+            minute. 0 means no limit.
     """
 
     per_minute: int
@@ -79,7 +79,7 @@ class Bucket:
         self._level -= amount
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the seconds until the bucket contains `amount`; 0 if it does."""
+        """Return the seconds until the bucket contains `amount`, or 0 if `amount` is there now."""
         if not self.per_minute:
             return 0.0
         self._fill(now)
@@ -92,7 +92,7 @@ class Bucket:
 
 
 class Client:
-    """A client of the API: its share, its limits, and what it uses.
+    """A client of the API, with its share, its limits and its current usage.
 
     Args:
         name: the name of the client in the key file. "" if there is no key file, or for the key in
@@ -219,7 +219,7 @@ class KeyFile:
             _log.warning("The frontend has read %d API keys from %s", count, self._path)
 
     def _load(self) -> None:
-        """Read the file. Clients that were in it before keep what they use.
+        """Read the file. The usage counters of clients that were already in the file do not change.
 
         Raises: SettingsError.
         """
@@ -230,7 +230,7 @@ class KeyFile:
         self._digests = [(entry.digest, self._clients[name]) for name, entry in entries.items()]
 
     def _current_version(self) -> tuple[int, int] | None:
-        """Return a value that differs when the file has changed; None if it cannot be read."""
+        """Return a value that changes with the file, or None if the file cannot be read."""
         try:
             status = self._path.stat()
         except OSError:

@@ -2,8 +2,9 @@
 
 from collections import Counter
 
-# A client may have this number of times what is left after its request. A client that is alone can
-# therefore have three quarters of the limit, and a second client three quarters of the rest.
+# After a request is admitted, its client may use at most this number of times the amount that is
+# still free. If only one client sends requests, that client can use three quarters of the limit. A
+# second client can then use three quarters of the remaining quarter.
 _TIMES_THE_REST = 3
 
 
@@ -29,8 +30,8 @@ class SharedBudget:
     def fits(self, client: str, amount: int) -> bool:
         """Return whether a client may use `amount` more.
 
-        Only a client with a name has a share. A client that uses nothing yet may use all that is
-        left.
+        Only a client with a name is limited to a share. A client that uses nothing yet may use the
+        whole remaining amount.
         """
         left = self.limit - self.used - amount
         own = self._by_client[client]

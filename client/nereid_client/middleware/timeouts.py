@@ -1,4 +1,4 @@
-"""Time limits: how long a request may take, and how long its client may read nothing."""
+"""Limits for the time of a request, and for the time in which its client reads no data."""
 
 import asyncio
 import logging
@@ -121,7 +121,7 @@ def _requested_limit(scope: Scope) -> float | None:
 
 
 def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
-    """Return the 504 for a request that took too long."""
+    """Return the error with the status 504 for a request that took too long."""
     source = "the request's header X-Request-Timeout" if is_requested else (
         "the server's setting request_timeout_s"
     )  # fmt: skip

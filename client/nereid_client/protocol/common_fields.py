@@ -260,7 +260,7 @@ class GenerationRequest(RequestBody):
 
 
 def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
-    """Raise an error if an unknown field has almost the name of a known field.
+    """Raise an error if the name of an unknown field is similar to the name of a known field.
 
     Other unknown fields are ignored, because clients send fields of other APIs. Examples:
     `max_token` and `maxTokens` are refused with a hint at `max_tokens`, and `num_ctx` is ignored.
@@ -282,8 +282,8 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
             raise FieldError(
                 name,
                 f"The request has the unknown field {shown(name)}. Did you mean {shown(hint)}? "
-                "Nereid ignores other unknown fields, but not one with almost the name of a known "
-                "field.",
+                "Nereid ignores most unknown fields, but it rejects an unknown field whose name is "
+                "similar to the name of a known field.",
             )
 
 

@@ -33,8 +33,8 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
             if not isinstance(item, str):
                 raise FieldError(
                     "prompt",
-                    f"prompt[{index}] must be a string, because the first item of prompt is a "
-                    f"string, but the request has {shown(item)}",
+                    f"prompt[{index}] must be a string, but the request has {shown(item)}. All "
+                    "items of prompt must have the same type as the first item.",
                 )
         return tuple(value)
     if isinstance(value[0], list):

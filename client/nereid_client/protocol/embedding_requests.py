@@ -51,8 +51,8 @@ class PoolingRequest(RequestBody):
         if isinstance(value, str) and value not in ("NONE", "END"):
             raise FieldError(
                 "truncate",
-                'truncate must be true, false, "NONE" or "END", because only the end of a text can '
-                f"be removed, but the request has {shown(value)}",
+                'truncate must be true, false, "NONE" or "END", but the request has '
+                f"{shown(value)}. Nereid can remove only the end of a text.",
             )
         return value
 
@@ -73,8 +73,8 @@ class PoolingRequest(RequestBody):
         if value is not None and value.lower() != "right":
             raise FieldError(
                 "truncation_direction",
-                'truncation_direction must be "right", because only the end of a text can be '
-                f"removed, but the request has {shown(value)}",
+                'truncation_direction must be "right", but the request has '
+                f"{shown(value)}. Nereid can remove only the end of a text.",
             )
         return value
 
@@ -227,7 +227,8 @@ class CohereEmbedRequest(RequestBody):
     output_dimension: Annotated[int, Field(ge=1)] | None = None
     """The number of dimensions of the returned vectors. The other dimensions are cut off."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Must be at least the model's limit, because texts are cut there and not before."""
+    """The number of tokens at which a text is cut. Only the model's limit and larger values are
+    supported."""
     truncate: Literal["NONE", "END"] | None = None
     """`END` cuts texts that are too long. With `NONE`, such a text is an error."""
 
@@ -285,8 +286,8 @@ def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
         if not isinstance(content, list) or len(content) != 1:
             raise FieldError(
                 "inputs",
-                f"inputs[{index}].content must be a list of exactly one part, because each part "
-                f"has its own vector, but the request has {shown(content)}",
+                f"inputs[{index}].content must be a list of exactly one part, but the request has "
+                f"{shown(content)}. Send one item of inputs for each part.",
             )
         parts.append(content[0])
     return parts

@@ -16,7 +16,8 @@ from nereid_client.errors import ApiError, BackendError
 _MAX_AGE_S = 30.0
 _RETRY_S = 1.0
 _FETCH_TIMEOUT_S = 2.0
-# An item of a response's input can become part of a message, so more items than messages may fit.
+# Several items of a response's input can become one message, so the limit for the number of items
+# is higher than the limit for the number of messages.
 _ITEMS_PER_MESSAGE = 4
 
 
@@ -92,11 +93,11 @@ class RequestLimits:
 
 
 class PublishedLimits:
-    """The limits as the tokenizer model publishes them, cached for some seconds.
+    """The limits that the tokenizer model publishes, cached for some seconds.
 
     Args:
-        fetch: asks the tokenizer model for its limits, by name. An empty mapping means that the
-            model publishes no limits.
+        fetch: returns the limits of the tokenizer model as a mapping from name to limit. An empty
+            mapping means that the model publishes no limits.
         clock: returns the time in seconds.
     """
 
@@ -111,13 +112,13 @@ class PublishedLimits:
         self._expires = float("-inf")
 
     async def get(self) -> RequestLimits | None:
-        """Return the limits; None if the tokenizer model has not published any.
+        """Return the limits, or None if the tokenizer model has not published any limits.
 
-        If the model does not answer, the last limits stay valid. The request then fails anyway when
-        the frontend sends it to the Triton server.
+        If the model does not answer, the last limits stay valid. The request then fails later,
+        when the frontend sends it to the Triton server.
         """
         if self._clock() >= self._expires:
-            # Other requests use the last limits while this one asks for new ones.
+            # While this request fetches new limits, other requests use the previous limits.
             self._expires = self._clock() + _MAX_AGE_S
             try:
                 async with asyncio.timeout(_FETCH_TIMEOUT_S):
@@ -130,7 +131,10 @@ class PublishedLimits:
 
 
 def _limits_of(published: Mapping[str, int]) -> RequestLimits | None:
-    """Return the limits in the tokenizer model's mapping, which can have further names."""
+    """Return the limits that the tokenizer model published, or None if one of them is missing.
+
+    The mapping of the tokenizer model can contain other keys, which are ignored.
+    """
     names = RequestLimits.__dataclass_fields__
     if not names.keys() <= published.keys():
         return None

@@ -37,9 +37,11 @@ class RerankRequest(PoolingRequest):
     instruct: str | None = None
     """Another name of instruction."""
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    """Must be at least the model's limit, because texts are cut there and not before."""
+    """The number of tokens at which a text is cut. Only the model's limit and larger values are
+    supported."""
     max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
-    """Must be at least the model's limit, because texts are cut there and not before."""
+    """The number of tokens at which a text is cut. Only the model's limit and larger values are
+    supported."""
     format: Literal["jina", "cohere", "sglang", "tei"] | None = None
     """The format of the response. The default depends on the route."""
 

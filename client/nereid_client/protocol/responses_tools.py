@@ -139,8 +139,8 @@ def _function(tool: Json, place: str) -> FunctionTool:
     if tool.get("type") != "function":
         raise FieldError(
             f"{place}.type",
-            f"{place}.type must be function or namespace, because the client runs all tools, but "
-            f"the request has {shown(tool.get('type'))}",
+            f"{place}.type must be function or namespace, but the request has "
+            f"{shown(tool.get('type'))}. Nereid has no tools of its own.",
         )
     refuse_nested(place, tool, REFUSED_IN_TOOLS)
     return validated(FunctionTool, tool, place)

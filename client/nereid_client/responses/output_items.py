@@ -102,7 +102,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields of an event that locate the part."""
+        """The fields with which an event names the content part that it belongs to."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:

@@ -136,7 +136,7 @@ class ResponseBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
-        """Append text to the current item. Start a new item if the current one has another kind."""
+        """Append text to the current item. If this item has another kind, start a new item."""
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item

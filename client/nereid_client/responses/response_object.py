@@ -1,4 +1,4 @@
-"""The fields of a response object that repeat its request."""
+"""The fields that a response object copies from its request."""
 
 from nereid_client.protocol.common_fields import SERVICE_TIER
 from nereid_client.protocol.responses_request import ResponsesRequest

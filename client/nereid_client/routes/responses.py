@@ -213,7 +213,7 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
 
 
 def _not_found(response_id: str, param: str) -> ApiError:
-    """Return the 404 for a response that the store does not have."""
+    """Return the error with the status 404 for a response that the store does not have."""
     return ApiError(
         404,
         f"The response {shown(response_id)} does not exist. It was never stored, or it was deleted "

@@ -30,7 +30,10 @@ class CompletionTokensDetails(TypedDict, total=False):
 
 
 class Usage(TypedDict):
-    """The token counts of one choice so far. All choices of a prompt report the same prompt."""
+    """The token counts of one choice so far.
+
+    All choices of a prompt have the same `prompt_tokens`.
+    """
 
     prompt_tokens: int
     completion_tokens: int

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import IO, Protocol
 
 MESSAGE_PREFIX = "nereid:"
-"""Starts a line of the log that is meant for the user."""
+"""The prefix of log lines that `nereid serve` also prints in the terminal."""
 ERROR_PREFIX = "nereid: error:"
-"""Starts a line with which a model reports a wrong setting, a bad checkpoint or its own end."""
+"""The prefix of the log line in which a model reports a wrong setting, a damaged checkpoint, or
+that it has stopped."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
@@ -226,7 +227,7 @@ class Process:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it is a zombie that was ended by the signal of a crash."""
+        """Whether the process is a zombie that died of a crash signal, such as SIGSEGV."""
         return self.state == "Z" and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
 
 
@@ -238,7 +239,7 @@ def process_of(pid: int) -> Process | None:
 def is_waiting_for_a_child(pid: int) -> bool:
     """Return whether a thread of the process waits for the end of a child process.
 
-    Return False too if the kernel does not allow to read the state of the threads.
+    Also return False if the kernel does not allow this process to read the state of the threads.
     """
     for thread in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with contextlib.suppress(OSError):
@@ -253,7 +254,7 @@ def children_of(pid: int) -> list[Process]:
 
 
 def descendants_of(pid: int) -> list[Process]:
-    """Return the descendants of a process that run, parents first."""
+    """Return the running descendants of a process, parents first."""
     children: dict[int, list[Process]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process)
@@ -286,7 +287,7 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants(keep: Collection[int] = ()) -> list[int]:
-    """Return the ids of the descendants that run, parents first. Reap those that have ended."""
+    """Reap the descendants that have ended. Return the ids of the others, parents first."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process.pid)
@@ -321,9 +322,9 @@ def _process(entry: Path) -> Process | None:
 
 
 def _reap(pid: int) -> bool:
-    """Reap a process if it has ended, and return whether it has.
+    """Reap a process if it has ended, and return whether it has ended.
 
-    Return True too for a zombie that another process must reap.
+    Also return True for a zombie that another process must reap.
     """
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid

@@ -105,8 +105,8 @@ class HangWatch(threading.Thread):
     def _check(self) -> str | None:
         """Return a description of the hang, or None if the model answers or has no requests."""
         page = read_metrics(self._metrics_url)
-        # A page that arrives too late is "". A server that has ended has none, which the supervisor
-        # notices itself.
+        # `page` is "" if it arrives too late, and None if the server has ended. The supervisor
+        # detects the end of the server without this watch.
         if page is None or (page and not count_running(self._frontend, page)):
             return None
         timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)

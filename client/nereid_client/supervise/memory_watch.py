@@ -21,7 +21,8 @@ _CHECK_EVERY_S = 1.0
 _TOLERATED_S = 5.0
 # The share of the memory that one process may use by default.
 _DEFAULT_SHARE = 0.8
-# The watch acts when less than this share of the memory is available, but at most 1 GiB.
+# The watch acts when the available memory falls below a reserve. The reserve is this share of the
+# total memory, and at most 1 GiB.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
 _SMALLEST_VICTIM = 64 * 2**20
@@ -90,7 +91,7 @@ class MemoryWatch:
         self._due = 0.0
 
     def check(self) -> None:
-        """Kill a process that uses too much memory. Do nothing if the last check was just made."""
+        """Kill a process that uses too much memory. Check the memory at most once a second."""
         now = self._clock()
         if now < self._due:
             return

@@ -14,8 +14,8 @@ from nereid_client.settings import Settings, SettingsError, settings_from_enviro
 from nereid_client.supervise import weight_files
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
-# The backend's own check of its settings. It runs as a program, because this package must not
-# import the backend.
+# The module with which the backend checks its own settings. The module runs as a separate program,
+# because this package must not import the backend.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
 _WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0

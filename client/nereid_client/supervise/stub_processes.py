@@ -68,7 +68,7 @@ class StubWatch:
         return None
 
     def has_abandoned_stub(self) -> bool:
-        """Return whether the server, which is starting, waits for the end of a stub that runs."""
+        """Return whether the starting server waits for the end of a stub that is still running."""
         now = self._clock()
         if now >= self._check_due:
             self._check_due = now + _CHECK_EVERY_S

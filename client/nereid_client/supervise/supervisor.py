@@ -246,8 +246,9 @@ class Supervisor:
                 failure = self._server_failure()
             if failure is None:
                 continue
-            # A program that fails before the first announcement has a wrong setting or checkpoint,
-            # so a restart does not help. A crash is the exception.
+            # If a program exits before all programs have been ready once, a setting or the
+            # checkpoint is wrong, and a restart would not help. A program that crashed is
+            # restarted at any time.
             is_restartable = self._is_announced or program.has_crashed
             wait_s = program.restarts.next_wait_s() if is_restartable else None
             if wait_s is None:
@@ -263,7 +264,7 @@ class Supervisor:
         """Return why the server does not work although its processes run, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
-            # A model ended itself and rejects all further requests.
+            # A model has reported that it has stopped, and it rejects all further requests.
             return f"{server.name}: {server.child.refusals[0]}"
         is_warming_up = self._warm_up is not None
         if is_warming_up and server.stubs.has_abandoned_stub():
@@ -280,7 +281,7 @@ class Supervisor:
 
     def _clean_up(self, program: SupervisedProgram) -> None:
         """End all processes of a program that failed, and remove its shared memory."""
-        # Its requests may wait forever. Killing the program lets them fail at once.
+        # The requests to this program may wait forever. They fail at once when it is killed.
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
@@ -301,7 +302,7 @@ class Supervisor:
                 self._start_warm_up()
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
-        """Print why a program failed for the last time.
+        """Print why the last run of a program failed.
 
         Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
             start, else 1.

@@ -311,9 +311,9 @@ async def test_tei_gets_bare_lists(ask):
 async def test_tei_errors_name_its_own_field(ask):
     assert problem(await ask("/embed", inputs="b" * 13))["param"] == "inputs"
     error = problem(await ask("/embed", inputs="b", truncation_direction="Left"))
-    assert (
-        'truncation_direction must be "right", because only the end of a text can be'
-        in error["message"]
+    assert error["message"] == (
+        'truncation_direction must be "right", but the request has "Left". Nereid can remove only '
+        "the end of a text."
     )
 
 

@@ -305,7 +305,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"tools": [{"type": "web_search"}]},
-            "tools[0].type must be function or namespace, because the client runs all tools, but",
+            "tools[0].type must be function or namespace, but the request has",
         ),
         (
             {"tools": [TOOL, {"type": "function"}]},

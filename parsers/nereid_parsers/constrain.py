@@ -14,6 +14,7 @@ JSON follow the reasoning, as the format declares them. Three details are import
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from nereid_parsers.constrain_answer import report_unenforced
@@ -44,6 +45,7 @@ from nereid_parsers.declarations import (
 )
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import Slot, pattern
+from nereid_parsers.stream.parser import OutputStart
 from nereid_parsers.tool_declarations import (
     JsonArguments,
     JsonArray,
@@ -56,21 +58,44 @@ from nereid_parsers.tool_declarations import (
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
+class ReasoningState(Enum):
+    """The state of the reasoning at the start of the constrained text.
+
+    OPEN      The prompt opens the reasoning, so the constrained text starts inside it.
+    POSSIBLE  The model may open the reasoning.
+    ENDED     The prompt already contains reasoning that has been closed.
+    EXCLUDED  The structural tag describes only the text after the reasoning.
+    """
+
+    OPEN = "open"
+    POSSIBLE = "possible"
+    ENDED = "ended"
+    EXCLUDED = "excluded"
+
+
+def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
+    """Return the state of the reasoning at the start of the constrained text.
+
+    Args:
+        start: The state of the reasoning at the end of the prompt.
+        skip_reasoning: Whether the structural tag describes only the text after the reasoning.
+    """
+    if skip_reasoning:
+        return ReasoningState.EXCLUDED
+    if start.stage is Stage.REASONING:
+        return ReasoningState.OPEN
+    return ReasoningState.ENDED if start.has_reasoned else ReasoningState.POSSIBLE
+
+
 def structural_tag(
-    fmt: FormatData,
-    request: Request,
-    stage: Stage,
-    may_reason: bool = True,
-    skip_reasoning: bool = False,
+    fmt: FormatData, request: Request, reasoning: ReasoningState
 ) -> dict[str, Any] | None:
     """Return the structural tag for a request, or None if the request allows any output.
 
     Args:
         fmt: The format of the output.
         request: The constraints of the request.
-        stage: The stage in which the output starts.
-        may_reason: Whether the model itself may still open the reasoning.
-        skip_reasoning: Whether the structural tag describes only the text after the reasoning.
+        reasoning: The state of the reasoning at the start of the constrained text.
 
     Raises:
         ConstraintError: No structural tag of this format expresses the request.
@@ -80,18 +105,13 @@ def structural_tag(
     for tool in request.tools:
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
-    parts: list[Node] = []
     if isinstance(layout, Messages):
-        if skip_reasoning:
-            parts.append(const(layout.start))
-        else:
-            parts += _reasoning_messages(fmt, layout, stage)
-        parts.append(_final_messages(fmt, layout, request))
+        nodes = _reasoning_messages(fmt, layout, reasoning)
+        output = sequence(*nodes, _final_messages(fmt, layout, request))
     else:
-        if not skip_reasoning:
-            parts += _reasoning_nodes(fmt, layout, stage, may_reason)
-        parts.append(_answer_or_calls(fmt, layout, request))
-    return {"type": "structural_tag", "format": sequence(*parts)}
+        nodes = _reasoning_nodes(fmt, layout, reasoning)
+        output = sequence(*nodes, _answer_or_calls(fmt, layout, request))
+    return {"type": "structural_tag", "format": output}
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
@@ -102,59 +122,57 @@ def _no_end_marker(fmt: FormatData) -> ConstraintError:
     )
 
 
-def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
+def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     """Return the markers of the reasoning and the state of the reasoning after a prompt.
 
     Return None if the format has no reasoning, or no marker that closes the reasoning.
 
     Args:
         fmt: The format of the output.
-        stage: The stage in which the output starts.
-        has_reasoned: Whether the prompt contains reasoning that has been closed.
+        start: The state of the reasoning at the end of the prompt.
     """
     layout = fmt.layout
     if isinstance(layout, Messages):
         route = _first_route(layout, Stage.REASONING)
         if route is None or not layout.ends:
             return None
-        start = _header_text(layout, route)
-        end = layout.ends[0]
+        opening = _header_text(layout, route)
+        closing = layout.ends[0]
     elif layout.reasoning is None:
         return None
     else:
-        start = layout.reasoning.open
-        end = layout.reasoning.close
-    is_open = stage is Stage.REASONING
-    return ReasoningGate(start, end, is_open, may_open=not is_open and not has_reasoned)
+        opening = layout.reasoning.open
+        closing = layout.reasoning.close
+    is_open = start.stage is Stage.REASONING
+    may_open = not is_open and not start.has_reasoned
+    return ReasoningGate(opening, closing, is_open, may_open)
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
 
 
-def _reasoning_nodes(
-    fmt: FormatData, layout: Sections, stage: Stage, may_reason: bool
-) -> list[Node]:
+def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
     """Return the structural-tag nodes for the reasoning, its markers and white space.
 
-    Example of matching text: `<think>Let me see.</think>`. If `stage` is REASONING, the opening
-    marker is omitted.
+    Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
+    opening marker is omitted.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
+    if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
+        return []
     part = layout.reasoning
     if part is None:
-        if stage is Stage.REASONING:
+        if state is ReasoningState.OPEN:
             raise _no_end_marker(fmt)
         return []
     close = part.close.strip()
     # The opening marker of the content may end the reasoning, so the reasoning must not contain it.
     content_open = (layout.content.open,) if layout.content is not None else ()
     text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
-    if stage is Stage.REASONING:
+    if state is ReasoningState.OPEN:
         return [{"type": "tag", "begin": "", "content": text, "end": close}, BLANKS]
-    if not may_reason:
-        return []
     options = [{"type": "tag", "begin": part.open.strip(), "content": text, "end": close}]
     if part.is_opened_by_model:
         # Some models skip the reasoning and write only the closing marker.
@@ -217,19 +235,12 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
-    first = tools.calls[0]
-    is_list = isinstance(first.body, JsonArray | PythonCalls)
-    if is_list and not (tools.opens or first.trigger):
+    if _is_list(tools) and not (tools.opens or tools.calls[0].trigger):
         # A list without a marker starts with a bracket, which other text may contain too. Such a
         # list is therefore allowed only at the start of the output.
         text = sequence(_NO_BRACKET, any_text())
         return one_of(section_node(tools, request.tools, request.is_single), text)
-    if tools.opens:
-        tags = [tag(section_node(tools, request.tools, request.is_single))]
-    elif is_list:
-        tags = [tag(call_node(first, request.tools, request.is_single))]
-    else:
-        tags = [tag(call_node(first, (tool,), request.is_single)) for tool in request.tools]
+    tags = [tag(node) for node in _marked_calls(tools, request)]
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
@@ -237,6 +248,25 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
         "tags": [{**node, "begin": node["begin"].lstrip()} for node in tags],
         "stop_after_first": request.is_single,
     }
+
+
+def _is_list(tools: ToolSection) -> bool:
+    """Return whether one body contains all tool calls, as in `[f(), g()]`."""
+    return isinstance(tools.calls[0].body, JsonArray | PythonCalls)
+
+
+def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
+    """Return the structural-tag nodes that start with a marker of tool calls.
+
+    Examples: one node for a whole section `<tool_calls>..</tool_calls>`, or one node for each tool
+    if every tool call has the markers `<tool_call>..</tool_call>`.
+    """
+    if tools.opens:
+        return [section_node(tools, request.tools, request.is_single)]
+    call = tools.calls[0]
+    if _is_list(tools):
+        return [call_node(call, request.tools, request.is_single)]
+    return [call_node(call, (tool,), request.is_single) for tool in request.tools]
 
 
 # ---- the layout Messages -------------------------------------------------------------------------
@@ -281,24 +311,30 @@ def _header_text(layout: Messages, route: Route, name: str = "") -> str:
     return text + layout.header_end
 
 
-def _reasoning_messages(fmt: FormatData, layout: Messages, stage: Stage) -> list[Node]:
+def _reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
     """Return the structural-tag nodes for the reasoning message and the start of the next message.
 
-    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If
-    `stage` is REASONING, the header is omitted. Otherwise the whole message is optional.
+    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
+    reasoning is already open, the header is omitted. If the structural tag excludes the reasoning,
+    only the start of the next message remains. Otherwise the whole message is optional.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
+    if state is ReasoningState.EXCLUDED:
+        return [const(layout.start)]
     route = _first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
-        if stage is Stage.REASONING:
+        if state is ReasoningState.OPEN:
             raise _no_end_marker(fmt)
-        return []
+        return []  # The structural tag then starts with the answer.
+    end = layout.ends[0]
+    # The first end marker ends the reasoning. Every other marker that ends a message or the turn
+    # would end the output before the answer, so the reasoning must not contain such a marker.
     text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
-    body = {"type": "tag", "begin": "", "content": text, "end": layout.ends[0]}
+    body = {"type": "tag", "begin": "", "content": text, "end": end}
     body_and_next_start = sequence(body, const(layout.start))
-    if stage is Stage.REASONING:
+    if state is ReasoningState.OPEN:
         return [body_and_next_start]
     header = const(_header_text(layout, route))
     return [optional(sequence(header, body_and_next_start))]
@@ -339,19 +375,24 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    # The first route is the usual header. Other headers are allowed if their text is declared.
-    written_routes = [routes[0], *(route for route in routes[1:] if route.written)]
     calls = [
-        sequence(
-            one_of(*(const(_header_text(layout, route, tool.name)) for route in written_routes)),
-            _message_arguments(layout.body, tool),
-        )
+        sequence(_call_header(layout, routes, tool.name), _message_arguments(layout.body, tool))
         for tool in request.tools
     ]
     if request.is_single or layout.call_end:
         return one_of(*calls)  # The marker after the tool call also ends the turn.
     end = layout.ends[0] if layout.ends else ""
     return repeated(calls, const(end + layout.start), is_single=False)
+
+
+def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
+    """Return the structural-tag node for the headers of a message that calls the function `name`.
+
+    The model may write the header of the first route, and the header of each other route that
+    declares the exact text in `Route.written`.
+    """
+    allowed_routes = [routes[0], *(route for route in routes[1:] if route.written)]
+    return one_of(*(const(_header_text(layout, route, name)) for route in allowed_routes))
 
 
 def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:

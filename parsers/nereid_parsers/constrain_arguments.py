@@ -93,19 +93,35 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     Example of matching text: `<parameter=city>Paris</parameter>`.
     """
     values = {"key": [key], "string": ["true"], "type": ["string"]}
-    opening = pattern_node(part.open, values)
+    choices = _string_choices(schema)
+    if choices is not None:
+        opening = pattern_node(part.open, values)
+        return sequence(opening, one_of(*map(const, choices)), const(part.close))
+    forms = (part, *_unquoted_forms(part))
+    return one_of(*(_text_until(pattern_node(form.open, values), form.close) for form in forms))
+
+
+def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the strings that the keyword `enum` allows, or None if the schema has no such list."""
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    # Some formats wrap a string in CDATA only if it contains special characters:
-    # `<p><![CDATA[a<b]]></p>` and `<p>ab</p>`. `<p>`, the marker before an unwrapped string, is a
-    # prefix of `<p><![CDATA[`, the marker before a wrapped one.
-    is_constant = opening["type"] == "const_string" and bool(opening["value"])
-    shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
-    options = [
-        _text_until(pattern_node(form.open, values), form.close) for form in (part, *shorter)
-    ]
-    return one_of(*options)
+        return choices
+    return None
+
+
+def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
+    """Return the alternative forms of a tagged value in which the same string is not quoted.
+
+    Some formats quote a string with CDATA only if the string contains special characters. The
+    opening of an unquoted value is then a prefix of the opening of a quoted value. Example: for
+    `<p><![CDATA[a<b]]></p>`, the form of `<p>ab</p>` is returned.
+    """
+    return [form for form in part.also if _is_unquoted_form_of(form, part)]
+
+
+def _is_unquoted_form_of(form: TaggedArguments, quoted: TaggedArguments) -> bool:
+    """Return whether the opening of `form` is a proper prefix of the opening of `quoted`."""
+    return form.open != quoted.open and quoted.open.startswith(form.open)
 
 
 def _tagged_json(
@@ -145,24 +161,21 @@ def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, 
     """
     untyped = tuple(form for form in forms if "{type}" not in form.open) or forms
     return tuple(
-        form
-        for form in untyped
-        if not any(form.open != other.open and form.open.startswith(other.open) for other in forms)
+        form for form in untyped if not any(_is_unquoted_form_of(other, form) for other in forms)
     )
 
 
 def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node for `opening`, followed by free text and `close`.
+    r"""Return the node for the constant `opening`, followed by free text and `close`.
 
     The free text ends before the visible part of `close`, because the parser ends the value there.
     Example: with the closing text `"\n</p>\n"`, the free text ends at `</p>`, and `"\n"` follows
     the marker.
     """
     marker = close.strip()
-    begin = opening["value"] if opening["type"] == "const_string" else ""
-    text = {"type": "tag", "begin": begin, "content": any_text(), "end": marker}
+    text = {"type": "tag", "begin": opening["value"], "content": any_text(), "end": marker}
     blanks_after = const(close.lstrip()[len(marker) :])
-    return sequence(text, blanks_after) if begin else sequence(opening, text, blanks_after)
+    return sequence(text, blanks_after)
 
 
 # ---- nested elements, Python calls, objects with bare keys ---------------------------------------
@@ -225,16 +238,17 @@ def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
 
     Example of matching text: `[<q>a<q>,<q>b<q>]`.
     """
-    types = json_types_of(schema, schema)
-    choices = schema.get("enum")
-    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+    choices = _string_choices(schema)
+    if choices is not None:
         return one_of(*(const(f"{part.quote}{choice}{part.quote}") for choice in choices))
+    types = json_types_of(schema, schema)
     if types is None or "string" in types:
         return {"type": "tag", "begin": part.quote, "content": any_text(), "end": part.quote}
     if types == frozenset({"array"}):
         item_schema = schema.get("items")
         item = _bare_key_value(part, item_schema if isinstance(item_schema, Mapping) else {})
-        return sequence(const("["), optional(repeated([item], const(","), False)), const("]"))
+        items = repeated([item], const(","), is_single=False)
+        return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
         return bare_key_arguments(part, ToolSchema("", schema))
     return json_schema(schema)

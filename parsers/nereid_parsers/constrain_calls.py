@@ -183,17 +183,19 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
     before, after = _object_around_arguments(keys, tool.name)
-    has_fixed_id = _ID_PLACEHOLDER in before + after
-    if not keys.id or has_fixed_id or "." in keys.id:
+    # If `keys.order` contains the id, the model must write the id there. An id in an inner object
+    # is not allowed at all, because the nodes below describe only the members of the outer object.
+    may_have_id = keys.id is not None and "." not in keys.id and "id" not in keys.order
+    if not may_have_id:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
     # Templates write the id at the start or at the end of the object. Models often omit the id.
-    id_key = json.dumps(keys.id)
+    id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
     return sequence(
         const("{"),
-        optional(sequence(const(f"{id_key}: "), _QUOTED_ID, const(", "))),
+        optional(sequence(id_member, const(", "))),
         const(before.removeprefix("{")),
         arguments,
-        optional(sequence(const(f", {id_key}: "), _QUOTED_ID)),
+        optional(sequence(const(", "), id_member)),
         const(after),
     )
 

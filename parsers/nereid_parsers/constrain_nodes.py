@@ -98,26 +98,29 @@ def optional(part: Node) -> Node:
 def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
     """Return the structural-tag node that matches one or more items, separated by `separator`.
 
-    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item. If
-    there are many items, the node contains each item only once, so that it stays small. White space
-    may then also follow the last item.
+    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item.
+    Example: the items a and b with the separator `,` match `a`, `b,a` and `a,a,b`.
+
+    The usual node for a list, `item (separator item)*`, contains each item twice. If there are many
+    items, a node that contains each item only once is returned, so that the grammar stays small.
     """
     item = one_of(*items)
     if is_single:
         return item
-    if len(items) > _MAX_DUPLICATED_ITEMS and separator == BLANKS:
-        return {"type": "plus", "content": sequence(item, separator)}
-    if len(items) > _MAX_DUPLICATED_ITEMS and separator["type"] == "const_string":
-        return separated_tags(items, separator["value"])
+    if len(items) > _MAX_DUPLICATED_ITEMS:
+        if separator == BLANKS:
+            # Blanks may be empty, so they may also follow the last item.
+            return {"type": "plus", "content": sequence(item, separator)}
+        if separator["type"] == "const_string":
+            return separated_tags(items, separator["value"])
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return a small node that matches one or more items, separated by `separator`.
+    """Return a node that contains each item once, and otherwise matches the same as `repeated`.
 
-    The JSON text of this node contains each item only once. Example: the items a and b with the
-    separator `,` match `a`, `b,a` and `a,a,b`.
+    xgrammar accepts only constant text as the separator of such a node.
     """
     return {
         "type": "tags_with_separator",

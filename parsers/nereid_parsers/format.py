@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereid_parsers.constrain import gate_of, structural_tag
+from nereid_parsers.constrain import gate_of, reasoning_state, structural_tag
 from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
@@ -145,14 +145,12 @@ class Format(FormatData):
                 it.
         """
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
-        start = output_start(self, prompt)
-        may_reason = not start.has_reasoned
-        return structural_tag(self, request, start.stage, may_reason, skip_reasoning)
+        reasoning = reasoning_state(output_start(self, prompt), skip_reasoning)
+        return structural_tag(self, request, reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
         """Return the reasoning's markers, and the state of the reasoning at the end of `prompt`.
 
         Return None if the format has no reasoning, or no marker that closes the reasoning.
         """
-        start = output_start(self, prompt)
-        return gate_of(self, start.stage, start.has_reasoned)
+        return gate_of(self, output_start(self, prompt))

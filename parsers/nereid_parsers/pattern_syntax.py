@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from nereid_parsers.errors import FormatError
 
 FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
-_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+# A doubled brace, a field such as `{name}`, or a single brace, which is an error.
+_FIELD_OR_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +43,40 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
     """
     parts: list[str | Slot] = []
     literal_start = 0
-    for match in _FIELD.finditer(text):
+    for match in _FIELD_OR_BRACES.finditer(text):
         _append_literal(parts, text[literal_start : match.start()])
         literal_start = match.end()
         if match.group() in ("{{", "}}"):
             _append_literal(parts, match.group()[0])
-        elif match.group(1) in FIELDS:
-            if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
-                raise FormatError(
-                    f"The pattern {text!r} has two fields without text between them, so the end "
-                    "of the first field is not defined. Insert text between the two fields."
-                )
-            parts.append(Slot(match.group(1)))
         else:
-            fields = ", ".join(f"{{{name}}}" for name in sorted(FIELDS))
-            raise FormatError(
-                f"The pattern {text!r} contains {match.group()!r}, which is not a field. The "
-                f"fields are {fields}. Write literal braces as {{{{ and }}}}."
-            )
+            follows_field = bool(parts) and isinstance(parts[-1], Slot)
+            parts.append(_field(text, match, follows_field))
     _append_literal(parts, text[literal_start:])
     return tuple(parts)
+
+
+def _field(text: str, match: re.Match[str], follows_field: bool) -> Slot:
+    """Return the field that `match` found in the pattern `text`.
+
+    The field {rest} may follow another field directly, because {rest} may be empty: the other field
+    then ends at the first character that cannot belong to it.
+
+    Raises:
+        FormatError: The field is unknown, or follows another field without text between them.
+    """
+    name = match.group(1)
+    if name not in FIELDS:
+        fields = ", ".join(f"{{{field}}}" for field in sorted(FIELDS))
+        raise FormatError(
+            f"The pattern {text!r} contains {match.group()!r}, which is not a field. The "
+            f"fields are {fields}. Write literal braces as {{{{ and }}}}."
+        )
+    if follows_field and name != "rest":
+        raise FormatError(
+            f"The pattern {text!r} has two fields without text between them, so the end "
+            "of the first field is not defined. Insert text between the two fields."
+        )
+    return Slot(name)
 
 
 def _append_literal(parts: list[str | Slot], text: str) -> None:

@@ -88,22 +88,31 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
     """Return the start state for the layout `Messages`, see `find_start`.
 
     Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
-    text from `<|start|>` on.
+    text from `<|start|>` on. For the prompt `"..<|end|>"`, the output starts inside a header.
     """
     if not prompt:
         return StartPoint(None, is_prompt_known=False)
+    prefill = _open_message(fmt, layout, prompt)
+    return StartPoint(Stage.CONTENT, prefill) if prefill.strip() else StartPoint(None)
+
+
+def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
+    """Return the message at the end of the prompt that the model continues, or "".
+
+    Examples, for the marker `<|start|>` before each message: if `<|end|>` closes a message, the
+    prompt `"..<|end|><|start|>assistant"` gives `<|start|>assistant`, and `"..<|end|>"` gives "".
+    If no marker closes a message, only the marker at the end of the prompt is an open message.
+    """
     message_start = layout.start.strip()
     position = prompt.rfind(message_start)
     if position < 0:
-        return StartPoint(None)
-    last_message = prompt[position:]
+        return ""
     if layout.ends:
-        # If the last message has no end marker, the model continues this message.
+        last_message = prompt[position:]
         is_closed = any(end in last_message for end in layout.ends)
-        return StartPoint(None) if is_closed else StartPoint(Stage.CONTENT, last_message)
+        return "" if is_closed else last_message
+    # Without end markers, the last message may be a message of the user. The model continues its
+    # own message if nothing follows the marker, or if a marker opens the model's turn.
     if prompt.rstrip().endswith(message_start):
-        return StartPoint(Stage.CONTENT, message_start)
-    prefill = _text_after_turn(fmt, prompt)
-    if prefill and prefill.strip():
-        return StartPoint(Stage.CONTENT, prefill)
-    return StartPoint(None)
+        return message_start
+    return _text_after_turn(fmt, prompt) or ""

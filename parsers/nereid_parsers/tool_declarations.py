@@ -192,19 +192,20 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        has_name = Slot("name") in pattern(self.head)
-        if isinstance(self.body, NAMED_BY_HEAD):
-            if not has_name:
-                raise FormatError(
-                    f"Call.head is {self.head!r}, but must contain the field {{name}}, because a "
-                    f"{type(self.body).__name__} body does not contain the function's name"
-                )
-        elif has_name:
+        """Check that either the head or the body contains the name, and that `id` is a pattern."""
+        head_has_name = Slot("name") in pattern(self.head)
+        body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
+        if not head_has_name and not body_has_name:
+            raise FormatError(
+                f"Call.head is {self.head!r}, but must contain the field {{name}}, because a "
+                f"{type(self.body).__name__} body does not contain the function's name"
+            )
+        if head_has_name and body_has_name:
             raise FormatError(
                 f"Call.head is {self.head!r}. A {type(self.body).__name__} body already contains "
                 "the function's name, so remove {name} from Call.head."
             )
-        pattern(self.id)
+        pattern(self.id)  # Raises FormatError if the id contains an unknown field.
 
     @property
     def trigger(self) -> str:

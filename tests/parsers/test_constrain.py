@@ -6,7 +6,7 @@ import random
 
 import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
-from nereid_parsers.constrain import structural_tag
+from nereid_parsers.constrain import ReasoningState, structural_tag
 from nereid_parsers.constrain_request import Request
 from nereid_parsers.format import (
     Call,
@@ -311,7 +311,7 @@ def test_reasoning_without_an_end_cannot_be_constrained():
     request = Request.of(TOOLS, "required", None, True)
     for layout in (plain, Sections(tools=HERMES.layout.tools)):
         with pytest.raises(ConstraintError, match="no marker that ends the reasoning"):
-            structural_tag(Format("m", layout), request, Stage.REASONING)
+            structural_tag(Format("m", layout), request, ReasoningState.OPEN)
     with pytest.raises(ConstraintError, match="no message type for an answer in text"):
         Format("m", plain).structural_tag(response_format=ANSWER)
 

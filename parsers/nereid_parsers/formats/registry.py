@@ -112,7 +112,8 @@ def get_format(
     Args:
         name: A reasoning name, a tool name, or a name that is both. If it is both, the format
             contains both parts.
-        reasoning: The name of the reasoning part.
+        reasoning: The name of the reasoning part. Without this name, the format has the reasoning
+            that the entry of the tool calls declares, if any.
         tools: The name of the tool calls.
         policy: The policy of the format.
 
@@ -127,10 +128,7 @@ def get_format(
                 "get_format() accepts one name, as in get_format('qwen3'), or the keyword "
                 "arguments reasoning and tools. Remove the name or the keyword arguments."
             )
-        reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
-        tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
-        if reasoning_entry is None and tool_entry is None:
-            raise _unknown_format(name, {**REASONING, **TOOLS})
+        reasoning_entry, tool_entry = _find_both(name)
         label = name
     elif reasoning is not None or tools is not None:
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
@@ -142,8 +140,22 @@ def get_format(
             "get_format(reasoning='qwen3', tools='hermes')"
         )
     if reasoning_entry is None and tool_entry is not None:
+        # Without a reasoning name, the format has the reasoning of the tool calls' model family.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(label), reasoning_entry, tool_entry, policy)
+
+
+def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
+    """Return the reasoning entry and the tool entry of a name. At most one of them is None.
+
+    Raises:
+        UnknownFormatError: No entry has this name.
+    """
+    reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
+    tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
+    if reasoning_entry is None and tool_entry is None:
+        raise _unknown_format(name, {**REASONING, **TOOLS})
+    return reasoning_entry, tool_entry
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
@@ -229,26 +241,40 @@ def _combine(
     tools: ToolEntry | None,
     policy: Policy,
 ) -> Format:
-    """Return the format that consists of a reasoning entry, a tool entry, or both."""
+    """Return the format that consists of a reasoning entry, a tool entry, or both.
+
+    Raises:
+        FormatError: One entry describes whole messages, and the other entry differs from it.
+    """
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
     ends = tuple(dict.fromkeys(end for entry in entries for end in entry.ends))
-    message_layouts = {entry.part for entry in entries if isinstance(entry.part, Messages)}
-    if message_layouts:
-        layout = message_layouts.pop()
-        if any(entry.part != layout for entry in entries):
-            has_reasoning_layout = reasoning is not None and isinstance(reasoning.part, Messages)
-            reasoning_name, _, tool_name = label.partition("+")
-            name = reasoning_name if has_reasoning_layout else tool_name
-            raise FormatError(
-                f"The formats in {label} cannot be combined, because {name} describes whole "
-                "messages, including their reasoning and their tool calls. Use this format alone: "
-                f"get_format({name!r})."
-            )
-        return Format(label, layout, policy, ends, sources=sources)
-    sections = Sections(
-        reasoning=reasoning.part if reasoning else None,  # type: ignore[arg-type]  # no Messages
-        content=reasoning.content if reasoning else None,
-        tools=tools.part if tools else None,  # type: ignore[arg-type]  # no Messages
+    reasoning_part = reasoning.part if reasoning is not None else None
+    tool_part = tools.part if tools is not None else None
+    layout: Sections | Messages
+    if isinstance(reasoning_part, Messages):
+        if tool_part not in (None, reasoning_part):
+            raise _not_combinable(label, label.partition("+")[0])
+        layout = reasoning_part
+    elif isinstance(tool_part, Messages):
+        if reasoning_part is not None:
+            raise _not_combinable(label, label.partition("+")[2])
+        layout = tool_part
+    else:
+        content = reasoning.content if reasoning is not None else None
+        layout = Sections(reasoning_part, content, tool_part)
+    return Format(label, layout, policy, ends, sources=sources)
+
+
+def _not_combinable(label: str, name: str) -> FormatError:
+    """Return the error for two formats of which one describes whole messages.
+
+    Args:
+        label: The two names, for example "gpt_oss+hermes".
+        name: The name of the format that describes whole messages.
+    """
+    return FormatError(
+        f"The formats in {label} cannot be combined, because {name} describes whole "
+        "messages, including their reasoning and their tool calls. Use this format alone: "
+        f"get_format({name!r})."
     )
-    return Format(label, sections, policy, ends, sources=sources)

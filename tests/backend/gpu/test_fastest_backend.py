@@ -1,6 +1,8 @@
 """Attention libraries are used where they give the reference's results and are faster."""
 
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,3 +160,64 @@ def test_variable_length_attention_equals_the_reference(monkeypatch, window):
     spec = LayerSpec(4, 2, 16, 16, window)
     chosen = choose([backend], [2.0, 1.0] * 3, spec)
     assert chosen == {(spec, situation): backend for situation in Situation}
+
+
+class PrefillWrapper:
+    """What FlashInfer documents about its wrapper with the layout HND, computed by definition."""
+
+    num_plans = 0
+
+    def __init__(self, workspace, *, kv_layout):
+        assert (workspace.dtype, kv_layout) == (torch.uint8, "HND")
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        **options,
+    ):
+        numbers = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert {tensor.dtype for tensor in numbers} == {torch.int32}
+        assert options.pop("causal")
+        assert options.pop("head_dim_vo") == head_dim_qk == SPEC.key_dim
+        assert (num_qo_heads, num_kv_heads) == (SPEC.num_heads, SPEC.num_kv_heads)
+        assert options.pop("q_data_type") == options.pop("kv_data_type") == torch.float32
+        assert options.pop("logits_soft_cap") is None
+        tables = paged_kv_indices.tensor_split(paged_kv_indptr[1:-1].long())
+        lens = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
+        self.step = {
+            "seqused_k": lens,
+            "block_table": torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            "window_size": (options.pop("window_left"), 0),
+            "scale": options.pop("sm_scale"),
+        }
+        self.starts, self.max_new = qo_indptr, int(qo_indptr.diff().max())
+        assert options == {}
+        PrefillWrapper.num_plans += 1
+
+    def run(self, query, cache):
+        keys, values = (tensor.transpose(1, 2) for tensor in cache)
+        most = int(self.step["seqused_k"].max())
+        return paged_attention(
+            query, keys, values, self.starts, None, self.max_new, most, **self.step
+        )
+
+
+@pytest.mark.parametrize("window", [LayerWindow(), LayerWindow(size=9)])
+def test_flashinfer_gets_the_blocks_and_lengths_of_the_prefills(monkeypatch, window):
+    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(FlashInferPrefill, "refusal", lambda *_: None)
+    monkeypatch.setattr(PrefillWrapper, "num_plans", 0)
+    backend = FlashInferPrefill()
+    spec = LayerSpec(4, 2, 16, 16, window)
+    chosen = choose([backend], [2.0, 1.0] * 2, spec)
+    assert set(chosen) == {(spec, Situation.PROMPT), (spec, Situation.CHUNK)}
+    # Each of the two compared steps is planned once. The timer of this test runs nothing.
+    assert PrefillWrapper.num_plans == 2

@@ -44,7 +44,7 @@ class VisibleBlocks:
     """The blocks that a group of decodes attends to, for one attention window.
 
     Attributes:
-        blocks: [num_decodes, n] int64. After the end of a sequence, any block may follow.
+        blocks: [num_decodes, n] int64. A row may contain any block after the sequence's last block.
         bias: [num_decodes, 1, 1, n * block_size] float32, 0 for the tokens that are attended to and
             -inf for all others.
     """
@@ -62,7 +62,7 @@ class DecodeGroup:
     Attributes:
         tokens: [num_decodes] int64, the indices of the tokens in the packed row; None if they are
             the first tokens of the row.
-        blocks: [num_decodes, n] int64, the block tables, padded with any block.
+        blocks: [num_decodes, n] int64, the block tables. Any block may be used as padding.
         lens: [num_decodes] int64, the lengths of the sequences, including the new token.
         block_size: tokens in one block.
     """
@@ -125,8 +125,8 @@ class AttentionBatch:
         decodes: the decodes in groups of similar length. A group is padded to its longest sequence.
         prefills: the prefills, in the order of the row.
         block_size: tokens in one block.
-        device_rows: the metadata in the form that the kernels of a device read. The code of these
-            kernels computes and stores it here.
+        device_rows: the metadata in the form that the kernels of a device read. The code that calls
+            these kernels computes the metadata at the first layer and stores it here.
     """
 
     slots: Tensor
@@ -139,7 +139,7 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the rows of the cache in which the step is stored, for layers with `num_heads`."""
+        """Return the cache rows for the step's keys or values, in layers with `num_heads` heads."""
         rows = self._store_rows.get(num_heads)
         if rows is None:
             rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the KV cache's class, and with it of the attention code, for a device.
+"""Chooses the class of the KV cache, and thereby the attention code, for a device.
 
 Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
-`cache_type` turns them on: they are not used if it never returns a GpuKVCache.
+The GPU kernels are used only if `cache_type` returns `GpuKVCache`.
 """
 
 import functools
@@ -33,8 +33,18 @@ _NAMES: dict[type[KVCache], str] = {
     gpu_attention.GpuKVCache: "triton-language",
 }
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
-# The classes that the reference reads.
+# The classes whose layout the reference implementation reads.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
+# For each class with unrounded keys and values, the class for each value of kv_cache_dtype. The CPU
+# kernels do not support fp8, so the reference implementation computes it on a CPU.
+_STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
+    gpu_attention.GpuKVCache: {
+        "int8": gpu_attention.GpuInt8KVCache,
+        "fp8": gpu_attention.GpuFloat8KVCache,
+    },
+    cpu_attention.CpuKVCache: {"int8": CpuInt8KVCache, "fp8": Float8KVCache},
+    KVCache: {"int8": Int8KVCache, "fp8": Float8KVCache},
+}
 # The compute capability of the first GPUs with asynchronous copies and bfloat16 matrix products,
 # which the kernels need.
 _MIN_CAPABILITY = (8, 0)
@@ -68,20 +78,13 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """
     if kv_cache_dtype == "auto":
         return kind
-    if issubclass(kind, gpu_attention.GpuKVCache):
-        return (
-            gpu_attention.GpuInt8KVCache
-            if kv_cache_dtype == "int8"
-            else gpu_attention.GpuFloat8KVCache
+    if kv_cache_dtype == "fp8" and issubclass(kind, cpu_attention.CpuKVCache):
+        logger.warning(
+            "Attention runs without CPU kernels and is several times slower, because the CPU "
+            "kernels do not support kv_cache_dtype=fp8. Set kv_cache_dtype=int8."
         )
-    if kv_cache_dtype == "fp8":
-        if issubclass(kind, cpu_attention.CpuKVCache):
-            logger.warning(
-                "Attention runs without CPU kernels and is several times slower, because they do "
-                "not support kv_cache_dtype fp8. Use int8 instead."
-            )
-        return Float8KVCache
-    return CpuInt8KVCache if issubclass(kind, cpu_attention.CpuKVCache) else Int8KVCache
+    unrounded = next(base for base in _STORED_TYPES if issubclass(kind, base))
+    return _STORED_TYPES[unrounded][kv_cache_dtype]
 
 
 def proven_type(
@@ -91,14 +94,14 @@ def proven_type(
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """Return a KV cache class whose attention is known to be correct for some layers.
+    """Return `kind`, or the class of the reference if the GPU kernels compute wrong results.
 
-    For GPU kernels, run each kind of layer once in this process and compare it with the reference.
-    If a layer differs, log a warning and return the class that the reference reads. Other classes
-    are returned unchanged.
+    For GPU kernels, run each kind of layer once in this process and compare the result with the
+    reference. If the results of a layer differ, log a warning and return the class that the
+    reference reads. A class that the GPU kernels do not read is returned unchanged.
 
     Args:
-        kind: the class.
+        kind: the class of the KV cache.
         layers: the attention layers of the model.
         block_size: tokens in one block.
         dtype: the data type of the model.
@@ -169,15 +172,15 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Compute the attention of a step that is in the cache already.
+    """Compute the attention of a step whose keys and values are already in the cache.
 
-    The function is not for the CPU kernels, which store and compute a step in one call. Apart from
-    `out`, the arguments are those of `attend`.
+    The CPU kernels do not support this, because they store the keys and values in the same call
+    that computes the attention. Apart from `out`, the arguments are those of `attend`.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
         layer: the index of the layer in the cache, and its properties.
-        cache: the KV cache with the step.
+        cache: the KV cache, which contains the keys and values of the step.
         batch: the metadata of the step, with at least one sequence.
         scale: the factor of the scores.
         sinks: the attention sinks, [num_heads]; None if the layer has none.
@@ -210,14 +213,14 @@ def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | Non
 
 
 def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
-    """Let a KV cache use attention libraries where they are right and faster on this GPU.
+    """Let a KV cache use the attention libraries that are correct and faster on this GPU.
 
     Args:
         cache: the KV cache of a model. Mutated. Nothing changes if no GPU kernel is used.
         layers: the attention layers of the model.
 
     Returns:
-        The number of situations and kinds of layers in which a library is used.
+        The number of pairs of a layer kind and a `Situation` for which a library is used.
     """
     if not isinstance(cache, gpu_attention.GpuKVCache):
         return 0
@@ -267,7 +270,7 @@ def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return (
-            f"the GPU has compute capability {_version(capability)}, but the kernels need "
+            f"the GPU has compute capability {_version(capability)}, but the kernels need at least "
             f"{_version(_MIN_CAPABILITY)}"
         )
     return None

@@ -2,8 +2,8 @@
 """A KV cache of 8-bit integers.
 
 The rounding error is at most half of 1/127 of the largest number in the vector. If the numbers of a
-vector have similar sizes, this is a quarter of the error of 8-bit floating point. If a few numbers
-are many times larger than the others, the error is larger than that of floating point.
+vector have similar sizes, this error is a quarter of the error of 8-bit floating point numbers. If
+a few numbers are many times larger than the others, the error of integers is the larger one.
 """
 
 import torch
@@ -18,7 +18,7 @@ _LARGEST = 127
 class Int8KVCache(ScaledKVCache):
     """A KV cache that stores keys and values as int8.
 
-    The largest of each vector is stored as 127.
+    The largest absolute number of each vector is stored as 127 or -127.
     """
 
     stored_dtype = torch.int8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of this engine in transformers' attention interface.
+"""The attention function that this engine registers in transformers' attention interface.
 
 Transformers finds an attention function by its name at every call. Each engine therefore registers
 a function under its own name, so that two engines in one process are independent. The metadata of a
@@ -56,7 +56,7 @@ class AttentionHook:
 
     @contextmanager
     def serving(self, forward: AttentionForward) -> Iterator[None]:
-        """Compute all attention calls inside the with statement with `forward`."""
+        """Use `forward` for all attention calls of the model, until the context ends."""
         self._forward = forward
         try:
             yield
@@ -155,7 +155,8 @@ class PagedForward:
 def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) -> float:
     """Return the factor of the scores.
 
-    It is the `scaling` of the call or the module, or else 1 / sqrt(key_dim).
+    The factor is the argument `scaling` of the call. If the call has none, the factor is the
+    attribute `scaling` of the module, or else 1 / sqrt(key_dim).
     """
     scale = kwargs.get("scaling")
     if scale is None:

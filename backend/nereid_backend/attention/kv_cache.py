@@ -13,17 +13,18 @@ from nereid_backend.attention.layers import LayerSpec
 class KVCache:
     """The keys and values of all blocks.
 
-    Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place
-    `t % block_size`. Its slot is `block * block_size + t % block_size`.
+    Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place `t %
+    block_size` within the block. The slot of the token is `block * block_size + t % block_size`.
 
-    Within a block, the tokens of one head are contiguous. A gathered sequence is then contiguous
-    for each head, as batched matrix products need it. With the heads innermost, bfloat16 decoding
-    on a CPU took up to nine times as long.
+    Within a block, the tokens of one head are contiguous. A gathered sequence is therefore
+    contiguous for each head, as batched matrix products require. With the other order, in which the
+    heads of one token are contiguous, bfloat16 decoding on a CPU took up to nine times as long.
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        null_block: the last block. Its content is always zero, and it pads block tables.
+        null_block: the index of the last block, which always contains zeros. Block tables are
+            padded with it.
         dtype: the data type in which keys and values are read.
     """
 
@@ -78,7 +79,8 @@ class KVCache:
             rows: [num_seqs, num_kv_heads, n] int64, from `gather_rows`.
 
         Returns:
-            Keys, [num_seqs, num_kv_heads, n * block_size, key_dim], and values with value_dim.
+            The keys, [num_seqs, num_kv_heads, n * block_size, key_dim], and the values, which have
+            the same shape except that value_dim replaces key_dim.
         """
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
@@ -108,7 +110,7 @@ class KVCache:
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the rows in which each head of each token is stored.
+    """Return the cache row of each head of each token.
 
     A row is one vector of the cache, viewed as [..., dim].
 
@@ -127,9 +129,10 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the indices of the rows of the cache that hold a block's keys or values for each head.
+    """Return the cache row of each head of each block.
 
-    A row is one head's part of a block, of the cache viewed as [..., block_size * dim].
+    A row contains the keys or values of one head in one block. The cache is viewed as
+    [..., block_size * dim].
 
     Args:
         blocks: [num_seqs, n] int64.

@@ -14,11 +14,12 @@ from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# A prefill is divided into slices of at most this many queries, with at most this many scores.
+# The largest numbers of scores and of queries in a slice of a prefill.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
-# The query, the key and the value of a step.
+# The query, the key and the value of a step. The key and the value are None if they are read from
+# the cache.
 StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -31,12 +32,14 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of one packed step in one layer. The cache contains the step already.
+    """Return the attention of one packed step in one layer.
+
+    The cache already contains the keys and values of the step.
 
     Args:
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
-            key_dim] and value [num_kv_heads, num_tokens, value_dim]. Without the key and the value,
-            both are read from the cache.
+            key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
+            None, they are read from the cache.
         layer: the index of the layer in the cache, and its properties.
         cache: the KV cache, including the keys and values of this step.
         batch: the metadata of the step.
@@ -77,8 +80,8 @@ def _attend_prefills(
     number, spec = layer
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
-        # If the cache rounds, new keys and values are read from it, too. The answer then does not
-        # depend on how the prompt was divided into chunks.
+        # If the cache stores rounded keys and values, even the new ones are read back from the
+        # cache. The answer then does not depend on how the prompt was divided into chunks.
         is_exact = cache.keys[number].dtype == query.dtype
         if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
             keys = key[None, :, prefill.start : prefill.end]
@@ -108,7 +111,8 @@ def _prefill(
     """Return the attention of several tokens of one sequence, [1, num_heads, q, value_dim].
 
     Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
-    bool. Without a mask, nothing is cached and each token attends to all tokens before it.
+    bool. Without a mask, no earlier tokens are cached, and each token attends to all tokens before
+    it and to itself.
     """
     query, key, value = inputs
     # On a CPU, torch's fused attention computes bfloat16 no faster than float32. Batched matrix
@@ -155,7 +159,7 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a batch of sequences, computed by its definition, softmax in float32.
+    """Return the attention of a batch of sequences: scores, softmax in float32, weighted values.
 
     Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
     broadcastable to [n, 1, q, k] float32. The result is [n, num_heads, q, value_dim].

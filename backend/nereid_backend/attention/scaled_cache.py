@@ -96,16 +96,18 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *self.key_scales, *self.value_scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """Return the restored vectors of gathered ones, whose factors are in `rows` of `scales`."""
+        """Restore stored vectors that were gathered from `rows`. Their factors are in `scales`."""
         row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
         return self.restored(stored, row_scales.view(stored.shape[:3])).to(self.dtype)
 
 
 def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale vectors so that the largest number of each becomes `top`.
+    """Scale vectors so that the largest absolute number of each vector becomes `top`.
+
+    Example: with top 127, the vector [1.0, -2.0] gives [63.5, -127.0] and the factor 2 / 127.
 
     Args:
-        top: the largest number after scaling.
+        top: the largest absolute number after scaling.
         numbers: [..., dim].
 
     Returns:
@@ -115,5 +117,9 @@ def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     wide = numbers.float()
     largest = wide.abs().amax(-1)
     largest = torch.where(largest.isfinite(), largest, float("nan"))
-    factors = torch.where(largest > 0, top / largest, 0.0)
-    return (wide * factors.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0), largest / top
+    restoring_factors = largest / top
+    scaling_factors = torch.where(largest > 0, top / largest, 0.0)
+    # Numbers that are not finite become 0, because integers cannot store NaN. The NaN in the
+    # restoring factor remains, so the restored vector is NaN.
+    scaled = (wide * scaling_factors.unsqueeze(-1)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return scaled, restoring_factors

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention as a torch operator, so that a traced model can call it.
 
-The metadata of a step cannot pass through a traced graph. The operator therefore reads it from a
-thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call the
-kernels without Python (cpu_shim.cpp).
+The metadata of a step cannot pass through a traced graph. The operator therefore reads the metadata
+from a thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call
+the kernels without Python (cpu_shim.cpp).
 """
 
 import threading
@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Compute the operator's calls in this thread, inside the with statement, with `forward`."""
+    """Use `forward` for all calls of the operator in this thread, until the context ends."""
     _current.forward = forward
     try:
         with forward.native():
@@ -33,10 +33,10 @@ def serving(forward: PagedForward) -> Iterator[None]:
 
 
 class TracedForward:
-    """The attention of a model while it is traced: each call becomes a call of the operator."""
+    """The attention of a model while torch traces it: each call becomes a call of the operator."""
 
     def __init__(self) -> None:
-        """Start before the first attention call."""
+        """Create an instance for one forward pass."""
         self._num_calls = 0
 
     def __call__(
@@ -54,7 +54,7 @@ class TracedForward:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float
 ) -> Tensor:
-    """Compute the n-th attention call of a step; shapes as in `AttentionForward`.
+    """Compute the attention of layer number `layer` in a step; shapes as in `AttentionForward`.
 
     The inputs may have more rows than the step has tokens. The outputs of surplus rows are zero.
     """

@@ -19,7 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# The output at place i of an int32 is number _ORDER[i] of the eight outputs.
+# An int32 packs the weights of eight outputs. From the lowest bits on, number i in this list is the
+# output whose weight is at place i.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -27,7 +28,7 @@ def awq_format(settings: Settings) -> Format:
     """Return the layout of an AWQ checkpoint.
 
     Raises:
-        UnknownVariantError: if the version is not gemm, or if a weight has not 4 bits.
+        UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.
     """
     version = str(settings.get("version", "gemm")).lower()
     bits = settings.get("bits", settings.get("w_bit", 4))
@@ -37,7 +38,11 @@ def awq_format(settings: Settings) -> Format:
             "is gemm with 4 bits"
         )
     layout = Layout(
-        ".qweight", (".qzeros", ".scales"), _decode, numbers_per_element=8, has_integers=True
+        main=".qweight",
+        others=(".qzeros", ".scales"),
+        decode=_decode,
+        numbers_per_element=8,
+        has_integers=True,
     )
     return Format((layout,))
 
@@ -49,8 +54,8 @@ def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:
     num_groups = scales.shape[1]
     if zeros.shape != scales.shape or values.shape[1] % num_groups:
         raise ValueError(
-            f"the zeros have the shape {tuple(zeros.shape)} and the scales {tuple(scales.shape)} "
-            f"for {values.shape[1]} inputs"
+            f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
+            f"{tuple(scales.shape)} do not match weights with {values.shape[1]} inputs"
         )
     return IntegerWeight(values, scales, zeros, values.shape[1] // num_groups, bits=4)
 

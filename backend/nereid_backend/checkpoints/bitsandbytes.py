@@ -36,12 +36,16 @@ _MAX_INT8 = 127
 
 
 def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
-    """Return the layouts of a bitsandbytes checkpoint."""
+    """Return the layouts of a bitsandbytes checkpoint.
+
+    The two 4-bit data types, NF4 and FP4, differ only in the name of the state and in the numbers
+    that the codes mean. The optional tensors exist if the factors (absmax) are quantised, too.
+    """
     four_bits = tuple(
         Layout(
-            ".weight",
-            (_ABSMAX, _MAP, state),
-            _four_bit_decoder(state),
+            main=".weight",
+            others=(_ABSMAX, _MAP, state),
+            decode=_four_bit_decoder(state),
             optional=(_NESTED_ABSMAX, _NESTED_MAP),
             main_dtypes=("U8",),
             numbers_per_element=2,
@@ -52,9 +56,13 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
         )
     )
     eight_bits = Layout(
-        ".weight", (".SCB",), _decode_eight_bits, main_dtypes=("I8",), has_integers=True
+        main=".weight",
+        others=(".SCB",),
+        decode=_decode_eight_bits,
+        main_dtypes=("I8",),
+        has_integers=True,
     )
-    return Format((*four_bits, eight_bits), (".weight_format",))
+    return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
 def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -71,7 +79,9 @@ def _four_bit_decoder(state_name: str) -> Decoder:
         packed = tensors[".weight"].flatten()
         shape = torch.Size(state["shape"])
         if shape.numel() > 2 * len(packed) or shape.numel() > len(factors) * size:
-            raise ValueError(f"the packed weight has too few numbers for the shape {tuple(shape)}")
+            raise ValueError(
+                f"the packed weight or its factors are too short for the shape {tuple(shape)}"
+            )
         codes = tensors[_MAP].float()
         weight = torch.empty(shape.numel(), dtype=dtype)
         step = max(1, PART_NUMBERS // size) * size

@@ -11,10 +11,10 @@ pack-quantized (integers of 1 to 8 bits):
     weight_shape       int64 [2]
     weight_g_idx       int32 [in_features], the group of each input; only with activation order
 
-int-quantized, naive-quantized: weight int8, weight_scale, weight_zero_point.
-float-quantized: weight float8, weight_scale.
-nvfp4-pack-quantized, mxfp4-pack-quantized: weight_packed uint8, two 4-bit floating-point numbers in
-a byte; weight_scale float8 or exponents, and weight_global_scale, by which scales are divided.
+int-quantized, naive-quantized: weight int8, weight_scale, weight_zero_point. float-quantized:
+weight float8, weight_scale. nvfp4-pack-quantized, mxfp4-pack-quantized: weight_packed uint8, two
+4-bit floating-point numbers in a byte; weight_scale float8 or exponents, and weight_global_scale.
+Scales are divided by the global scale.
 
 Packed integers are stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
 """
@@ -25,7 +25,12 @@ import torch
 from torch import Tensor
 
 from nereid_backend.checkpoints.fp8 import ACTIVATION_SCALES, float8_layouts
-from nereid_backend.checkpoints.integer_weight import IntegerWeight, scale_blocks, unpack_integers
+from nereid_backend.checkpoints.integer_weight import (
+    IntegerWeight,
+    by_row,
+    scale_blocks,
+    unpack_integers,
+)
 from nereid_backend.checkpoints.layout import (
     Decoder,
     Format,
@@ -75,26 +80,26 @@ def compressed_tensors_format(settings: Settings) -> Format:
     return Format(
         (
             Layout(
-                ".weight_packed",
-                (".weight_scale", ".weight_shape"),
-                _packed_decoder(group_size),
+                main=".weight_packed",
+                others=(".weight_scale", ".weight_shape"),
+                decode=_packed_decoder(group_size),
                 optional=(".weight_zero_point", ".weight_g_idx"),
                 main_dtypes=("I32",),
                 numbers_per_element=8,
                 has_integers=True,
             ),
             Layout(
-                ".weight_packed",
-                (".weight_scale",),
-                _decode_float4,
+                main=".weight_packed",
+                others=(".weight_scale",),
+                decode=_decode_float4,
                 optional=(".weight_global_scale",),
                 main_dtypes=("U8",),
                 numbers_per_element=2,
             ),
             Layout(
-                ".weight",
-                (".weight_scale",),
-                _integer_decoder(group_size),
+                main=".weight",
+                others=(".weight_scale",),
+                decode=_integer_decoder(group_size),
                 optional=(".weight_zero_point", ".weight_g_idx"),
                 main_dtypes=("I8",),
                 has_integers=True,
@@ -106,9 +111,17 @@ def compressed_tensors_format(settings: Settings) -> Format:
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:
+    """Return the decoder of weights whose integers are packed into 32-bit words.
+
+    Args:
+        group_size: the group size in the settings; see `_integers`.
+    """
+
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
         num_rows, num_inputs = map(int, tensors[".weight_shape"])
         packed = tensors[".weight_packed"]
+        # The layers of one checkpoint may have different numbers of bits, so the number is derived
+        # from the words in a row.
         bits = packed.shape[1] * 32 // max(1, num_inputs)
         if not 1 <= bits <= 8 or len(packed) != num_rows:
             raise ValueError(
@@ -118,6 +131,8 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
+            # The zeros [words, groups] are packed along the outputs, and `unpack_integers` unpacks
+            # along the last dimension.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 
@@ -125,6 +140,8 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
+    """Return the decoder of weights with one integer in a byte; see `_packed_decoder`."""
+
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
         zeros = tensors.get(".weight_zero_point")
         return _integers(tensors[".weight"], zeros, tensors, group_size, 8)
@@ -139,18 +156,24 @@ def _integers(
     group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
-    """Return a weight of signed integers. `group_size` is the group size in the settings."""
-    scales = tensors[".weight_scale"]
+    """Return a weight of signed integers.
+
+    Args:
+        values: int8 [out_features, in_features].
+        zeros: [out_features, groups], [out_features] or one number; None if all zeros are 0.
+        tensors: the tensors of the weight. The scales have the same shapes as `zeros`.
+        group_size: the group size in the settings; None if the settings have several. Some layers
+            have other groups, for example one for each row. The size is then derived from the
+            number of scales.
+        bits: the number of bits of a value.
+    """
     num_rows, num_inputs = values.shape
-    if scales.dim() < 2:
-        scales = scales.reshape(-1, 1)
-    scales = scales.expand(num_rows, -1)
+    scales = by_row(tensors[".weight_scale"], num_rows)
     num_groups = scales.shape[1]
     if group_size is None or -(-num_inputs // group_size) != num_groups:
         group_size = -(-num_inputs // num_groups)
     if zeros is not None:
-        zeros = zeros.reshape(-1, zeros.shape[-1] if zeros.dim() == 2 else 1)
-        zeros = zeros.expand(num_rows, num_groups)
+        zeros = by_row(zeros, num_rows).expand(-1, num_groups)
     input_groups = tensors.get(".weight_g_idx")
     if input_groups is not None:
         input_groups = input_groups.long()
@@ -162,7 +185,7 @@ def _integers(
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Return the integers that are stored as integer + 2**(bits - 1), as int8."""
+    """Subtract the offset 2**(bits - 1), with which packed integers are stored. Return int8."""
     offset: int = 2 ** (bits - 1)
     return (values.to(torch.int16) - offset).to(torch.int8)
 

@@ -7,7 +7,7 @@ inference code that is published with the checkpoints (weight_dequant: one scale
 
     weight            float8 [out_features, in_features]
     weight_scale_inv  float32 [row blocks, column blocks], or one number for the weight
-    weight_scale      the same scales in the layout of other writers, also with one for each row
+    weight_scale      the same scales, as other tools name them; also one scale for each row
 
 weight = float8 * scale, although the name is weight_scale_inv. Stacked experts have a third
 dimension, and the names `experts.down_proj` and `experts.down_proj_scale_inv`.
@@ -22,7 +22,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# Scales of activations and of the KV cache. The engine quantises neither in this way.
+# Scales of activations and of the KV cache. They are ignored, because the engine does not quantise
+# activations, and computes the scales of the KV cache itself.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",

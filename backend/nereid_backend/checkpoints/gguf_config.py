@@ -169,12 +169,16 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError if only a part of a head is rotated, or if values differ."""
+    """Raise an UnsupportedModelError if the head size of the file is not the same everywhere.
+
+    Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
+    have another size than keys (attention.value_length). Both cases are not supported.
+    """
     for name in ("rope.dimension_count", "attention.value_length"):
         if values.get(name, head_dim) != head_dim:
             raise UnsupportedModelError(
-                f"{file.path}: {name} is {values[name]}, but heads of {head_dim} numbers are "
-                "supported only if both are equal. Use the model's safetensors files."
+                f"{file.path}: {name} must equal the head size {head_dim}, but it is "
+                f"{values[name]}. Use the model's safetensors files."
             )
 
 
@@ -222,9 +226,9 @@ def _rope(
 def _llama3_rope(
     file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the parameters for which each frequency is divided by its factor.
+    """Return the rope parameters from which the factors of the file were computed.
 
-    The file contains the factors instead of the parameters from which they were computed.
+    The file contains a factor for each frequency instead of these parameters.
 
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
@@ -236,7 +240,7 @@ def _llama3_rope(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = _llama3_factors(found, len(factors))
+    expected = _llama3_divisors(found, len(factors))
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, factors, strict=True)):
         raise UnsupportedModelError(
             f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
@@ -245,16 +249,22 @@ def _llama3_rope(
     return found
 
 
-def _llama3_factors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """Return the divisor of each of `count` frequencies.
+def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
+    """Return the numbers by which each of `count` rotary frequencies is divided.
+
+    A frequency that rotates at most `low_freq_factor` times in the original context is divided by
+    `factor`. A frequency that rotates at least `high_freq_factor` times stays unchanged. Between
+    these limits, the two frequencies are mixed in the ratio `unchanged_share`.
 
     Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
     """
-    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    original_context = parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     divisors = []
     for index in range(count):
-        length = 2 * math.pi * parameters["rope_theta"] ** (index / count)
-        smooth = min(1.0, max(0.0, (original / length - low) / (high - low)))
-        divisors.append(1 / ((1 - smooth) / factor + smooth))
+        wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
+        num_rotations = original_context / wavelength
+        unchanged_share = min(1.0, max(0.0, (num_rotations - low) / (high - low)))
+        divisors.append(1 / ((1 - unchanged_share) / factor + unchanged_share))
     return divisors

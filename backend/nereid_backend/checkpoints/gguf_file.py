@@ -9,7 +9,8 @@ little-endian:
     each tensor: name, number of dimensions uint32, dimensions uint64, type uint32, offset uint64
     padding, then the numbers of the tensors
 
-Every length in the file is compared with the rest of the file before anything is allocated.
+Every length in the file is compared with the size of the rest of the file before memory is
+allocated.
 """
 
 import mmap
@@ -26,7 +27,8 @@ from nereid_backend.errors import ModelError
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-# A vocabulary has fewer entries. The limits bound the memory for the header of a hostile file.
+# The limits bound the memory for the header of a malicious file. The vocabularies of real models
+# have fewer entries than _MAX_STRINGS.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
 _STRING, _ARRAY = 8, 9
@@ -42,7 +44,7 @@ class GgufTensor:
 
     Attributes:
         name: the name of the tensor.
-        shape: the shape, the dimension of adjacent numbers last.
+        shape: the shape. The last dimension is the dimension of adjacent numbers.
         kind: the type of the numbers, such as Q4_K.
         start: the offset of the first byte from the beginning of the file.
         num_bytes: the size of the tensor in bytes.
@@ -105,7 +107,7 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     reader = _Reader(content)
     version = reader.number("I")
     if version not in _VERSIONS:
-        raise ValueError(f"the version is {version}, but versions 2 and 3 are supported")
+        raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
     num_tensors, num_values = reader.number("Q"), reader.number("Q")
     # A metadata value has at least 13 bytes, and a tensor at least 24.
     reader.check(num_values * 13 + num_tensors * 24)
@@ -116,7 +118,9 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     entries = [reader.tensor() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
-        raise ValueError(f"general.alignment is {alignment}")
+        raise ValueError(
+            f"general.alignment must be a number from 1 to {2**16}, but it is {alignment}"
+        )
     start = -(-reader.place // alignment) * alignment
     tensors = [_place(entry, start) for entry in entries]
     _check_places(tensors, len(content))
@@ -139,7 +143,9 @@ class _Reader:
         """Raise ValueError if the next `num_bytes` bytes exceed the file or the header's limit."""
         end = self.place + num_bytes
         if end > len(self._content):
-            raise ValueError(f"a value ends at byte {end}, but the file has {len(self._content)}")
+            raise ValueError(
+                f"a value ends at byte {end}, but the file has only {len(self._content)} bytes"
+            )
         if end > _MAX_HEADER_BYTES:
             raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
 
@@ -178,7 +184,10 @@ class _Reader:
         """Return the next tensor: the name, the shape, the type and the offset."""
         name, num_dimensions = self.string(), self.number("I")
         if num_dimensions > _MAX_DIMENSIONS:
-            raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
+            raise ValueError(
+                f"the tensor {name} has {num_dimensions} dimensions, but at most {_MAX_DIMENSIONS} "
+                "are supported"
+            )
         dimensions = self._numbers("Q", num_dimensions)
         return name, tuple(reversed(dimensions)), self.number("I"), self.number("Q")
 
@@ -200,13 +209,16 @@ def _place(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> Ggu
     kind = GGMLQuantizationType(number)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     if not shape or shape[-1] % block_size:
-        raise ValueError(f"the tensor {name} has the shape {shape}, but blocks of {block_size}")
+        raise ValueError(
+            f"the rows of the tensor {name}, which has the shape {shape}, cannot be divided into "
+            f"blocks of {block_size} numbers"
+        )
     num_bytes = prod(shape) // block_size * block_bytes
     return GgufTensor(name, shape, kind, data_start + offset, num_bytes)
 
 
 def _check_places(tensors: list[GgufTensor], file_bytes: int) -> None:
-    """Raise ValueError if a tensor exceeds the file, or if two tensors overlap or have one name."""
+    """Raise ValueError if a tensor ends after the file, or if tensors overlap or share a name."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if tensor.start < end:
@@ -214,7 +226,8 @@ def _check_places(tensors: list[GgufTensor], file_bytes: int) -> None:
         end = tensor.start + tensor.num_bytes
         if end > file_bytes:
             raise ValueError(
-                f"the tensor {tensor.name} ends at byte {end}, but the file has {file_bytes}"
+                f"the tensor {tensor.name} ends at byte {end}, but the file has only {file_bytes} "
+                "bytes"
             )
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ValueError("two tensors have the same name")

@@ -2,8 +2,8 @@
 """Describes a GGUF file as the folder of a Hugging Face checkpoint.
 
 The folder is in Nereid's cache folder. It contains config.json, generation_config.json, the files
-of the tokenizer with the chat template, and a link to the file. The tokenizer, the
-grammars and the engine then read the same folder. No weights are copied, and torch is not imported.
+of the tokenizer with the chat template, and a link to the file. The tokenizer, the grammars and
+the engine then read the same folder. No weights are copied, and torch is not imported.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 # The number changes if the content of the folder changes, so that old folders are not used.
 _VERSION = 1
 _TOKENIZER = "tokenizer.ggml."
-# The name in transformers of each special token.
+# The name of each special token in the transformers library, and its metadata field.
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -34,9 +34,9 @@ _SPECIAL_TOKENS = {
 
 
 def create_gguf_folder(path: Path, link: str) -> Path:
-    """Return the folder that describes a GGUF file, and create it if it does not exist.
+    """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
-    The link to the file has the name `link`.
+    The folder contains a link to the file. The link has the name `link`.
 
     Raises:
         ModelError: if the file is damaged, or if it is one of several parts.
@@ -57,8 +57,8 @@ def create_gguf_folder(path: Path, link: str) -> Path:
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may create the folder at the same time. The first one that renames its
-    # folder wins.
+    # Several processes may create the folder at the same time. The first process that renames its
+    # unfinished folder provides the folder for all.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(file, unfinished)

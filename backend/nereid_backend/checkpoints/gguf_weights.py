@@ -55,7 +55,7 @@ _SANDWICH_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Tensors that the config describes.
+# Tensors whose content is part of the config; see `gguf_config`.
 _NOT_WEIGHTS = ("rope_freqs.weight",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -68,7 +68,8 @@ class GgufWeight:
         path: the file.
         tensor: the place of the tensor.
         dtype: the data type of the result.
-        num_heads: the number of heads of which the file has the rows in another order, or None.
+        num_heads: the number of heads whose rows must be reordered (see `_row_order`); None if the
+            rows are in the right order.
         offset: the number that is subtracted from each weight.
         expert: the index in the first dimension; None if the weight is the whole tensor.
     """
@@ -86,34 +87,19 @@ class GgufWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight. It is not dequantised if it consists of integers."""
-        *_, num_rows, num_columns = (1, *self.tensor.shape)
+        """Return the weight. Integers with scales are returned as stored, not dequantised."""
         blocks = self._read_blocks()
-        kind = self.tensor.kind
-        decode = _INTEGERS.get(kind.name)
-        if decode is not None:
-            weight = decode(blocks, num_rows)
-            if self.num_heads is None:
-                return weight
-            order = _row_order(num_rows, self.num_heads)
-            zeros = weight.zeros
-            return IntegerWeight(
-                weight.values[order],
-                weight.scales[order],
-                None if zeros is None else zeros[order],
-                weight.group_size,
-                weight.bits,
-            )
-        result = torch.empty(num_rows, num_columns, dtype=self.dtype)
-        row_blocks = len(blocks) // num_rows
-        step = max(1, PART_NUMBERS // num_columns)
-        for start in range(0, num_rows, step):
-            part = result[start : start + step]
-            numbers = _floats(blocks[start * row_blocks :][: len(part) * row_blocks], kind)
-            part.copy_(numbers.view(part.shape) - self.offset)
-        if self.num_heads is not None:
-            result = result[_row_order(num_rows, self.num_heads)]
-        return result if self.expert is not None else result.view(self.tensor.shape)
+        # The tensor of experts has three dimensions, and a bias or a norm has one.
+        *_, num_rows, num_columns = (1, *self.tensor.shape)
+        order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
+        decode_integers = _INTEGERS.get(self.tensor.kind.name)
+        if decode_integers is not None:
+            integers = decode_integers(blocks, num_rows)
+            return integers if order is None else integers.reordered(order)
+        floats = self._decode_floats(blocks, num_rows, num_columns)
+        if order is not None:
+            floats = floats[order]
+        return floats if self.expert is not None else floats.view(self.tensor.shape)
 
     @property
     def num_elements(self) -> int:
@@ -131,6 +117,21 @@ class GgufWeight:
         """The size of the weight in the file, in bytes."""
         num_parts = self.tensor.shape[0] if self.expert is not None else 1
         return self.tensor.num_bytes // num_parts
+
+    def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
+        """Return the dequantised numbers of blocks, [num_rows, num_columns] in `dtype`."""
+        result = torch.empty(num_rows, num_columns, dtype=self.dtype)
+        blocks_per_row = len(blocks) // num_rows
+        rows_per_part = max(1, PART_NUMBERS // num_columns)
+        parts = zip(
+            torch.split(result, rows_per_part),
+            torch.split(blocks, rows_per_part * blocks_per_row),
+            strict=True,
+        )
+        for part, part_blocks in parts:
+            numbers = _floats(part_blocks, self.tensor.kind)
+            part.copy_(numbers.view(part.shape) - self.offset)
+        return result
 
     def _read_blocks(self) -> Tensor:
         """Return the blocks of the weight, uint8 [blocks, bytes of a block]."""
@@ -164,22 +165,29 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
+    # The rows of these projections are in another order than in transformers; see `_row_order`.
+    reordered_heads = {}
+    if architecture.has_rotated_pairs:
+        reordered_heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
         name = _model_name(tensor.name, file)
-        offset = float(architecture.has_sandwich_norms and name.endswith("norm.weight"))
-        heads = None
-        if architecture.has_rotated_pairs and ".attn_q." in tensor.name:
-            heads = num_heads
-        elif architecture.has_rotated_pairs and ".attn_k." in tensor.name:
-            heads = num_kv_heads
         if "*" in name:
             for expert in range(tensor.shape[0]):
                 weight = GgufWeight(file.path, tensor, dtype, expert=expert)
                 weights[name.replace("*", str(expert))] = weight
-        else:
-            weights[name] = GgufWeight(file.path, tensor, dtype, heads, offset)
+            continue
+        # Architectures with sandwich norms store the weight of a norm plus 1.
+        has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
+        layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
+        weights[name] = GgufWeight(
+            file.path,
+            tensor,
+            dtype,
+            num_heads=reordered_heads.get(layer_part),
+            offset=1.0 if has_offset else 0.0,
+        )
     return weights
 
 
@@ -210,10 +218,11 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return the rows of the file in the order of transformers.
+    """Return the indices of the file's rows, in the order that transformers expects.
 
-    The file has the two numbers that are rotated together in adjacent rows. transformers has them
-    half a head apart. Example: for one head of 4 rows, the order is [0, 2, 1, 3].
+    Rotary embeddings rotate pairs of numbers. In the file, the two rows of a pair are adjacent. In
+    transformers, they are half a head apart. Example: for one head of 4 rows, the order is
+    [0, 2, 1, 3].
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
@@ -267,11 +276,13 @@ def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> IntegerWeight:
-    """Return a weight whose groups of 32 numbers have a scale and a minimum of 6 bits each.
+    """Return a weight in which each group of 32 numbers has a 6-bit scale and a 6-bit minimum.
 
     The bytes a to l of a block contain the scales and minimums of 8 groups: the scales of groups
-    0 to 3 are the low 6 bits of a to d, and their minimums the low 6 bits of e to h. Groups 4 to 7
-    have the low and high 4 bits of i to l, and the upper 2 bits of a to d and of e to h.
+    0 to 3 are the low 6 bits of a to d, and their minimums the low 6 bits of e to h. For groups
+    4 to 7, the low 4 bits of the scales are the low 4 bits of i to l, and the upper 2 bits of the
+    scales are the upper 2 bits of a to d. The minimums of these groups are the high 4 bits of i to
+    l and the upper 2 bits of e to h.
     """
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
@@ -282,7 +293,8 @@ def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> 
     values = values.reshape(num_rows, -1)
     is_constant = scales == 0
     if is_constant.any():
-        # All weights of such a group are -minimum. A scale of 1 with integers of 0 gives the same.
+        # All weights of such a group equal -minimum. The scale 1 and integers of 0 represent them
+        # exactly.
         groups = is_constant.repeat_interleave(32, dim=1)
         values = values.masked_fill(groups, 0)
         scales = scales.masked_fill(is_constant, 1.0)

@@ -43,9 +43,9 @@ def gptq_format(settings: Settings) -> Format:
             f"gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
         )
     layout = Layout(
-        ".qweight",
-        (".qzeros", ".scales"),
-        _decoder(bits, has_offset=name == "gptq"),
+        main=".qweight",
+        others=(".qzeros", ".scales"),
+        decode=_decoder(bits, has_offset=name == "gptq"),
         optional=(".g_idx",),
         numbers_per_element=32 / bits,
         has_integers=True,
@@ -54,32 +54,41 @@ def gptq_format(settings: Settings) -> Format:
 
 
 def _decoder(bits: int, *, has_offset: bool) -> Decoder:
-    """Return the decoder for integers of `bits` bits, if a weight has no g_idx.
+    """Return the decoder of GPTQ weights. For the layout of the tensors, see the module.
 
-    `has_offset` is whether the stored zeros are one less than the zeros.
+    Args:
+        bits: the number of bits in the settings. It applies to weights without g_idx. With g_idx,
+            the number of inputs is known, so the decoder derives the number of bits of each layer.
+        has_offset: whether each stored zero is one less than the zero.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        packed, scales = tensors[".qweight"].T, tensors[".scales"].T
+        packed = tensors[".qweight"].T  # [out_features, words]
+        scales = tensors[".scales"].T  # [out_features, groups]
         groups = tensors.get(".g_idx")
+        num_inputs = None if groups is None else len(groups)
         # The layers of one checkpoint may have different numbers of bits.
-        used_bits = bits if groups is None else packed.shape[1] * 32 // max(1, len(groups))
-        if used_bits not in _BITS:
-            raise ValueError(f"the weights have {used_bits} bits")
-        values = unpack_integers(packed, used_bits, None if groups is None else len(groups))
-        qzeros = tensors[".qzeros"]
+        layer_bits = bits if num_inputs is None else packed.shape[1] * 32 // max(1, num_inputs)
+        if layer_bits not in _BITS:
+            raise ValueError(
+                f"the weights have {layer_bits} bits, but only {', '.join(map(str, _BITS))} bits "
+                "are supported"
+            )
+        values = unpack_integers(packed, layer_bits, num_inputs)
+        packed_zeros = tensors[".qzeros"]  # [groups, words]
         if has_offset:
-            qzeros = qzeros + _ones(used_bits, qzeros.shape[1])
-        zeros = unpack_integers(qzeros, used_bits, len(scales)).T
+            packed_zeros = packed_zeros + _ones(layer_bits, packed_zeros.shape[1])
+        zeros = unpack_integers(packed_zeros, layer_bits, len(scales)).T
         if zeros.shape != scales.shape or values.shape[1] < scales.shape[1]:
             raise ValueError(
-                f"the zeros have the shape {tuple(zeros.shape)} and the scales "
-                f"{tuple(scales.shape)} for {values.shape[1]} inputs"
+                f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
+                f"{tuple(scales.shape)} do not match weights with {values.shape[1]} inputs"
             )
-        group_size = -(-values.shape[1] // scales.shape[1])
+        num_groups = scales.shape[1]
+        group_size = -(-values.shape[1] // num_groups)
         if groups is not None:
-            groups = _irregular(groups.long(), group_size, scales.shape[1])
-        return IntegerWeight(values, scales, zeros, group_size, used_bits, groups)
+            groups = _irregular(groups.long(), group_size, num_groups)
+        return IntegerWeight(values, scales, zeros, group_size, layer_bits, groups)
 
     return decode
 
@@ -87,7 +96,8 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
 def _ones(bits: int, num_words: int) -> Tensor:
     """Return `num_words` 32-bit integers in which each packed integer is 1.
 
-    The writers subtract these words from packed zeros, so a carry can cross packed integers.
+    The tools that write GPTQ checkpoints subtract these words from the packed zeros. A borrow or
+    carry can therefore pass from one packed integer to the next.
 
     Example: with 4 bits, each word is 0x11111111.
     """
@@ -101,6 +111,6 @@ def _ones(bits: int, num_words: int) -> Tensor:
 def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
     """Return the group of each input; None if the groups are consecutive inputs."""
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
-        raise ValueError(f"g_idx has the group {int(groups.max())}, but there are {num_groups}")
+        raise ValueError(f"g_idx contains a group outside the range 0 to {num_groups - 1}")
     is_regular = torch.equal(groups, torch.arange(len(groups)) // group_size)
     return None if is_regular else groups

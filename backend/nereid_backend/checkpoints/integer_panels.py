@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the integers of quantised weights directly in the panels of the CPU kernels.
+"""Stores the integers of quantised weights without dequantising them.
+
+The CPU kernels read weights in panels: blocks of a weight matrix, each contiguous in memory.
 
 The weights of the layers are read in two steps, so that neither the dequantised weights nor the
 integers of several layers are in memory at the same time:
@@ -67,7 +69,7 @@ class Placeholder:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the weights of integers by placeholders if they belong to linear layers.
+    """Replace the integer weights of linear layers by placeholders.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -135,15 +137,15 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
     shape = weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape
     if shape != layer.weight.shape:
         raise ModelError(
-            f"a quantised weight has the shape {tuple(shape)}, but its layer has "
+            f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "
             f"{tuple(layer.weight.shape)}. Download the checkpoint again."
         )
-    if isinstance(weight, Tensor):
-        layer.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    if isinstance(weight, Tensor) or not _fits_panels(weight):
+        numbers = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantise(dtype)
+        layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
-    if not _fits_panels(weight):
-        layer.weight = nn.Parameter(weight.dequantise(dtype), requires_grad=False)
-        return False
+    # Changing the class, instead of replacing the object, preserves the layer's bias and the
+    # references to the layer in other modules. The assertion only informs the type checker.
     layer.__class__ = GroupedLinear
     assert isinstance(layer, GroupedLinear)
     bits = 4 if weight.bits <= 4 else 8
@@ -152,10 +154,11 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
 
 
 def _fits_panels(weight: IntegerWeight) -> bool:
-    """Return whether the panels represent a weight without a further error."""
+    """Return whether panels can store a weight without an additional rounding error."""
     in_features = weight.values.shape[1]
     if weight.input_groups is not None:
         return False
+    # The kernels multiply UNIT inputs at once, which must belong to the same group.
     if weight.group_size < in_features and weight.group_size % UNIT:
         return False
     scales = weight.scales.float()

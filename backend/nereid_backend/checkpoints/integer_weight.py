@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of integers with a scale for each group of inputs, and the unpacking of integers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ class IntegerWeight:
     bits: int
     input_groups: Tensor | None = None
 
+    def reordered(self, rows: Tensor) -> "IntegerWeight":
+        """Return a weight whose output i is the output `rows[i]` of this weight."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
+
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [out_features, in_features].
 
@@ -51,6 +56,18 @@ class IntegerWeight:
                 part -= self.zeros[rows].float()[:, groups]
             weight[rows] = part.mul_(self.scales[rows].float()[:, groups])
         return weight
+
+
+def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
+    """Return scales or zeros in the shape [num_rows, groups].
+
+    Args:
+        of_groups: [num_rows, groups]; [num_rows] for one group in each row; or one number, which
+            is repeated for all rows.
+        num_rows: the number of rows of the weight.
+    """
+    of_groups = of_groups if of_groups.dim() == 2 else of_groups.reshape(-1, 1)
+    return of_groups.expand(num_rows, -1)
 
 
 def scale_blocks(
@@ -105,7 +122,7 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
     Args:
         packed: int32 [rows, words].
         bits: the number of bits of an integer, 1 to 8.
-        count: the number of integers in a row. By default, as many as fit.
+        count: the number of integers in each row. By default, it is the largest possible number.
     """
     octets = packed.contiguous().view(torch.uint8)
     available = octets.shape[1] * 8 // bits
@@ -116,12 +133,14 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
         values = ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
     else:
         starts = torch.arange(available) * bits
-        # The integer can begin in one byte and end in the next.
+        # An integer can begin in one byte and end in the next byte.
         padded = torch.nn.functional.pad(octets, (0, 1))
         pairs = padded[:, starts // 8].int() | (padded[:, starts // 8 + 1].int() << 8)
         values = ((pairs >> (starts % 8)) & (2**bits - 1)).to(torch.uint8)
     if count is not None and count > available:
-        raise ValueError(f"the packed integers have {available} numbers in a row, not {count}")
+        raise ValueError(
+            f"each row of the packed integers contains {available} integers, but {count} are needed"
+        )
     return values[:, : available if count is None else count]
 
 

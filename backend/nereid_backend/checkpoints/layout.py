@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of how a checkpoint stores one weight as several tensors.
+"""Descriptions of how a checkpoint stores one weight as several tensors.
 
 Example: a checkpoint stores the weight of one layer as these three tensors:
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 
 Decoder = Callable[[Mapping[str, Tensor], torch.dtype], Tensor | IntegerWeight]
-"""A function of the tensors of one weight, by suffix, and of the data type of the result.
+"""A function that computes a weight from its stored tensors.
 
-Raises: ValueError if the tensors do not fit together.
+The arguments are the tensors of the weight by suffix, and the data type of the result.
+
+Raises: ValueError if the shapes of the tensors do not match.
 """
 Settings = Mapping[str, Any]
 """The field `quantization_config` of a config.json."""

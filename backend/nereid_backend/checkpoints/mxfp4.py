@@ -39,7 +39,8 @@ def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(
-            f"the blocks have the shape {tuple(blocks.shape)} and the scales {tuple(scales.shape)}"
+            f"the scales have the shape {tuple(scales.shape)}, but blocks of the shape "
+            f"{tuple(blocks.shape)} need scales of the shape {tuple(blocks.shape[:-1])}"
         )
     num_experts, num_rows, num_groups, num_bytes = blocks.shape
     weight = torch.empty(num_experts, num_groups * num_bytes * 2, num_rows, dtype=dtype)

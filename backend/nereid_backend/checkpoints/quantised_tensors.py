@@ -41,9 +41,10 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
 }
 """The supported values of quantization_config.quant_method."""
 
-# The ends of names that only tensors of quantised weights have. A tensor with such an end that
-# belongs to no known weight is refused, because the weight would be read without this tensor.
-_QUANTISED_ENDS = (
+# Name suffixes that only tensors of quantised weights have. If a tensor has such a suffix and
+# belongs to no known layout, the checkpoint is refused. The weight would otherwise be wrong or
+# missing.
+_QUANTISED_SUFFIXES = (
     "qweight",
     "qzeros",
     "weight_scale",
@@ -79,7 +80,7 @@ class LazyWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight. It is not dequantised if it consists of integers.
+        """Return the weight. Integers with scales are returned as stored, not dequantised.
 
         Raises:
             ModelError: if the tensors cannot be read, or do not fit together.
@@ -90,7 +91,7 @@ class LazyWeight:
         try:
             return self.layout.decode(parts, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
-            # Tensors with wrong shapes or numbers make torch raise such errors.
+            # torch raises these errors if a tensor has a wrong shape or contains wrong numbers.
             raise ModelError(
                 f"the quantised weight {self._main.name} in {self._main.file} cannot be read "
                 f"({error}). Download the file again."
@@ -150,8 +151,9 @@ def lazy_weights(
             continue
         if settings is not None and _is_leftover(tensor):
             raise ModelError(
-                f"{tensor.file} has the tensor {name}, but not the other tensors of that quantised "
-                "weight, or not in a supported layout. Download the checkpoint again."
+                f"{tensor.file} contains the tensor {name} of a quantised weight. The other "
+                "tensors of this weight are missing or have an unsupported layout. Download the "
+                "checkpoint again."
             )
         weights[name] = LazyWeight({"": tensor}, None, dtype)
     return weights
@@ -180,8 +182,8 @@ def _choose_format(settings: Settings) -> Format:
         raise UnsupportedModelError(
             f"the weights are quantised with the method {method!r} (quantization_config of "
             "config.json), which is not supported. The supported methods are "
-            f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of them, or that "
-            "is not quantised."
+            f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of these "
+            "methods, or a checkpoint that is not quantised."
         )
     try:
         return FORMATS[method](settings)
@@ -210,7 +212,7 @@ def _method(settings: Settings) -> str:
 def _find_layout(
     tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
 ) -> Layout | None:
-    """Return the layout whose main tensor is `tensor`; None if it is not the main tensor of any."""
+    """Return the layout whose main tensor is `tensor`; None if there is no such layout."""
     for layout in choice.layouts:
         if not tensor.name.endswith(layout.main):
             continue
@@ -223,5 +225,5 @@ def _find_layout(
 
 
 def _is_leftover(tensor: StoredTensor) -> bool:
-    """Return whether a tensor that belongs to no weight must be part of a quantised weight."""
-    return tensor.name.endswith(_QUANTISED_ENDS) or tensor.dtype.startswith("F8")
+    """Return whether a tensor that no layout describes is certainly part of a quantised weight."""
+    return tensor.name.endswith(_QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")

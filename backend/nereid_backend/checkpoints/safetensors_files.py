@@ -67,8 +67,9 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
 
     Args:
         folder: the folder of the checkpoint.
-        for_reading: whether the tensors will be read. torch maps a file so that it counts as used
-            memory, so a file that is larger than the memory can only be opened if this is False.
+        for_reading: whether the tensors will be read. torch maps a file in a way that counts as
+            used memory. A file that is larger than the memory can therefore be opened only with
+            False.
 
     Raises:
         ModelError: if a file is missing, incomplete or damaged, or lacks a tensor of the index.
@@ -81,8 +82,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     for tensor, file in expected.items():
         if tensor not in tensors:
             raise ModelError(
-                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download the "
-                "file again."
+                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download both "
+                "files again."
             )
     return tensors
 
@@ -106,7 +107,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         if Path(name).name != name:
             raise ModelError(
                 f"{index} names the weight file {name}, which is not in the folder. Download the "
-                "file again."
+                "index file again."
             )
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:

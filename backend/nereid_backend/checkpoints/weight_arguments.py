@@ -17,8 +17,9 @@ def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype)
     """Return the arguments of transformers' from_pretrained that select the weights.
 
     transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
-    for a GGUF file, it gets weights that are read and dequantised one by one, and a config without
-    quantization_config, because it would otherwise create layers for a quantisation library.
+    for a GGUF file, this function passes weights that are read and dequantised one by one, and a
+    config without quantization_config. With this field, transformers would create the layers of a
+    quantisation library.
 
     Args:
         folder: the folder of the checkpoint.

@@ -26,7 +26,7 @@ class ActiveRequests:
         """Create an object without requests.
 
         Args:
-            tables: the block tables, which keep the blocks of a prompt for followers.
+            tables: the block tables. They keep the blocks of a computed prompt for the followers.
             shares_prompts: whether one sequence computes the prompt for all sequences of a
                 request. If False, every sequence computes the prompt itself.
         """
@@ -95,17 +95,18 @@ class ActiveRequests:
         self._enqueue(request)
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a sequence that has just got its blocks from the waiting queue."""
+        """Remove a sequence from the waiting queue, because it has just got a row and blocks."""
         request = self.of(sequence)
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the followers of a sequence that has computed the prompt into the waiting queue.
+        """Put the followers of a request into the waiting queue once its prompt is computed.
 
-        Example: a request with n=3 has computed its prompt with sequence 0. The sequences 1 and 2
-        enter the queue, and the request keeps the blocks of the prompt for both.
+        `sequence` is the leader, which has computed the prompt. Example: sequence 0 of a request
+        with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
+        keeps the blocks of the prompt for these two sequences.
         """
         request = self.of(sequence)
         if request.followers and not request.is_split:
@@ -120,18 +121,17 @@ class ActiveRequests:
         """
         self.num_sequences -= 1
         request = self.of(sequence)
-        is_follower = sequence in request.followers
-        is_held_back = not request.is_prepared or (is_follower and not request.is_split)
-        if sequence.row is None and not is_held_back:
+        if _is_queued(request, sequence):
             self.waiting.remove(sequence)
         self.waiting.leave(sequence)
         del request.sequences[sequence.index]
         if not request.sequences:
             del self._requests[sequence.request_id]
-        if is_follower:
+        if sequence in request.followers:
             self._remove_follower(request, sequence)
-        elif request.followers and not request.is_split and request.is_prepared:
+        elif request.followers and request.is_prepared and not request.is_split:
             # The leader has ended before the prompt was computed, so a follower becomes the leader.
+            # If the request is not prepared, `_enqueue` will choose the leader later.
             self.waiting.add(request.followers.pop(0))
 
     def check(self, num_running: int) -> None:
@@ -150,9 +150,9 @@ class ActiveRequests:
         assert all(r.row is None and not r.block_table for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader of a request into the waiting queue.
+        """Put the first sequence of a request, its leader, into the waiting queue.
 
-        If sequences do not share prompts, put the followers into the queue too.
+        If sequences do not share prompts, put the followers into the queue, too.
         """
         leader, *request.followers = request.sequences.values()
         self.waiting.add(leader)
@@ -160,16 +160,26 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put the followers of a request into the waiting queue."""
+        """Put the followers of a request into the waiting queue, and record that they are there."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a follower, and release the prompt of the request after the last follower."""
+        """Remove a follower from a request.
+
+        If it was the last follower, release the blocks of the prompt, which no sequence needs now.
+        """
         request.followers.remove(sequence)
         if not request.followers:
             self._tables.drop_prompt(request)
+
+
+def _is_queued(request: Request, sequence: Sequence) -> bool:
+    """Return whether a sequence of a request is in the waiting queue."""
+    if sequence.row is not None or not request.is_prepared:
+        return False
+    return request.is_split or sequence not in request.followers
 
 
 def _num_held_back(request: Request) -> int:

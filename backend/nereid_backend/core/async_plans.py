@@ -17,7 +17,7 @@ from dataclasses import replace
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 
-# This token id stands for a token that is still being sampled while the next step is planned.
+# The id of a token that is still being sampled while the next step is planned.
 _PENDING = -1
 
 

@@ -59,8 +59,9 @@ class BlockTables:
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
         """Give blocks to a waiting sequence for all its known tokens, if enough blocks are free.
 
-        The sequence shares the blocks of its longest prefix in the prefix cache. A follower shares
-        the prompt blocks of its request instead. If the model has an attention window, the sequence
+        The sequence shares the blocks of its longest prefix in the prefix cache. A follower (a
+        sequence whose request has already computed the prompt) shares the prompt blocks of its
+        request instead. If the model has an attention window, the sequence
         gets only the blocks that it needs at the same time.
 
         Example: block_size is 16, and the sequence has 35 tokens. The cache contains its first
@@ -154,7 +155,9 @@ class BlockTables:
         self._set_reused(sequence, 0)
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks that `leader` has computed, so that followers can share them.
+        """Keep the prompt blocks that `leader` has computed, so that its followers can share them.
+
+        The followers are the other sequences of the request.
 
         Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
         [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
@@ -162,8 +165,8 @@ class BlockTables:
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
-            # A follower computes the last prompt token again. Blocks before the window of that
-            # token are not needed.
+            # The followers, which reuse the prompt, compute only its last token again. They do not
+            # need the blocks before the attention window of that token.
             last_position = leader.num_prompt_tokens - 1
             first_needed = self._attention_window.first_visible(last_position) // self._block_size
             table[first:first_needed] = [self._pool.null_block] * (first_needed - first)
@@ -216,7 +219,7 @@ class BlockTables:
         return (request.block_table for request in self._requests_with_prompt.values())
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Allocate the blocks of a follower, which shares the prompt blocks of its request.
+        """Allocate the blocks of a sequence that shares the prompt blocks of its request.
 
         Example: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The follower computes
         the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are shared. Block 1
@@ -242,7 +245,7 @@ class BlockTables:
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
-        """Set the numbers of a sequence whose block table contains `num_reused` computed tokens."""
+        """Set the token and block counts of a sequence that reuses `num_reused` computed tokens."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size

@@ -14,7 +14,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class FairQueue:
-    """The waiting sequences of all clients, and the service of each client.
+    """The waiting sequences of all clients, and the service that each client has received.
 
     A client is active from the arrival of its first request to the end of its last request. A
     client that becomes active starts with the least service of the active clients, so that a client
@@ -54,7 +54,7 @@ class FairQueue:
             del self._num_sequences[client], self._service[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add tokens that a step computes for a sequence to the service of the client."""
+        """Increase the service of a client, because a step computes tokens of a sequence."""
         params = sequence.params
         self._service[params.client_id] += num_tokens / params.client_weight
 
@@ -93,16 +93,17 @@ def fair_shares(
 ) -> dict[str, int]:
     """Divide a budget among clients by weight. No client gets more than its demand.
 
-    What a client does not need is divided among the other clients. Every client gets at least 1.
+    If a client demands less than its share, the rest is divided among the other clients. Every
+    client gets at least 1.
 
-    Example: the demands {"a": 4000, "b": 100} with equal weights and a budget of 512 return
-    {"a": 412, "b": 100}.
+    Example: with equal weights and a budget of 512, the demands {"a": 4000, "b": 100} give the
+    shares {"a": 412, "b": 100}.
     """
     shares: dict[str, int] = {}
     left = budget
     total_weight = sum(weights[client] for client in demands)
-    # The client with the smallest demand for its weight comes first, so what it leaves over is
-    # known before the other clients get their shares.
+    # The client with the smallest ratio of demand to weight comes first. The part of the budget
+    # that it does not need is then known before the other clients get their shares.
     for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
         fair = int(left * weights[client] / total_weight)
         shares[client] = max(1, min(demands[client], fair))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache, which finds blocks with keys and values that a new request would compute again.
+"""The prefix cache, which finds computed blocks that a new request can reuse.
 
 The hash of a full block is computed from its tokens and the hash of the block before it. If two
 blocks have the same hash, all tokens from the start of their sequences to the end of the blocks are
@@ -60,7 +60,8 @@ class PrefixCache:
 
         Example: the sequence has 48 tokens, and block_size is 16. The cache contains its first and
         its second block as the blocks 7 and 2, so the result is [7, 2]. The result would be the
-        same if the cache also contained the third block, because that block has the last token.
+        same if the cache also contained the third block, because that block contains the last
+        token.
         """
         hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
         if self._attention_window is not None:
@@ -114,8 +115,8 @@ class PrefixCache:
         the cache contains these blocks. The null block replaces the blocks before the window.
 
         Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
-        the cache contains the last two as the blocks 8 and 5. The token at position 12 attends to
-        positions 9 to 12, which start in the third block. The result is [null, null, 5].
+        the cache contains the last two of them as the blocks 8 and 5. The token at position 12
+        attends to positions 9 to 12, which start in the third block. The result is [null, null, 5].
         """
         null = self._pool.null_block
         blocks = [self._blocks.get(block_hash, null) for block_hash in hashes]

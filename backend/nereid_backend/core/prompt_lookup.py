@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.sequence import Sequence
 
-# The number of last tokens that must occur earlier in the sequence.
+# The length of the n-gram at the end of a sequence that is looked up in the earlier tokens.
 _NGRAM = 3
 # The acceptance rate of a sequence is an exponential moving average. The newest draft has the
 # weight _FORGETTING. If the rate is below _THRESHOLD, no drafts are proposed for the next
@@ -87,7 +87,7 @@ class PromptLookup:
         if continuation is None:
             return []
         # If fewer than `limit` tokens follow the earlier occurrence, the two occurrences are close
-        # together. The text is then probably periodic, so the tokens are repeated.
+        # together and the text is probably periodic. The draft then repeats these tokens.
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

@@ -32,8 +32,8 @@ from nereid_backend.core.step_planner import StepPlanner
 from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
 from nereid_backend.core.window import AttentionWindow
 
-# A request whose priority is higher by one level may arrive up to this many steps later (some
-# seconds with a large model) and is still scheduled first. Levels are limited to the range from
+# A request whose priority is higher by one level is still scheduled first if it arrives up to this
+# number of steps later (some seconds with a large model). Levels are limited to the range from
 # -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled eventually.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
@@ -334,7 +334,10 @@ class Scheduler:
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
 
     def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
-        """Count the draft tokens that equal the new tokens of a sequence, and remove all drafts."""
+        """Count the accepted draft tokens of a sequence, and remove all its draft tokens.
+
+        A draft token was accepted if it and all draft tokens before it equal the new tokens.
+        """
         drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
         num_accepted = common_prefix_len(drafts, new_token_ids)
         # The step has already computed the keys and values of the accepted draft tokens.

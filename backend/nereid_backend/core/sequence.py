@@ -35,7 +35,7 @@ class Sequence:
         guide: the grammar state that limits the next tokens; None allows every token. Only the
             sampler changes the grammar state.
         draft_token_ids: the tokens that are proposed to follow the last known token. The next step
-            computes these tokens, and the sequence gets those that verification accepts.
+            computes these tokens. Verification then accepts some of them for the sequence.
         num_computed_tokens: the number of leading `token_ids` whose keys and values are in the
             blocks of the sequence.
         num_reused_tokens: the number of computed tokens that were found in the prefix cache.

@@ -55,7 +55,7 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """The new tokens of one chunk that samples.
+    """The new tokens of one chunk for which the step samples a token.
 
     Attributes:
         token_ids: the new tokens: sampled tokens, draft tokens that verification accepted, and

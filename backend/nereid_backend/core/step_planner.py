@@ -23,7 +23,7 @@ priority, the planner selects the one with the fewest tokens to compute again. T
 the order is never preempted for another sequence, so it always finishes.
 
 If several clients have requests, a client that has less than its fair share of the rows, the blocks
-or the token budget gets a part of what another client has (_make_room and _prefill_shares). The
+or the token budget gets a part of the share of another client (_make_room and _prefill_shares). The
 short request of one client therefore does not wait for the long requests of another client.
 
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
@@ -64,8 +64,9 @@ class StepPlanner:
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
         has_overdue_prompt: whether the last plan had no budget left for a waiting prompt that
             cannot be divided into chunks. The next plan then starts with that prompt.
-        shares: the number of prompt tokens that each client may compute in the current step. Empty
-            if only one client has requests, or if prompts cannot be divided into chunks.
+        shares: the largest number of prompt tokens that the current step may compute for each
+            client. Empty if only one client has requests, or if prompts cannot be divided into
+            chunks.
     """
 
     pool: BlockPool
@@ -185,8 +186,10 @@ class StepPlanner:
         have half of their blocks and wait for the other prompt's blocks forever.
         """
         if self.is_held_up:
+            # This plan is made ahead, and running sequences already lack blocks that this plan
+            # cannot free. Waiting sequences must not take the blocks that are left.
             return
-        is_overdue = self.has_overdue_prompt
+        starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
@@ -201,7 +204,8 @@ class StepPlanner:
             num_tokens = self._take_share(sequence, num_tokens)
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
-            if is_overdue:
+            if starts_with_overdue_prompt:
+                # The running sequences have no chunks in this step. They wait for one prompt only.
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
@@ -212,7 +216,8 @@ class StepPlanner:
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
-            # A follower shares the prompt of its request, which may need a block copy.
+            # The sequence shares the prompt blocks of its request, and may have to copy one block.
+            # A plan that is made ahead must not copy blocks.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
@@ -227,9 +232,7 @@ class StepPlanner:
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if they use so much that `sequence` cannot run.
 
-        A client loses a row or blocks only if it afterwards still has at least as many, for its
-        weight, as the client of `sequence` then has. The first sequence in the order is never
-        preempted.
+        See `_fair_victim` for the sequences that may be preempted.
         """
         num_blocks = self.tables.num_missing_blocks(sequence, len(sequence.token_ids))
         while not self.running.free_rows or self.pool.num_free < num_blocks:
@@ -245,7 +248,14 @@ class StepPlanner:
     def _fair_victim(
         self, sequence: Sequence, num_needed: int, *, by_rows: bool
     ) -> Sequence | None:
-        """Return the sequence to preempt for `sequence`; None if its client has its fair share.
+        """Return the sequence of another client that should be preempted for `sequence`.
+
+        A client may lose a sequence only if it is still not worse off than the client of
+        `sequence`. The two clients are compared by their rows or blocks per weight after the
+        preemption. The first sequence in the order is never preempted.
+
+        Returns:
+            The sequence to preempt; None if no sequence may be preempted.
 
         Args:
             sequence: the waiting sequence.
@@ -260,18 +270,23 @@ class StepPlanner:
         for other in self.running:
             used[other.params.client_id] += size(other)
         own = sequence.params
-        wanted = (used[own.client_id] + num_needed) / own.client_weight
+        own_share_after_gain = (used[own.client_id] + num_needed) / own.client_weight
+
+        def share_after_loss(other: Sequence) -> float:
+            params = other.params
+            return (used[params.client_id] - size(other)) / params.client_weight
+
         candidates = [
             other
-            for other in self.running.after(0)
+            for other in self.running.after(0)  # all sequences except the first in the order
             if other.params.client_id != own.client_id
             and other not in self.pending_plans.leaving
-            and (used[other.params.client_id] - size(other)) / other.params.client_weight >= wanted
+            and share_after_loss(other) >= own_share_after_gain
         ]
         return min(candidates, key=_preemption_cost, default=None)
 
     def _prefill_shares(self) -> dict[str, int]:
-        """Return the tokens of prompts that each client may compute in this step.
+        """Return the largest number of prompt tokens that this step may compute for each client.
 
         Return an empty dictionary if at most one client has a prompt to compute.
         """
@@ -334,7 +349,7 @@ class StepPlanner:
         sequence = self.running[index]
         later = self.running.after(index)
         if not self.requests.waiting.has_several_clients:
-            return min(later, key=_preemption_cost, default=sequence)
+            return min(later or [sequence], key=_preemption_cost)
         used: Counter[str] = Counter()
         for other in self.running:
             used[other.params.client_id] += len(other.block_table)
@@ -343,8 +358,10 @@ class StepPlanner:
             params = other.params
             return -used[params.client_id] / params.client_weight, _preemption_cost(other)
 
-        # The first sequence in the order is never preempted, so that it always finishes.
-        return min([*later, sequence] if index else later, key=cost, default=sequence)
+        if index > 0:
+            return min([*later, sequence], key=cost)
+        # The first sequence in the order is not preempted for a later one, so it always finishes.
+        return min(later or [sequence], key=cost)
 
     def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
@@ -361,13 +378,20 @@ def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk
     starts at 19 and has 4 tokens. All 4 logits are needed to verify the draft tokens.
     """
     start = sequence.num_computed_tokens
-    samples = start + num_tokens == len(sequence.token_ids)
+    has_last_known_token = start + num_tokens == len(sequence.token_ids)
     num_drafts = len(sequence.draft_token_ids)
-    num_logits = int(samples) + num_drafts
-    num_tokens += num_drafts
-    if sequence.wants_prompt_logprobs:
-        num_logits = num_tokens
-    return Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
+    # The log-probability of each prompt token is computed from the logits of the token before it.
+    num_known_with_logits = (
+        num_tokens if sequence.wants_prompt_logprobs else int(has_last_known_token)
+    )
+    return Chunk(
+        sequence=sequence,
+        start=start,
+        num_tokens=num_tokens + num_drafts,
+        samples=has_last_known_token,
+        is_first=is_first,
+        num_logits=num_known_with_logits + num_drafts,
+    )
 
 
 def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:

@@ -196,7 +196,11 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path):
     [
         ("falcon", {}, "architecture 'falcon' is not supported. The supported architectures are"),
         ("llama", {"expert_count": 8}, r"metadata value llama\.expert_count is not supported"),
-        ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8"),
+        (
+            "llama",
+            {"rope.dimension_count": 8},
+            r"rope\.dimension_count must equal the head size 16, but it is 8",
+        ),
     ],
 )
 def test_an_unsupported_file_is_refused(architecture, metadata, message, tmp_path):

@@ -33,7 +33,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The kernels compute this many tokens of a block at once.
+# The number of tokens of a block that the kernels compute at once.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -89,9 +89,9 @@ class CpuKVCache(KVCache):
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
         key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
             empty.
-        value_scales: the factors of the values, as key_scales.
-        kernel_times: the kernels add the time that compiled models spend in them; None if the time
-            is not measured.
+        value_scales: the factors of the values, under the same condition.
+        kernel_times: the time that compiled models have spent in the kernels, which the kernels add
+            up; None if the time is not measured.
     """
 
     kernel_times: KernelTimes | None
@@ -164,7 +164,8 @@ class CpuKVCache(KVCache):
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, dim, size = keys.shape
-        # Each row is one place in one head's part of a block.
+        # The layout stores the numbers of one key block_size elements apart, so a key is addressed
+        # by the head's part of a block (rows // size) and the token's place in it (rows % size).
         keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -292,7 +293,8 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         )
         for prefill in batch.prefills
     ]
-    # The call for a group of decodes also stores the step, so an empty group is added if needed.
+    # The call for a group of decodes also writes the step's keys and values to the cache, so a step
+    # without decodes gets an empty group.
     groups = groups or [NativeDecodeGroup()]
     return _NativeStep(
         batch.slots.data_ptr(),

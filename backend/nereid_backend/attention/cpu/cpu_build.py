@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the CPU kernels once for an instruction set, and loads them.
 
-The build needs only a C++ compiler and takes some seconds. It needs no torch headers, because the
-kernels and torch exchange plain C types. The library is stored in a cache folder; its name contains
+The build needs a C++ compiler but no torch headers, because the kernels and torch exchange plain C
+types. It takes some seconds. The library is stored in a cache folder; its name contains
 the instruction set and a hash of everything that it was built from. Its functions are loaded as
 global symbols, so that models that AOTInductor has compiled can call them.
 """
@@ -40,7 +40,7 @@ _COMPILERS = ("g++", "c++")
 _FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
 # The compiler needs about 10 seconds, but a busy machine can take several minutes.
 _TIMEOUT_S = 900
-# The number of characters of the compiler's output in an error message.
+# The largest number of characters of the compiler's output in an error message.
 _MAX_OUTPUT = 500
 
 
@@ -115,7 +115,7 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
             # The library is linked without -fopenmp, because this flag would add the compiler's
             # own OpenMP library. With -Bsymbolic, its functions call each other even if the
             # process has also loaded the library for another instruction set.
-            libraries = [str(_TORCH), *openmp]
+            libraries = [str(_TORCH), *([openmp] if openmp else [])]
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -132,35 +132,36 @@ def _run(command: list[str]) -> None:
         )
 
 
-def _openmp() -> list[str]:
-    """Return the path of the OpenMP library that torch has loaded, in a list.
+def _openmp() -> str | None:
+    """Return the path of the OpenMP library that torch has loaded, or None if it is not libgomp.
 
-    The list is empty if torch uses no libgomp. A second OpenMP library in the process would start a
-    second set of threads, which would compete with torch's threads for the same cores.
+    The kernels use the same library. A second OpenMP library in the process would start a second
+    set of threads, which would compete with torch's threads for the same cores.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
-        return []
+        return None
     loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other Python packages may have loaded a libgomp of their own. torch uses the one in its own
-    # folders, or else the system's.
+    # Other Python packages may also have loaded a libgomp. torch uses the libgomp in its own
+    # folders (torch/ and torch.libs/), or the libgomp of the system if there is none.
     packages = Path(torch.__file__).parent.parent
     of_torch = [
         path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))
     ]
     of_system = [path for path in loaded if not path.startswith(str(packages))]
-    return (of_torch or of_system)[:1]
+    return next(iter(of_torch or of_system), None)
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     """Return a hash of the sources, flags, compiler, torch and its OpenMP library.
 
-    Without the names of instructions, the processor is a part of the hash, too.
+    The instruction set `native` has no list of features. Its library depends on the processor, so
+    the hash then includes the processor, too.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*_HEADERS, *SOURCES)]
-    libraries = [torch.__version__, str(_TORCH), *_openmp()]
+    libraries = [torch.__version__, str(_TORCH), _openmp() or ""]
     flags = [*_FLAGS, *instruction_set.flags]
     target = "" if instruction_set.features else processor()
     parts = [*sources, *flags, *libraries, version.stdout, target]

@@ -151,7 +151,7 @@ def forced_instruction_set(name: str) -> Iterator[None]:
 
 
 def _forget_kernels() -> None:
-    """Let the next call of `kernels` load a library again."""
+    """Clear the caches, so that the next call of `kernels` loads a library again."""
     kernels.cache_clear()
     has_kernels.cache_clear()
 

@@ -4,7 +4,7 @@
 The kernels are compiled for one instruction set, with compiler flags that name its instructions, so
 that the library also works on other processors with the same instruction set. The best instruction
 set of the processor is chosen when the kernels are loaded. The environment variable
-NEREID_CPU_INSTRUCTIONS chooses a lower one, for tests and for comparisons.
+NEREID_CPU_INSTRUCTIONS chooses another supported instruction set, for tests and for comparisons.
 """
 
 import os
@@ -39,8 +39,9 @@ class InstructionSet:
         return (*(f"-m{feature.replace('_', '')}" for feature in self.features), "-mtune=native")
 
 
-# From the fastest to the slowest. Every processor supports the last one, which is whatever the
-# compiler finds. Its kernels are portable C++ without kernels for linear layers.
+# The instruction sets from the fastest to the slowest. The last one runs on every processor: it is
+# portable C++, compiled for the processor that the compiler detects, without kernels for linear
+# layers.
 INSTRUCTION_SETS = (
     InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
     InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
@@ -73,7 +74,7 @@ def usable_instruction_sets() -> list[InstructionSet]:
     chosen = [one for one in supported if one.name == name]
     if not chosen:
         names = ", ".join(one.name for one in supported)
-        raise ValueError(f"{CPU_INSTRUCTIONS} is {name}, but this processor supports {names}")
+        raise ValueError(f"{CPU_INSTRUCTIONS} is {name}, but this processor supports only {names}")
     return chosen
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of attention libraries by measurement when a model is loaded.
 
-A library replaces the project's kernels in a situation only if its results equal those of the
-reference, and if it is faster on a step of typical size.
+For each kind of attention work, a library replaces the project's kernels only if its results equal
+the results of the reference, and if it is faster on a step of typical size.
 """
 
 import functools
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 # Returns the milliseconds that a function needs on the device.
 Timer = Callable[[Callable[[], object]], float]
 
-# A library must need at most this share of the time of the project's kernels. A smaller gain may be
-# an error of the measurement.
+# A library is used only if it takes at most this share of the time that the project's kernels take.
+# A smaller gain may be an error of the measurement.
 _MAX_SHARE = 0.95
 _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
@@ -41,7 +41,12 @@ _NUM_RUNS = 7
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The sequences of a trial: the lengths of decodes, and (cached, new) tokens of prefills."""
+    """The sequences of a trial.
+
+    Attributes:
+        decodes: the length of the sequence of each decode.
+        prefills: the numbers of cached and new tokens of each prefill.
+    """
 
     decodes: tuple[int, ...] = ()
     prefills: tuple[tuple[int, int], ...] = ()
@@ -71,9 +76,9 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
     backends: Sequence[AttentionBackend] | None = None,
     timer: Timer | None = None,
 ) -> ChosenBackends:
-    """Return the attention library for each kind of layer and situation in which one is faster.
+    """Return the libraries that are faster than the project's kernels, by layer kind and situation.
 
-    Each library that cannot be used is named in a log line with the reason.
+    For each library that cannot be used, log a warning with the reason.
 
     Args:
         kind: the class of the KV cache. Libraries do not read 8-bit caches.
@@ -81,7 +86,7 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
         block_size: tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-        backends: the libraries; by default, all libraries that are known.
+        backends: the libraries to measure; by default, all libraries that this package supports.
         timer: measures a function; by default, with events of the GPU.
     """
     chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
@@ -114,13 +119,14 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 def _why_wrong(
     backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
 ) -> str | None:
-    """Return the reason why the results of a library are wrong, or None if they are right."""
+    """Return the reason why a library failed or gave wrong results; None if they are correct."""
     step = _CHECKED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)
     try:
         gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
-        # Boundary: a library can fail in any way. The project's kernels are used instead.
+        # The trial of a library ends here, and the library can fail in any way. The project's
+        # kernels are used instead.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 

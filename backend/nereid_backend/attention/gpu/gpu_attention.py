@@ -2,8 +2,8 @@
 """Paged attention on a GPU, in kernels that are written in the Triton language.
 
 A layer needs at most four launches: the cache write, the decodes, the reduction of their parts, and
-the prefills. Nothing here waits for the GPU. The grids follow from sizes that the CPU knows, and
-the metadata of a step is uploaded once for all layers, as a GpuBatch.
+the prefills. Nothing here waits for the GPU. The grids are computed from sizes that are on
+the CPU, and the metadata of a step is uploaded once for all layers, as a GpuBatch.
 
 The kernels are imported when the first step runs, because they need the package triton. torch
 installs this package on machines with a GPU.
@@ -46,27 +46,28 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# The largest number of parts of a sequence. More parts make the reduction slower than they make
-# decoding faster.
+# The largest number of parts of a sequence. With more parts, the reduction loses more time than
+# decoding gains.
 _MAX_SPLITS = 128
 # The number of programs that a decode launch has for each multiprocessor, if there is enough work.
 # With this number, the last programs end at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
-# A captured launch has up to this many times as many programs as the multiprocessors need, and at
-# least this many for each sequence. It serves steps in which one sequence is much longer than the
-# others. Programs without work end at once.
+# A launch in a CUDA graph also serves steps in which one sequence is much longer than the others,
+# so it has more programs than a launch for one known step: up to this many times as many.
 _CAPTURED_FACTOR = 2
+# A launch in a CUDA graph has at least this number of parts for each sequence. A program returns at
+# once if its part of the sequence is empty.
 _MIN_CAPTURED_SPLITS = 4
 # Tests on a machine without a GPU simulate a GPU with this number of multiprocessors.
 _SIMULATED_PROCESSORS = 4
-# Products and sums use one rounding, as the hardware's fused instructions do. Triton warns if this
-# option is not set.
+# The kernels use the hardware's fused instructions, which round a product and a sum only once.
+# Triton warns if this option is not set.
 _FUSED: dict[str, Any] = {"enable_fp_fusion": True}
-# The number of elements that one program of the cache write copies.
+# The number of elements that each program of the cache write kernel copies.
 _STORE_ELEMENTS = 4096
 # The largest number of query heads that one program of the decode kernel computes.
 _MAX_DECODE_ROWS = 64
-# The number of parts that one iteration of the reduction adds.
+# The number of parts that the reduction adds in one iteration.
 _REDUCE_STEP = 16
 
 
@@ -145,13 +146,14 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of a step whose keys and values are in the cache already.
+    """Return the attention of a step whose keys and values are already in the cache.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        new: the key and the value of the step, as in `attend`; None if only the cache has them.
+        new: the key and the value of the step, as in `attend`; None if only the cache contains
+            them.
         layer: the index of the layer in the cache, and its properties.
-        cache: the cache, with the step.
+        cache: the cache, which contains the keys and values of the step.
         batch: the metadata of the step.
         scale: the factor of the scores.
         sinks: the attention sinks, [num_heads]; None if the layer has none.
@@ -191,7 +193,7 @@ def _call(
 
 
 def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-    """Compute the tokens of one situation with the project's kernels. Mutates: out."""
+    """Compute the decodes or the prefills of a step with the project's kernels. Mutates: out."""
     call = inputs.call
     device = device_of(inputs.query.device)
     if situation is Situation.DECODE:
@@ -205,12 +207,12 @@ def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
 
 
 def _largest_dim(spec: LayerSpec) -> int:
-    """Return the head size of the keys or of the values, whichever is larger."""
+    """Return the size of a key or of a value, whichever is larger."""
     return max(spec.key_dim, spec.value_dim)
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the layout of the steps of a model, whose tiles are uploaded with each step.
+    """Return the layout of a model's steps. It uploads the tiles of prefills with each step.
 
     Args:
         cache: the KV cache of the model.
@@ -246,7 +248,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     Args:
         key: [num_kv_heads, num_tokens, key_dim], the last dimension contiguous.
         value: [num_kv_heads, num_tokens, value_dim], the last dimension contiguous.
-        call: the attention call, of which only the cache is used.
+        call: the attention call. Only its cache is used.
         slots: [num_tokens] int64. Tokens with a negative slot are not written.
 
     Mutates: the cache.
@@ -258,15 +260,20 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
         return
     value_dim = value.shape[2]
     max_heads = max(1, _STORE_ELEMENTS // padded_size(max(key_dim, value_dim)))
-    heads = min(padded_size(num_kv_heads), max_heads)
-    store_kernel[(num_tokens, -(-num_kv_heads // heads))](
-        *(key, value, *call.cache_tensors, slots),
-        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+    heads_per_program = min(padded_size(num_kv_heads), max_heads)
+    programs_per_token = -(-num_kv_heads // heads_per_program)
+    head_and_token_strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+    store_kernel[(num_tokens, programs_per_token)](
+        key,
+        value,
+        *call.cache_tensors,
+        slots,
+        *head_and_token_strides,
         NUM_KV_HEADS=num_kv_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_SIZE=call.values.shape[2],
-        HEADS=heads,
+        HEADS=heads_per_program,
         KEY_PADDED=padded_size(key_dim),
         VALUE_PADDED=padded_size(value_dim),
         HAS_SCALES=call.scales is not None,
@@ -299,12 +306,12 @@ def decode(
     if rows.longest is None:
         split_tokens, num_splits = split(rows, spec.window, num_programs, tuning.tile, query.device)
     else:
-        # The kernel computes the tokens of a part from the longest sequence of each step.
+        # The kernel derives the number of tokens in a part from the longest sequence of each step.
         split_tokens = 0
         num_splits = captured_splits(rows, spec.window, num_programs, tuning.tile, query.device)
     is_split = num_splits > 1
-    # The kernel needs pointers also for the arguments that it does not read: the parts of a
-    # sequence that is not divided, and the sinks of a layer without sinks.
+    # The kernel needs a valid pointer even for an argument that it does not read. It does not read
+    # `parts` and `weights_log` if sequences are not divided, nor `sinks` if the layer has none.
     parts = out
     weights_log = out
     sinks = out if call.sinks is None else call.sinks
@@ -412,7 +419,8 @@ def split(
     total_tokens = sum(count * length for count, length in lens) * num_programs
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
     min_tokens = max(-(-total_tokens // wanted_programs), -(-longest // _MAX_SPLITS), 2 * tile)
-    # A power of two times the tile gives few different launches, so that steps can share graphs.
+    # The number is rounded up to a power of two times the tile size. Few different numbers then
+    # occur, so that many steps can share a graph.
     split_tokens = tile * next_power_of_two(-(-min_tokens // tile))
     return split_tokens, -(-longest // split_tokens)
 
@@ -420,13 +428,15 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of parts of a sequence in a captured launch.
+    """Return the largest number of parts of a sequence in a launch that a CUDA graph captures.
 
-    The number depends on nothing that differs between steps. The arguments are those of `split`.
+    The number depends only on values that are equal for all steps which replay the graph. The
+    arguments are those of `split`.
     """
     longest = max(length for _, length in rows.bounds)
     if window.limit is not None:
         longest = min(longest, window.limit + tile)
+    # A part has at least two tiles, as in `split`.
     most = -(-longest // (2 * tile))
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
     wanted = -(-_CAPTURED_FACTOR * wanted_programs // (rows.count * num_programs))

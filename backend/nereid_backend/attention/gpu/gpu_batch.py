@@ -3,7 +3,7 @@
 
 The block tables of all sequences are one flat list of block numbers. Another list contains the
 index at which the block table of each sequence starts. All values come from the CPU or from tensors
-that are on the GPU already, so nothing is read back from the GPU. `StepLayout` adds the values from
+that are already on the GPU, so nothing is read back from the GPU. `StepLayout` adds the values from
 the CPU to the one upload of the step.
 """
 
@@ -27,8 +27,8 @@ class DecodeRows:
 
     Attributes:
         count: the number of decodes.
-        bounds: for each group, (number of sequences, largest number of tokens of a sequence). The
-            CPU knows these numbers.
+        bounds: for each group, (number of sequences, largest number of tokens of a sequence). These
+            numbers are on the CPU.
         table: [n] int64, the block numbers of all sequences.
         table_starts: [count] int64, the index in `table` of each sequence's first block.
         tokens: [count] int64, the index of each decode in the packed step.
@@ -99,7 +99,7 @@ class GpuBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
-        """Build the metadata of a step whose tensors are on the device already."""
+        """Build the metadata of a step whose tensors are already on the device."""
         layout = StepLayout(())
         arrays = layout.arrays(
             [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
@@ -121,7 +121,7 @@ class Tiling(NamedTuple):
 
 
 class PrefillShape(NamedTuple):
-    """The numbers of one prefill that the CPU knows.
+    """The sizes of one prefill, which are on the CPU.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -137,19 +137,23 @@ class PrefillShape(NamedTuple):
 
     @classmethod
     def of(cls, prefill: Prefill) -> "PrefillShape":
-        """Return the numbers of a prefill."""
+        """Return the sizes of a prefill."""
         num_new = prefill.end - prefill.start
         return cls(prefill.start, num_new, prefill.num_cached, prefill.blocks.numel())
 
 
 class StepLayout:
-    """Builds the arrays of a step that only GPU kernels read, for one upload with all others."""
+    """Builds the arrays of a step that only GPU kernels read.
+
+    They are uploaded together with the other arrays of the step.
+    """
 
     def __init__(self, tilings: Sequence[Tiling]) -> None:
         """Create a layout.
 
         Args:
-            tilings: the tilings of a model's layers. Tiles for others are uploaded when needed.
+            tilings: the tilings of a model's layers. Tiles for any other tiling are uploaded when
+                they are needed.
         """
         self._tilings = tuple(dict.fromkeys(tilings))
 
@@ -185,13 +189,13 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings whose tiles are among the arrays."""
+        """The tilings for which `arrays` contains the tiles."""
         return self._tilings
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The uploaded arrays of a step, before they are needed.
+    """The arrays of a step, which were uploaded ahead of time.
 
     Attributes:
         layout: the layout that created the arrays.
@@ -217,14 +221,14 @@ class PackedRows:
 
 
 def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
-    """Return the new tokens of prefills in tiles, [num_tiles, 2] int64.
+    """Divide the new tokens of prefills into tiles, and return the tiles, [num_tiles, 2] int64.
 
-    The tokens of a tile belong to one sequence. Each row is the index of the sequence and the first
-    new token of the tile. Tiles that attend to the most keys come first, so that the last programs
-    to start are short.
+    The tokens of a tile belong to one sequence. Each row contains the index of the sequence and the
+    index of the tile's first new token. Tiles that attend to the most keys come first, so that the
+    programs that start last end soon.
 
-    Example: a prefill of 40 new tokens after 100 cached ones gives the rows [0, 32] and [0, 0] if a
-    tile has 32 tokens.
+    Example: a prefill of 40 new tokens after 100 cached tokens gives the rows [0, 32] and [0, 0] if
+    a tile has 32 tokens.
     """
     tiles = [
         (_num_keys(prefill.num_cached + begin, tiling.window), number, begin)

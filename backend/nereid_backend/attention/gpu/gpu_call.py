@@ -10,21 +10,22 @@ from torch import Tensor
 from nereid_backend.attention.layers import LayerSpec
 
 _LOG2E = math.log2(math.e)
-# The smallest size of a matrix product in the Triton language.
+# The smallest dimension of a matrix product in the Triton language.
 _MIN_PRODUCT = 16
-# Keys up to this size are padded, because a second matrix product would cost more.
+# Keys of at most this size are padded and not divided, because a second matrix product would cost
+# more time than the padding.
 _MAX_PADDED_KEY = 32
 
 
 class Float8(enum.IntEnum):
-    """The way in which the kernels convert 8-bit floating point numbers, a constant in them."""
+    """How the kernels convert 8-bit floating point numbers, a constant of a compiled kernel."""
 
     NONE = 0
     """The cache contains other numbers: floating point numbers of the model, or integers."""
     DEVICE = 1
-    """With instructions of the GPU, which exist from compute capability 8.9 on."""
+    """The kernels use instructions of the GPU, which exist from compute capability 8.9 on."""
     BITS = 2
-    """By shifting bits."""
+    """The kernels shift the bits of the numbers; see `triton_common.converted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,16 @@ class AttentionCall:
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the cache and the division of a key.
+        """Return the kernel constants that describe the cache and how a key is divided.
 
-        Example: a key of 192 numbers is divided into 128 (MAIN) and 64 (REST).
+        A key is divided into MAIN numbers, padded to DIM, and REST numbers, padded to REST_PADDED,
+        because the kernels pad to powers of two. Examples: 192 numbers are divided into 128 and 64.
+        A key of 24 numbers is not divided but padded to 32, so MAIN is 24, DIM is 32 and REST is 0.
         """
         key_dim = self.spec.key_dim
-        main = 1 << (key_dim.bit_length() - 1)
+        largest_power_of_two = 1 << (key_dim.bit_length() - 1)
+        main = key_dim if key_dim <= _MAX_PADDED_KEY else largest_power_of_two
         rest = key_dim - main
-        if key_dim <= _MAX_PADDED_KEY:
-            main = key_dim
-            rest = 0
         return {
             "NUM_KV_HEADS": self.spec.num_kv_heads,
             "BLOCK_SIZE": self.values.shape[2],

@@ -2,9 +2,9 @@
 """A check at load time that the GPU kernels compute the same as the reference on this GPU.
 
 The engine's self-check runs the whole model over short sequences. This check runs one attention
-layer over longer sequences, so that it covers more: long sequences that are divided into parts,
-the reduction of the parts, tiles of keys that all rows attend to, and windows that no longer
-include the first token. The check also compiles the kernels.
+layer over longer sequences, so that it also covers sequences that are divided into parts, the
+reduction of the parts, tiles of keys that all rows attend to, and windows that do not include the
+first token. The check also compiles the kernels.
 """
 
 import functools
@@ -32,16 +32,22 @@ _PREFILLS = ((0, 40), (140, 20))
 # window that is wrong by one token gives a difference above 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
-# The largest accepted rounding errors of the cache write: for e4m3, a sixteenth of the number, and
-# 2**-17 of the largest number for subnormal numbers; for int8, half of the distance between two
-# stored numbers. Both limits allow a little more for numbers halfway between two stored numbers.
+# The largest accepted rounding error of a number in an e4m3 cache: a sixteenth of the number, or
+# 2**-17 of the largest number of its vector if the stored number is subnormal. The factor 1.01
+# allows for numbers halfway between two stored numbers.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
+# The largest accepted rounding error in an int8 cache, relative to the largest number of the
+# vector: half of the distance between two stored numbers, and a little more for numbers halfway
+# between.
 _INT8_ERROR = 0.51 / 127
 
 
 class KernelError(Exception):
-    """The kernels compute a different result. The message is a clause without a final period."""
+    """The kernels and the reference compute different results.
+
+    The message is a clause without a final period.
+    """
 
 
 @functools.cache
@@ -52,14 +58,15 @@ def why_not(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return the reason why the kernels must not be used for a kind of layer, or None if they may.
+    """Return the reason why the kernels cannot be used for a kind of layer, or None if they can.
 
     The arguments are those of `check`.
     """
     try:
         check(kind, spec, block_size, dtype, device)
     except Exception as error:  # noqa: BLE001
-        # Boundary: a compiler or driver can fail in any way. The reference is then used instead.
+        # The check of a layer ends here, and a compiler or driver can fail in any way. The
+        # reference then computes the attention.
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
     return None
@@ -84,7 +91,7 @@ class Trial:
     sinks: Tensor | None
 
     def attend(self, backends: ChosenBackends = gpu_attention.GpuKVCache.backends) -> Tensor:
-        """Store the step and return its attention, computed by these attention libraries.
+        """Store the keys and values of the step, and compute its attention with these libraries.
 
         Mutates: the cache.
         """
@@ -263,7 +270,7 @@ def _stored(
 def _check_written(
     cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
 ) -> None:
-    """Raise KernelError if the stored keys or values differ from those that were written."""
+    """Raise KernelError if the stored keys or values differ from the written ones by too much."""
     for actual, expected in zip(stored, (tensor.float() for tensor in written), strict=True):
         largest = expected.abs().amax(-1, keepdim=True)
         allowed = torch.zeros_like(expected)

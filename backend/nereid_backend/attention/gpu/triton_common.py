@@ -2,7 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that the attention kernels in the Triton language share: scores of a tile, and softmax.
 
-Scores are multiplied by log2(e), because the hardware computes powers of 2 and not of e.
+Scores are multiplied by log2(e), so that 2^score replaces e^score: the hardware has an instruction
+for powers of 2, but none for powers of e.
 """
 
 import triton
@@ -60,9 +61,9 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Return the scales of some rows of an 8-bit cache, [n] float32.
+    """Return the factors of some rows of an 8-bit cache, [n] float32.
 
-    The factors belong to the numbers that `converted` returns.
+    A factor times the number that `converted` returns is the restored number.
     """
     if IS_MASKED:
         factors = tl.load(scales + cells, mask=is_real, other=0.0)
@@ -80,8 +81,9 @@ def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     FLOAT8 is a value of `gpu_call.Float8`.
 
     With FLOAT8 == 2, the bits of an e4m3 number are shifted to the places of the exponent and the
-    mantissa in float16. The result is 1/256 of the number, also for subnormal numbers.
-    `load_scales` multiplies the factors by 256 to correct this. NaN does not occur in the cache.
+    mantissa in float16. The result is 1/256 of the number, because the biases of the exponents (7
+    and 15) differ by 8. `load_scales` multiplies the factors by 256 to correct this. NaN does not
+    occur in the cache.
     """
     if FLOAT8 == 0:
         result = tile.to(dtype)
@@ -101,11 +103,12 @@ def tile_scores(
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile in base 2, [rows, n] float32.
+    """Return the scores of a tile, multiplied by log2(e) (see the module), [rows, n] float32.
 
     A key whose size is not a power of two is divided into MAIN columns, padded to DIM, and REST
     columns, padded to REST_PADDED. Example: 192 columns are divided into 128 and 64, because the
-    products would otherwise be padded to 256. REST is 0 if the key is not divided.
+    products would otherwise be padded to 256. If the key is divided, MAIN is a power of two, so DIM
+    equals MAIN. REST is 0 if the key is not divided.
 
     With HAS_CAP, `scale` is the scale of the scores divided by the softcap, and `cap` is the
     softcap times log2(e). With HAS_SCALES, each score is multiplied by the factor of its key.
@@ -113,7 +116,7 @@ def tile_scores(
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
-        rest = load_rows(keys, cells, is_real, DIM, REST, REST_PADDED, KEY_DIM, IS_MASKED)
+        rest = load_rows(keys, cells, is_real, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
         rest = converted(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
     if HAS_SCALES:
@@ -133,11 +136,12 @@ def add_tile(
     """Add a tile to a running softmax, and return the new top, total and acc.
 
     top [rows] is the largest score so far, total [rows] the sum of the powers 2^(score - top), and
-    acc [rows, dim] the weighted sum of the values. A row without any token so far has top -inf and
-    total 0. With HAS_SCALES, each weight is multiplied by the factor of its value. Matrix products
-    use the data type `dtype`.
+    acc [rows, dim] the weighted sum of the values. In a row without any token so far, top is -inf
+    and total is 0. With HAS_SCALES, each weight is multiplied by the factor of its value. Matrix
+    products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
+    # Without a token, new_top is -inf, and scores - new_top would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)

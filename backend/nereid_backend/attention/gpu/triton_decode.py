@@ -19,7 +19,7 @@ from nereid_backend.attention.gpu.triton_common import (
 def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token attends to, and the start of that tile.
+    """Return the first position that the last token attends to, and the start of its tile.
 
     Example: with a length of 100, a window of 40 and tiles of 16 tokens, the result is 60 and 48.
     """
@@ -36,10 +36,10 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the tokens of a part if the longest sequence has at most max_splits parts.
+    """Return the number of tokens in a part, so that a sequence has at most max_splits parts.
 
-    longest points at the length of the longest sequence of the step. A captured launch reads the
-    length from memory, because its scalar arguments are those of the step that was captured.
+    longest points at the length of the longest sequence of the step. A launch in a CUDA graph reads
+    the length from memory, because a graph repeats the scalar arguments of the captured step.
 
     Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
     """
@@ -49,6 +49,7 @@ def part_tokens(
     if HAS_CHUNK:
         length = tl.minimum(length, chunk + TILE)
     num_tiles = (length + TILE - 1) // TILE
+    # A part has at least two tiles, as in `gpu_attention.split`.
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
@@ -104,7 +105,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
         query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
     if REST > 0:
-        query_rest = load_rows(rows, query_cells, is_member, DIM, REST, REST_PADDED, 1, True)
+        query_rest = load_rows(rows, query_cells, is_member, MAIN, REST, REST_PADDED, 1, True)
         query_rest = query_rest.to(query_tile.dtype)
     blocks = table + tl.load(table_starts + sequence)
     top = tl.full([ROWS], float("-inf"), tl.float32)

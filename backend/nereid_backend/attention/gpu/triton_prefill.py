@@ -27,10 +27,24 @@ def add_keys(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from begin to end to the running softmax of the rows, TILE keys at a time.
+    """Add the keys in [begin, end) to the running softmax of the rows, and return the softmax.
 
-    Only keys from first to length are read. Without IS_MASKED, every row attends to all keys from
-    begin to end, so positions need not be compared.
+    The arguments are:
+        begin, end: positions in the sequence. begin is a multiple of TILE.
+        top, total, acc: the running softmax; see `triton_common.add_tile`.
+        query_tile, query_rest: the queries of the rows, divided as in `triton_common.tile_scores`.
+        positions: [rows], the position of each row's token in the sequence.
+        keys, values, key_scales, value_scales: the cache of the layer.
+        blocks: the block numbers of the sequence.
+        kv_head: the key head of the rows.
+        first, length: at least one row attends to each key in [first, length). Only these keys are
+            read.
+        scale, cap: see `triton_common.tile_scores`.
+        window, chunk: the limits of the attention window, in tokens.
+
+    Without IS_MASKED, every row attends to all keys in [begin, end), so that positions need not be
+    compared. The block numbers of a tile are read one iteration before its keys and values; see
+    `triton_common.block_numbers`.
     """
     places = begin + tl.arange(0, TILE)
     is_real = (places >= first) & (places < end)
@@ -111,14 +125,15 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
         query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
     if REST > 0:
-        query_rest = load_rows(query, query_cells, is_row, DIM, REST, REST_PADDED, 1, True)
+        query_rest = load_rows(query, query_cells, is_row, MAIN, REST, REST_PADDED, 1, True)
         query_rest = query_rest.to(query_tile.dtype)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     # At least one row attends to each key in [first, length). All rows attend to the keys in
-    # [low, middle), so that these keys need no mask.
+    # [low, middle), so that these keys need no mask. The keys in [middle, length) are compared with
+    # the position of each row.
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0

@@ -8,20 +8,24 @@ import triton.language as tl
 
 @triton.jit
 def float8_bits(scaled):
-    """Return the bytes of the nearest e4m3 numbers, for numbers from -448 to 448.
+    """Return the bytes of the nearest e4m3 numbers, for float32 numbers from -448 to 448.
 
-    A number halfway between two e4m3 numbers is rounded to the even one. GPUs from compute
-    capability 8.9 on have an instruction for this. A cache write converts only few numbers, so all
-    GPUs use the same code.
+    If two e4m3 numbers are equally near, the result is the one whose last bit is 0. GPUs from
+    compute capability 8.9 on have an instruction for this. A cache write converts only few numbers,
+    so all GPUs use the same code.
     """
+    DROPPED_BITS: tl.constexpr = 20  # 3 of the 23 mantissa bits of float32 remain.
+    BELOW_HALF: tl.constexpr = 0x7FFFF  # one less than half of the lowest bit that remains
+    BIAS_DIFFERENCE: tl.constexpr = 120 << 3  # The exponents are biased by 127 and by 7.
+    SMALLEST_NORMAL: tl.constexpr = 0x3C800000  # the bits of the float32 number 1/64
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # 3 of the 23 mantissa bits remain. The bias of the exponent becomes 7 instead of 127.
-    rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    lowest_bit = (magnitude >> DROPPED_BITS) & 1
+    rounded = ((magnitude + BELOW_HALF + lowest_bit) >> DROPPED_BITS) - BIAS_DIFFERENCE
     # e4m3 numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again
     # rounds a float32 number to the nearest integer, and halves to the even integer.
     small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
-    nearest = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
+    nearest = tl.where(magnitude < SMALLEST_NORMAL, small.to(tl.int32), rounded)
     return (nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
@@ -31,6 +35,9 @@ def store_rows(
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Copy some heads of one token into rows of a cache, viewed as [..., DIM].
+
+    source points at the first of the heads, and head_stride leads from one head to the next. cells
+    [n] are the rows of all n heads in the cache. Heads for which is_head is false are skipped.
 
     With HAS_SCALES, the numbers of each head are scaled and converted to integers up to 127, or to
     8-bit floating point numbers up to 448. The factor of the head is stored, too. If a number of a
@@ -72,6 +79,8 @@ def store_kernel(
     """Store HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
     A token with a negative slot is not stored. The last dimensions of key and value are contiguous.
+    The pointers to key and value are moved to the first of the heads, as `store_rows` needs them,
+    whereas `cells` already contain the indices of the heads.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * HEADS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of attention libraries, which can replace the project's kernels in some situations.
+"""The interface of attention libraries, which can replace the project's kernels for some steps.
 
 The project's kernels remain the only required implementation. A library is used only if it gave
 the results of the reference and was faster when the model was loaded; see fastest_backend.py.
@@ -20,7 +20,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A part of a step for which one implementation of attention is chosen."""
+    """A kind of attention work in a step. An implementation is chosen for each kind."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -32,7 +32,9 @@ class Situation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of the attention of one layer in one step. The cache contains the step already.
+    """The inputs of the attention of one layer in one step.
+
+    The cache already contains the keys and values of the step.
 
     Attributes:
         query: [num_heads, num_tokens, key_dim].
@@ -50,7 +52,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return the situations that occur in the step."""
+        """Return the kinds of attention work that the step contains."""
         found = [Situation.DECODE] if self.batch.num_decodes else []
         if self.batch.prefills:
             is_cached = any(prefill.num_cached for prefill in self.batch.prefills)
@@ -64,7 +66,7 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: the name in log lines.
-        situations: the situations that the library supports.
+        situations: the kinds of attention work that the library supports.
     """
 
     name: str
@@ -83,10 +85,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the tokens that belong to a situation.
+        """Compute the attention of the step's decodes, or of its prefills.
 
         Args:
-            situation: one of `situations`.
+            situation: the kind of work, one of `situations`. It selects the tokens.
             inputs: the inputs of the layer.
             out: [num_tokens, num_heads, value_dim]. The rows of these tokens are written.
 
@@ -95,8 +97,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-# The library that was chosen for a kind of layer in a situation. If there is no entry, the
-# project's own kernels compute the attention.
+# The library that was chosen for each kind of layer and each kind of attention work. Without an
+# entry, the project's own kernels compute the attention.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 

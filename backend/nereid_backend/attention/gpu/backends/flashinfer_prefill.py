@@ -33,7 +33,7 @@ class FlashInferPrefill:
     situations = frozenset({Situation.PROMPT, Situation.CHUNK})
 
     def __init__(self) -> None:
-        """Start without workspaces."""
+        """Create a library that has no workspace and no plan yet."""
         self._workspace: Tensor | None = None
         # A wrapper keeps the plan of one step for one kind of layer.
         self._wrappers: dict[LayerSpec, Any] = {}
@@ -66,16 +66,22 @@ class FlashInferPrefill:
         prefills = inputs.batch.prefills
 
         def starts(counts: list[int]) -> Tensor:
+            """Return where each sequence starts in a flat list, and the end of the list."""
             return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
+        query_starts = starts([prefill.end - prefill.start for prefill in prefills])
+        block_starts = starts([prefill.blocks.numel() for prefill in prefills])
+        # Prefill.blocks has the shape [1, n].
+        block_numbers = torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32)
+        last_block_lens = torch.tensor(
+            [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills], dtype=torch.int32
+        )
         wrapper = self._wrapper(spec, call.keys.device)
         wrapper.plan(
-            starts([prefill.end - prefill.start for prefill in prefills]),
-            starts([prefill.blocks.numel() for prefill in prefills]),
-            torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32),
-            torch.tensor(
-                [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills], dtype=torch.int32
-            ),
+            query_starts,
+            block_starts,
+            block_numbers,
+            last_block_lens,
             spec.num_heads,
             spec.num_kv_heads,
             spec.key_dim,
@@ -83,6 +89,7 @@ class FlashInferPrefill:
             head_dim_vo=spec.value_dim,
             causal=True,
             sm_scale=call.scale,
+            # The number of earlier tokens that a token attends to; -1 means all.
             window_left=-1 if spec.window.size is None else spec.window.size - 1,
             logits_soft_cap=spec.softcap,
             q_data_type=inputs.query.dtype,

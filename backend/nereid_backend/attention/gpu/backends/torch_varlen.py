@@ -8,6 +8,7 @@ The speed has not been measured on a GPU.
 
 import inspect
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +26,25 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.device_transfer import upload
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# The block table [n, width] int32, the lengths [n] int32 and the first tokens [n + 1] int32 of n
-# sequences, and the largest numbers of new tokens and of keys of a sequence.
-_Sequences = tuple[Tensor, Tensor, Tensor, int, int]
+
+
+class _Sequences(NamedTuple):
+    """The metadata of n sequences in one call.
+
+    Attributes:
+        blocks: [n, width] int32, the block tables.
+        lens: [n] int32, the lengths, including the new tokens.
+        first_tokens: [n + 1] int32, the index of each sequence's first query in the call, and the
+            number of queries.
+        max_new: the largest number of new tokens of a sequence.
+        max_keys: the largest number of keys of a sequence.
+    """
+
+    blocks: Tensor
+    lens: Tensor
+    first_tokens: Tensor
+    max_new: int
+    max_keys: int
 
 
 class TorchVarlen:
@@ -47,51 +64,64 @@ class TorchVarlen:
         return first_refusal(spec, window=True, softcap=False)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute all sequences of a situation; see `AttentionBackend.attend`."""
-        if situation is not Situation.DECODE:
-            prefills = inputs.batch.prefills
-            shared = inputs.rows.shared
-            sequences = shared.get("varlen")
-            if sequences is None:
-                sequences = shared["varlen"] = _prefill_sequences(prefills, inputs.query.device)
-            tokens = slice(prefills[0].start, prefills[-1].end)
-            out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
-            return
+        """Compute all decodes or all prefills of a step; see `AttentionBackend.attend`."""
+        if situation is Situation.DECODE:
+            self._attend_decodes(inputs, out)
+        else:
+            self._attend_prefills(inputs, out)
+
+    def _attend_decodes(self, inputs: LayerInputs, out: Tensor) -> None:
+        """Compute each group of decodes in one call. Mutates: out."""
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
-            device = group.lens.device
-            first_tokens = torch.arange(count + 1, dtype=torch.int32, device=device)
-            lens = group.lens.to(torch.int32)
-            blocks = group.blocks.to(torch.int32)
-            sequences = (blocks, lens, first_tokens, 1, width * group.block_size)
-            index = slice(count) if group.tokens is None else group.tokens
-            out[index] = self._call(inputs, inputs.query[:, index], sequences)
+            sequences = _Sequences(
+                blocks=group.blocks.to(torch.int32),
+                lens=group.lens.to(torch.int32),
+                first_tokens=torch.arange(count + 1, dtype=torch.int32, device=group.lens.device),
+                max_new=1,
+                max_keys=width * group.block_size,
+            )
+            tokens = slice(count) if group.tokens is None else group.tokens
+            out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
+
+    def _attend_prefills(self, inputs: LayerInputs, out: Tensor) -> None:
+        """Compute all prefills in one call. Mutates: out, and `inputs.rows.shared`."""
+        prefills = inputs.batch.prefills
+        shared = inputs.rows.shared
+        sequences = shared.get("varlen")
+        if sequences is None:
+            sequences = shared["varlen"] = _prefill_sequences(prefills, inputs.query.device)
+        tokens = slice(prefills[0].start, prefills[-1].end)
+        out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
 
     def _call(self, inputs: LayerInputs, query: Tensor, sequences: _Sequences) -> Tensor:
         """Return the attention of some sequences, [num_tokens, num_heads, value_dim]."""
-        blocks, lens, first_tokens, max_new, max_keys = sequences
         call = inputs.call
         window = call.spec.window.size
         result = varlen_attn(
             query.transpose(0, 1),
             call.keys.transpose(1, 2),
             call.values.transpose(1, 2),
-            first_tokens,
-            None,
-            max_new,
-            max_keys,
+            sequences.first_tokens,
+            None,  # The lengths are passed as seqused_k instead, because the keys are in blocks.
+            sequences.max_new,
+            sequences.max_keys,
             scale=call.scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=call.group_size > 1,
-            seqused_k=lens,
-            block_table=blocks,
+            seqused_k=sequences.lens,
+            block_table=sequences.blocks,
         )
         assert isinstance(result, Tensor), "no further results were requested"
         return result
 
 
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
-    """Return the sequences of a step's prefills. The numbers reach the device in one copy."""
+    """Return the sequences of a step's prefills.
+
+    The lengths and the first tokens are copied to the device together, because each copy costs
+    time.
+    """
     width = max(prefill.blocks.shape[1] for prefill in prefills)
     blocks = [
         functional.pad(prefill.blocks, (0, width - prefill.blocks.shape[1])) for prefill in prefills
@@ -100,5 +130,10 @@ def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequen
     lens = [prefill.seq_len for prefill in prefills]
     first_tokens = list(itertools.accumulate(new, initial=0))
     numbers = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
-    table = torch.cat(blocks).to(torch.int32)
-    return table, numbers[: len(lens)], numbers[len(lens) :], max(new), max(lens)
+    return _Sequences(
+        blocks=torch.cat(blocks).to(torch.int32),
+        lens=numbers[: len(lens)],
+        first_tokens=numbers[len(lens) :],
+        max_new=max(new),
+        max_keys=max(lens),
+    )

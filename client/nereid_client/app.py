@@ -48,6 +48,7 @@ from nereid_client.routes import (
     messages,
     metrics,
     models,
+    playground,
     pooling,
     rerank,
     responses,
@@ -68,7 +69,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize),
         *(embeddings, pooling, rerank, score, classify),
-        *(models, health, metrics, abort),
+        *(models, health, metrics, abort, playground),
     )
 ]
 
@@ -89,7 +90,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         backend = (
             make_backend() if make_backend else TritonBackend(settings.grpc_url, settings.ensemble)
         )
-        app.state.context = Context(settings, ClientBackend(backend))
+        app.state.context = Context(settings, ClientBackend(backend, app.state.metrics))
         app.state.responses = Responses(
             Limits(
                 count=settings.max_stored_responses,

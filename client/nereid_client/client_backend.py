@@ -5,6 +5,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from nereid_client.middleware.client_keys import Client, current_client
+from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.streaming.deltas import Delta, Usage
 from nereid_client.triton_backend import Backend, Generation
 
@@ -14,10 +15,12 @@ class ClientBackend:
 
     Args:
         backend: the backend that generates text.
+        metrics: counts the tokens of each client.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, metrics: RequestMetrics) -> None:
         self._backend = backend
+        self._metrics = metrics
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices. See `Backend.generate`."""
@@ -25,7 +28,7 @@ class ClientBackend:
         if client.share:
             generation = replace(generation, client_id=client.share, client_weight=client.weight)
         deltas = self._backend.generate(generation)
-        return _counted(deltas, client) if client.counts_tokens else deltas
+        return self._counted(deltas, client) if client.name else deltas
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids of the prompt. See `Backend.tokenize`."""
@@ -55,17 +58,19 @@ class ClientBackend:
         """Close the connection."""
         await self._backend.close()
 
-
-async def _counted(deltas: AsyncGenerator[Delta], client: Client) -> AsyncGenerator[Delta]:
-    """Yield all deltas, and then count the tokens of the prompt and of all choices."""
-    usages: dict[int, Usage] = {}
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                if "usage" in delta:
-                    usages[delta.get("index", 0)] = delta["usage"]
-                yield delta
-    finally:
-        num_prompt_tokens = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
-        num_generated = sum(usage["completion_tokens"] for usage in usages.values())
-        client.count_tokens(num_prompt_tokens + num_generated)
+    async def _counted(
+        self, deltas: AsyncGenerator[Delta], client: Client
+    ) -> AsyncGenerator[Delta]:
+        """Yield all deltas, and then count the tokens of the prompt and of all choices."""
+        usages: dict[int, Usage] = {}
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    if "usage" in delta:
+                        usages[delta.get("index", 0)] = delta["usage"]
+                    yield delta
+        finally:
+            num_prompt = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
+            num_generated = sum(usage["completion_tokens"] for usage in usages.values())
+            client.count_tokens(num_prompt + num_generated)
+            self._metrics.count_client_tokens(client.name, num_prompt, num_generated)

@@ -114,6 +114,10 @@ class Settings:
     """The URL of the Triton server's metrics, which the frontend's `/metrics` then contains too.
     `nereid serve` sets this variable."""
 
+    metrics_names: Literal["nereid", "vllm"] = "nereid"
+    """`vllm` gives the language model's metrics the names and labels of vLLM, as far as vLLM has
+    the same metrics."""
+
     ensemble: _Text = "llm"
     """The name of the language model in the model repository."""
 

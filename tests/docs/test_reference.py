@@ -1,7 +1,6 @@
 """The reference pages name exactly what the code declares, with the same default values."""
 
 import argparse
-import importlib
 import re
 import subprocess
 import sys
@@ -9,6 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
+from backend.serving import fake_server  # noqa: F401 - replaces the server's Python API
+from nereid_backend.serving import published_metrics
+from nereid_backend.serving.executor.engine_metrics import EngineMetrics
+from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
 from nereid_client.app import create_app
 from nereid_client.cli.main import build_parser
 from nereid_client.middleware.request_metrics import RequestMetrics
@@ -102,8 +105,8 @@ def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side)
 
 
 @pytest.fixture
-def engine_metrics(monkeypatch):
-    """Return the names of the metric families that the executor creates, and their kinds."""
+def model_metrics(monkeypatch):
+    """Return the names of the metrics that the Triton models create, and their kinds."""
     created = {}
 
     class MetricFamily:
@@ -114,31 +117,35 @@ def engine_metrics(monkeypatch):
             created[name] = kind
 
         def Metric(self, labels, buckets=None):
-            assert labels["model_name"] == "llm"
+            assert labels["model_name"] in ("llm", "embedding")
 
-    fake = types.ModuleType("triton_python_backend_utils")
-    fake.MetricFamily = MetricFamily
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    name = "nereid_backend.serving.executor.engine_metrics"
-    # A module that another test imported with its own fake is loaded again, and put back after.
-    package = importlib.import_module("nereid_backend.serving.executor")
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr(package, "engine_metrics", raising=False)
-    importlib.import_module(name).EngineMetrics()
-    monkeypatch.delitem(sys.modules, name)
+    fake = types.SimpleNamespace(MetricFamily=MetricFamily)
+    monkeypatch.setattr(published_metrics, "pb_utils", fake)
+    EngineMetrics()
+    PoolingMetrics("embedding")
+    # The counters NAME_bucket, NAME_sum and NAME_count replace the histogram NAME.
+    replaced = [name.removesuffix("_bucket") for name in created if name.endswith("_bucket")]
+    for name in replaced:
+        for suffix in ("bucket", "sum", "count"):
+            del created[f"{name}_{suffix}"]
+        created[name] = "histogram"
     return created
 
 
-def test_the_metrics_page_lists_every_metric_of_the_engine(engine_metrics):
+def test_the_metrics_page_lists_every_metric_of_the_models(model_metrics):
     found = [name for name in names(page("metrics.md")) if name.startswith("nereid:")]
     assert_no_name_twice(found)
-    assert set(found) == set(engine_metrics)
+    assert set(found) == set(model_metrics)
 
 
-def test_the_metrics_page_gives_the_kind_of_each_metric(engine_metrics):
+def test_the_metrics_page_gives_the_kind_of_each_metric(model_metrics):
     text = page("metrics.md")
-    for heading, kind in (("## State", "gauge"), ("## Requests and tokens", "counter")):
-        assert {engine_metrics[name] for name in names(section(text, heading))} == {kind}
+    for heading, kind in (
+        ("## State", "gauge"),
+        ("## Requests and tokens", "counter"),
+        ("## Sizes and durations", "histogram"),
+    ):
+        assert {model_metrics[name] for name in names(section(text, heading))} == {kind}
 
 
 def test_the_metrics_page_lists_every_metric_of_the_frontend():

@@ -22,6 +22,7 @@ from nereid_client.embeddings.pooling_backend import (
     TritonPooling,
 )
 from nereid_client.errors import ApiError, BackendError
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.request_context import (
     check_unicode,
@@ -189,7 +190,7 @@ def require_full_length(served: ServedModel, name: str, value: int | None) -> No
 async def call_model(
     request: Request, served: ServedModel, inputs: ModelInputs, options: Mapping[str, Any]
 ) -> PoolingOutputs:
-    """Call a pooling model. The call is cancelled when the client disconnects.
+    """Call a pooling model and count its tokens. Cancel the call when the client disconnects.
 
     Args:
         request: the HTTP request, whose body has been read.
@@ -205,7 +206,7 @@ async def call_model(
                 check_unicode(value)
     call = PoolingCall(served.kind, unique_request_id(request), inputs.tensors, options)
     try:
-        return await sse.unless_disconnected(
+        outputs = await sse.unless_disconnected(
             request.receive, pooling_models_of(request).backend.infer(call)
         )
     except BackendError as error:
@@ -215,6 +216,12 @@ async def call_model(
             raise
         message = inputs.fields[name] + error.message[len(name) :]
         raise BackendError(error.code, message) from None
+    num_tokens = outputs.arrays.get("num_tokens")
+    if num_tokens is not None:
+        client = current_client.get()
+        client.count_tokens(int(num_tokens.sum()))
+        request.app.state.metrics.count_client_tokens(client.name, int(num_tokens.sum()), 0)
+    return outputs
 
 
 def _problem(error: BackendError | TimeoutError) -> ApiError:

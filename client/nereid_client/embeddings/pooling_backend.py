@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
-from nereid_client.middleware.client_keys import current_client
 from nereid_client.triton_backend import is_outage, unreachable_message
 
 EMBEDDING = "embedding"
@@ -101,12 +100,9 @@ class TritonPooling:
             self._calls = TritonCalls(self._url)
         request = infer_request(call.model, call.request_id, _inputs(call))
         try:
-            outputs = _decode(await self._calls.infer(request))
+            return _decode(await self._calls.infer(request))
         except grpc.RpcError as error:
             raise _backend_error(error, call.model, self._url) from None
-        if "num_tokens" in outputs.arrays:
-            current_client.get().count_tokens(int(outputs.arrays["num_tokens"].sum()))
-        return outputs
 
     async def close(self) -> None:
         """Close the connection, if there is one."""

@@ -9,6 +9,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nereid_client import playground
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import ANONYMOUS, Client, KeyFile, current_client
@@ -20,8 +21,8 @@ CLIENT_HEADER = "x-client-id"
 class ApiKey:
     """Middleware that identifies the client of each request and stores it in `current_client`.
 
-    If there are API keys, the middleware requires one for every path under /v1 and for every POST
-    and DELETE request.
+    If there are API keys, the middleware requires one for the playground, for every path under /v1
+    and for every POST and DELETE request.
 
     Other GET requests, such as health checks and /metrics, need no key.
 
@@ -56,8 +57,12 @@ class ApiKey:
                 limit="api_key",
             )
             self._metrics.count_refusal(error)
-            await error_response(error, scope)(scope, receive, send)
+            is_page = scope["path"] == playground.PATH and scope["method"] in ("GET", "HEAD")
+            response = playground.sign_in_page() if is_page else error_response(error, scope)
+            await response(scope, receive, send)
             return
+        # CountRequests calls this middleware, and does not see a context variable that is set here.
+        scope.setdefault("state", {})["client"] = (client or ANONYMOUS).name
         token = current_client.set(client or ANONYMOUS)
         try:
             await self._app(scope, receive, send)
@@ -89,4 +94,5 @@ def _key_in(headers: Headers) -> str:
 
 
 def _requires_key(scope: Scope) -> bool:
-    return scope["path"].startswith("/v1/") or scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    is_guarded = scope["path"] == playground.PATH or scope["path"].startswith("/v1/")
+    return is_guarded or scope["method"] not in ("GET", "HEAD", "OPTIONS")

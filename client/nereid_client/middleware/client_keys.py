@@ -119,11 +119,6 @@ class Client:
         self._requests = Bucket(entry.requests_per_minute)
         self._tokens = Bucket(entry.tokens_per_minute)
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the client's tokens are limited."""
-        return self._tokens.per_minute > 0
-
     def rejection(self, now: float) -> ApiError | None:
         """Return the error for a new request, or None if the client's limits allow it."""
         if self._max_concurrent and self.num_requests >= self._max_concurrent:

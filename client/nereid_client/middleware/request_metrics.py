@@ -4,9 +4,10 @@ The Triton server has metrics of its own. They cannot include the requests that 
 refuses, because the server never receives these.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ SUPERVISOR_USER_AGENT = "nereid-serve"
 """The user agent of the health checks and first requests that `nereid serve` sends."""
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
 _UNKNOWN_ROUTE = "unknown"
+_DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class RequestMetrics:
@@ -43,6 +45,26 @@ class RequestMetrics:
             ["limit", "status"],
             registry=self._registry,
         )
+        self._durations = Histogram(
+            "nereid_frontend_request_duration_seconds",
+            "Time from the arrival of a request to the end of its response.",
+            ["route"],
+            buckets=_DURATION_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._client_requests = Counter(
+            "nereid_frontend_client_requests",
+            "Answered HTTP requests of each client in the file api_key_file.",
+            ["client", "status"],
+            registry=self._registry,
+        )
+        self._client_tokens = Counter(
+            "nereid_frontend_client_tokens",
+            "Tokens of each client in the file api_key_file. The label kind is prompt or "
+            "generation.",
+            ["client", "kind"],
+            registry=self._registry,
+        )
         running = Gauge(
             "nereid_frontend_running_requests",
             "Requests that run now, including responses that run in the background.",
@@ -59,14 +81,30 @@ class RequestMetrics:
         """Record whether the metrics of the Triton server could be read."""
         self._server_metrics_up.set(is_up)
 
-    def count_request(self, route: str, status: int) -> None:
+    def count_request(self, route: str, status: int, duration_s: float) -> None:
         """Count a request that has been answered.
 
         Args:
             route: the path of the route with its placeholders, such as "/v1/models/{model_id}".
             status: the HTTP status of the response.
+            duration_s: the time from the arrival of the request to the end of the response.
         """
         self._requests.labels(route, str(status)).inc()
+        self._durations.labels(route).observe(duration_s)
+
+    def count_client_request(self, client: str, status: int) -> None:
+        """Count an answered request of a client. Do nothing for a client without a name.
+
+        Only clients in the key file have names, so the number of time series is limited.
+        """
+        if client:
+            self._client_requests.labels(client, str(status)).inc()
+
+    def count_client_tokens(self, client: str, num_prompt: int, num_generated: int) -> None:
+        """Count the tokens of a client's request. Do nothing for a client without a name."""
+        if client:
+            self._client_tokens.labels(client, "prompt").inc(num_prompt)
+            self._client_tokens.labels(client, "generation").inc(num_generated)
 
     def count_refusal(self, error: ApiError) -> None:
         """Count a request that a limit of the frontend refused.
@@ -104,6 +142,7 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         status: int | None = None
+        arrived = time.monotonic()
 
         async def send_observed(message: Message) -> None:
             nonlocal status
@@ -117,7 +156,10 @@ class CountRequests:
             status = status or 500  # Starlette sends this response after all middleware
             raise
         finally:
-            self._metrics.count_request(self._path(scope), status or _CLIENT_CLOSED_REQUEST)
+            status = status or _CLIENT_CLOSED_REQUEST
+            duration_s = time.monotonic() - arrived
+            self._metrics.count_request(self._path(scope), status, duration_s)
+            self._metrics.count_client_request(scope.get("state", {}).get("client", ""), status)
 
     def _path(self, scope: Scope) -> str:
         """Return the path of the request's route, with placeholders.

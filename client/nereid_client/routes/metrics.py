@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.request_context import context_of
 from nereid_client.supervise.frontend_client import fetch
+from nereid_client.vllm_metric_names import with_vllm_names
 
 router = APIRouter(tags=["Operation"])
 
@@ -18,16 +19,21 @@ _TIMEOUT_S = 3.0  # Prometheus waits 10 s by default
 async def metrics(request: Request) -> Response:
     """Return the metrics of the frontend and of the Triton server in the format of Prometheus.
 
-    The frontend's metrics count the requests by route and status, the requests that a limit of the
-    frontend refused, and the requests that run now. The server's metrics are included if the
-    setting metrics_url has their URL. This route needs no API key, so that Prometheus can read it.
+    The frontend's metrics count the requests by route and status, the requests and tokens of each
+    client, the requests that a limit of the frontend refused, and the requests that run now. The
+    server's metrics are included if the setting metrics_url has their URL. This route needs no API
+    key, so that Prometheus can read it.
     """
     request_metrics: RequestMetrics = request.app.state.metrics
-    url = context_of(request).settings.metrics_url
-    server_page = b""
+    settings = context_of(request).settings
+    url = settings.metrics_url
+    server_page = ""
     if url:
         answer = await asyncio.to_thread(fetch, url, _TIMEOUT_S)
         request_metrics.set_server_metrics_up(is_up=answer.status == 200)
         if answer.status == 200:
-            server_page = answer.text.encode()
-    return Response(request_metrics.as_text() + server_page, media_type=CONTENT_TYPE_LATEST)
+            server_page = answer.text
+    if settings.metrics_names == "vllm":
+        server_page = with_vllm_names(server_page, settings.model_name)
+    page = request_metrics.as_text() + server_page.encode()
+    return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -11,12 +11,28 @@ from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
 from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 from nereid_client.settings import Settings
+from nereid_client.vllm_metric_names import VLLM_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+SERVER_PAGE = b"""\
+# TYPE nereid:num_requests gauge
+nereid:num_requests 5
+# TYPE nereid:num_requests_running gauge
+nereid:num_requests_running{model_name="llm"} 3
+# TYPE nereid:request_success_total counter
+nereid:request_success_total{finished_reason="stop",model_name="llm"} 7
+# TYPE nereid:request_prompt_tokens histogram
+nereid:request_prompt_tokens_bucket{model_name="llm",le="1"} 0
+nereid:request_prompt_tokens_bucket{model_name="llm",le="+Inf"} 2
+nereid:request_prompt_tokens_sum{model_name="llm"} 9
+nereid:request_prompt_tokens_count{model_name="llm"} 2
+"""
 
 
 async def samples_of(client):
@@ -211,7 +227,7 @@ def server_metrics():
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"# TYPE nereid:num_requests gauge\nnereid:num_requests 5\n")
+            self.wfile.write(SERVER_PAGE)
 
         def log_message(self, *_):
             pass
@@ -230,6 +246,63 @@ async def test_the_page_contains_the_metrics_of_the_triton_server(connect, serve
     assert samples[("nereid:num_requests",)] == 5
     assert samples[("nereid_frontend_server_metrics_up",)] == 1
     assert ("nereid_frontend_running_requests",) in samples
+
+
+async def test_a_setting_gives_metrics_the_names_and_labels_of_vllm(connect, server_metrics):
+    async with connect(metrics_url=server_metrics, metrics_names="vllm") as client:
+        samples = await samples_of(client)
+    labels = (("engine", "0"), ("model_name", "echo"))
+    assert samples[("vllm:num_requests_running", *labels)] == 3
+    reason = ("finished_reason", "stop")
+    assert samples[("vllm:request_success_total", labels[0], reason, labels[1])] == 7
+    assert samples[("vllm:request_prompt_tokens_sum", *labels)] == 9
+    # vLLM has no such metric, so the name stays.
+    assert samples[("nereid:num_requests",)] == 5
+
+
+def test_every_metric_with_a_name_of_vllm_is_published():
+    page = (Path(__file__).resolve().parents[3] / "docs/reference/metrics.md").read_text()
+    for name in VLLM_METRICS:
+        assert f"`nereid:{name}`" in page
+
+
+async def test_requests_and_tokens_are_counted_by_client(connect, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[team-a]\nkey = "a"\n[team-b]\nkey = "b"\n')
+    async with connect(api_key="own", api_key_file=str(keys)) as client:
+        for key in ("a", "a", "b", "own"):
+            answer = await client.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key}"})
+        await client.post(CHAT, json={}, headers={"Authorization": "Bearer b"})
+        samples = await samples_of(client)
+
+    def requests_of(name, status):
+        labels = (("client", name), ("status", str(status)))
+        return samples.get(("nereid_frontend_client_requests_total", *labels))
+
+    assert [requests_of("team-a", 200), requests_of("team-b", 200)] == [2, 1]
+    assert requests_of("team-b", 400) == 1
+    usage = answer.json()["usage"]
+    tokens = {
+        labels["kind"]: value
+        for (name, *pairs), value in samples.items()
+        if name == "nereid_frontend_client_tokens_total"
+        and (labels := dict(pairs))["client"] == "team-a"
+    }
+    assert tokens == {
+        "prompt": 2 * usage["prompt_tokens"],
+        "generation": 2 * usage["completion_tokens"],
+    }
+    assert {dict(pairs).get("client") for _, *pairs in samples} == {None, "team-a", "team-b"}
+
+
+async def test_durations_are_counted_by_route(connect):
+    async with connect() as client:
+        body = {"messages": [{"role": "user", "content": "<pause 0.2> a"}]}
+        await client.post(CHAT, json=body)
+        samples = await samples_of(client)
+    name = "nereid_frontend_request_duration_seconds"
+    assert samples[(f"{name}_count", ("route", CHAT))] == 1
+    assert 0.2 <= samples[(f"{name}_sum", ("route", CHAT))] < 60
 
 
 async def test_without_the_triton_server_the_page_has_the_metrics_of_the_frontend(connect):

@@ -4,15 +4,17 @@
 The manual's page on metrics explains each metric. Publishing a changed number costs the stub one
 round trip to the server. So only the gauges are published ten times a second, and all other metrics
 once a second. The times between tokens, of which there are thousands in a second, are published as
-counters that look like the buckets of a histogram.
+counters (see published_metrics.py).
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
-from nereid_backend.serving.executor.request_statistics import TOKEN_BUCKETS_S, RequestStatistics
+from nereid_backend.serving.executor.request_statistics import RequestStatistics
+from nereid_backend.serving.published_metrics import (
+    DURATION_BUCKETS_S,
+    SIZE_BUCKETS,
+    MetricFamilies,
+)
 
 _LABELS = {"model_name": "llm"}
 # Counters and histograms are published in every tenth call of `publish`.
@@ -53,37 +55,42 @@ _ENGINE_COUNTERS = {
 _DURATIONS = {
     "time_to_first_token_seconds": "Time from the arrival in the executor to the first token",
     "request_queue_time_seconds": "Time from the arrival in the executor to the first computation",
+    "request_prefill_time_seconds": "Time from the first computation to the first token",
+    "request_decode_time_seconds": "Time from the first token to the last response",
     "e2e_request_latency_seconds": "Time from the arrival in the executor to the last response",
 }
-_REQUEST_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
-_GAPS = "inter_token_latency_seconds"
-_OUTCOMES = "request_success_total"
+_SIZES = {
+    "request_prompt_tokens": "Prompt tokens of each request whose first token was generated",
+    "request_generation_tokens": "Generated tokens of each ended sequence",
+}
 
 
 class EngineMetrics:
     """Publishes metrics. Only the executor's loop may call it."""
 
     def __init__(self) -> None:
-        # The server deletes a metric family with its Python object, so the objects are kept here.
-        self._families: list[Any] = []
-        gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
+        """Create the metrics at the server, with the value 0."""
+        families = self._families = MetricFamilies()
         self._gauges = {
-            name: self._family(name, text, gauge).Metric(_LABELS) for name, text in _GAUGES.items()
+            name: families.gauge(name, text).Metric(_LABELS) for name, text in _GAUGES.items()
         }
-        self._counters = {
-            name: self._family(name, text, counter).Metric(_LABELS)
-            for name, text in _COUNTERS.items()
+        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
+        self._histograms = {
+            name: families.histogram(name, text).Metric(_LABELS, buckets=list(bounds))
+            for names, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS))
+            for name, text in names.items()
         }
-        histogram = pb_utils.MetricFamily.HISTOGRAM
-        self._durations = {
-            name: self._family(name, text, histogram).Metric(_LABELS, buckets=_REQUEST_BUCKETS_S)
-            for name, text in _DURATIONS.items()
-        }
-        self._add_token_gap_counters(counter)
-        self._outcomes = self._family(_OUTCOMES, "Ended sequences by finish reason", counter)
-        self._counters_by_reason: dict[str, Any] = {}
+        self._token_gaps = families.histogram_counters(
+            "inter_token_latency_seconds", "Time between two updates of a sequence", _LABELS
+        )
+        self._outcomes = families.counter(
+            "request_success_total", "Ended sequences by finish reason"
+        )
+        # The last published value of each gauge, so that only changes are published.
         self._published: dict[str, float] = {}
+        # The engine's counters at the last call of `publish`.
         self._last_stats: Mapping[str, int] = {}
+        # The number of calls of `publish`.
         self._round = 0
 
     def publish(
@@ -94,7 +101,7 @@ class EngineMetrics:
         Args:
             stats: the gauges and counters of the engine process.
             own: the gauges of the executor.
-            statistics: the counters and durations of requests.
+            statistics: the counters and the histograms' values of requests.
         """
         blocks = stats.get("kv_cache_blocks", 0)
         usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
@@ -108,53 +115,23 @@ class EngineMetrics:
             self._publish_counters(statistics)
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
+        """Publish the counters and the histograms of requests."""
         statistics.counts["merged_responses_total"] = statistics.num_merged
         for name, counter in self._counters.items():
-            self._raise_to(name, counter, statistics.counts[name])
+            counter.raise_to(statistics.counts[name], _LABELS)
         for reason, count in statistics.finished.items():
-            name = f"{_OUTCOMES}/{reason}"
-            if name not in self._counters_by_reason:
-                labels = _LABELS | {"finished_reason": reason}
-                self._counters_by_reason[name] = self._outcomes.Metric(labels)
-            self._raise_to(name, self._counters_by_reason[name], count)
-        for name, seconds in statistics.durations.items():
-            for value in seconds:
-                self._durations[name].observe(value)
-            seconds.clear()
-        gaps = statistics.cumulative_gaps()
-        for bound, counter, count in zip(self._bounds, self._gap_buckets, gaps, strict=True):
-            self._raise_to(f"{_GAPS}/{bound}", counter, count)
-        self._raise_to(f"{_GAPS}/count", self._gap_count, gaps[-1])
-        self._raise_to(f"{_GAPS}/sum", self._gap_sum, statistics.token_gap_sum_s)
-
-    def _raise_to(self, name: str, counter: Any, value: float) -> None:  # noqa: ANN401 - the server's
-        """Increment `counter` so that its published value becomes `value`."""
-        added = value - self._published.get(name, 0.0)
-        if added > 0:
-            counter.increment(float(added))
-            self._published[name] = value
+            self._outcomes.raise_to(count, {**_LABELS, "finished_reason": reason})
+        for name, values in statistics.observations.items():
+            for value in values:
+                self._histograms[name].observe(value)
+            values.clear()
+        self._token_gaps.publish(statistics.token_gaps)
 
     def _add_engine_counts(self, stats: Mapping[str, int], statistics: RequestStatistics) -> None:
-        """Add the increase of the engine's counters since the last call to `statistics`."""
+        """Add to `statistics` the increase of the engine's counters since the last call."""
         for source, name in _ENGINE_COUNTERS.items():
             before = self._last_stats.get(source, 0)
             now = stats.get(source, 0)
-            # A smaller value comes from a new engine process, which starts at 0.
+            # A smaller value comes from a new engine process, whose counters started at 0.
             statistics.counts[name] += now - before if now >= before else now
         self._last_stats = dict(stats)
-
-    def _add_token_gap_counters(self, kind: Any) -> None:  # noqa: ANN401 - the server's
-        self._bounds = [*(f"{bound:g}" for bound in TOKEN_BUCKETS_S), "+Inf"]
-        family = self._family(f"{_GAPS}_bucket", "Time between two updates of a sequence", kind)
-        self._gap_buckets = [family.Metric(_LABELS | {"le": bound}) for bound in self._bounds]
-        self._gap_count = self._family(
-            f"{_GAPS}_count", "Number of times between two updates", kind
-        ).Metric(_LABELS)
-        self._gap_sum = self._family(
-            f"{_GAPS}_sum", "Sum of the times between two updates", kind
-        ).Metric(_LABELS)
-
-    def _family(self, name: str, text: str, kind: Any) -> Any:  # noqa: ANN401 - the server's
-        family = pb_utils.MetricFamily(name=f"nereid:{name}", description=text, kind=kind)
-        self._families.append(family)
-        return family

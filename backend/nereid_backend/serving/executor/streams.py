@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of the executor: which tokens wait to be sent, and when they may be sent.
+"""The streams of the executor, which contain the tokens that wait to be sent.
 
-Each response costs the server and the two stubs about 1 ms of CPU time, however many tokens it
-contains. Tokens are therefore merged. A stream sends a step when its interval has passed (Pacer)
-and the postprocessor has consumed the earlier steps. The step contains all tokens that have arrived
-in the meantime.
+Each response costs the server and the two stubs about 1 ms of CPU time, whatever the number of its
+tokens. Tokens are therefore merged. A stream sends a step when its interval has passed (Pacer) and
+the postprocessor has consumed the earlier steps. The step contains all tokens that have arrived
+since the previous step.
 """
 
 import os
@@ -19,8 +19,8 @@ from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState
 
-# The largest number of unconsumed steps of one stream. With two, the postprocessor can work on one
-# while the other is on its way.
+# The largest number of steps of one stream that the postprocessor has not consumed. While the
+# postprocessor processes a step, the server can transport the next step.
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
@@ -53,12 +53,14 @@ class Sequence:
 
     Attributes:
         index: the index of the sequence in its request.
-        slot: the feedback slot in which the postprocessor sends signals about the sequence.
+        slot: the number of the slot of shared memory in which the postprocessor sends signals about
+            the sequence (see feedback.py).
         pending: the token ids for the next step.
         cumulative_logprobs: for each pending token, the sum of the log-probabilities of the
             sequence's tokens up to it.
         logprobs, prompt_logprobs: see RequestUpdate; None if there are none to send.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
+        num_tokens: the number of generated tokens so far.
         ending: the reason why the sequence ended; None while it runs.
         is_sent: whether the ending has been sent.
         is_aborting: whether the executor has asked the engine to end the sequence.
@@ -73,6 +75,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_tokens: int = 0
     ending: Ending | None = None
     is_sent: bool = False
     is_aborting: bool = False
@@ -86,7 +89,7 @@ class Sequence:
     def add(self, update: RequestUpdate) -> None:
         """Add an update of the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update with several tokens has only one sum, that of its last token.
+        # An update contains only the sum up to its last token. Use it for all tokens of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             self.logprobs = (self.logprobs or []) + update.logprobs
@@ -130,7 +133,7 @@ class Stream:
         sent: the number of steps sent so far.
         unconsumed: the numbers of the steps that the postprocessor has not consumed yet, oldest
             first. Steps are numbered across all streams.
-        waited_s: for how long the oldest unconsumed step has been on its way, in seconds.
+        waited_s: the time in seconds since the oldest unconsumed step was sent.
         is_aborting: whether the executor has asked the engine to end the whole request.
         timing: the request's arrival, start and deadlines.
     """
@@ -155,7 +158,7 @@ class Stream:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The feedback slots of all sequences, ordered by index."""
+        """The slots of all sequences, ordered by index."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -178,25 +181,27 @@ class Stream:
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """Return the engine's error message with the name of the request's own field.
+        """Return the engine's error message, with the name of the field in the client's request.
 
-        Example: if the grammar came from `response_format`, "json_schema: the value ..." becomes
-        "response_format: the value ...".
+        The engine names the kind of the grammar. Example: if the client sent the grammar in the
+        field `response_format`, "json_schema: the value ..." becomes "response_format: the
+        value ...".
         """
         field, colon, rest = message.partition(":")
         is_about_grammar = colon and self.grammar_field and field in (*KINDS, "grammar")
         return f"{self.grammar_field}:{rest}" if is_about_grammar else message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return the time at which the next step should be sent, by time.monotonic().
+        """Return the time at which the next step is due, as a value of time.monotonic().
 
-        The first output and the end of a stream are due immediately, which is the time 0.
+        The first output and the end of a stream are due immediately. The result is then 0.
         """
         has_output = self.has_output
         if self.has_ended or (has_output and self.sent == 0):
             return 0.0
         if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
-            # The postprocessor must consume a step first. Its feedback is read again at this time.
+            # The postprocessor must consume a step first. The result is the time at which the
+            # executor reads the number of consumed steps again.
             return self.last_sent + max(interval_s, heartbeat_s / 10)
         return self.last_sent + (interval_s if has_output else heartbeat_s)
 

@@ -34,8 +34,9 @@ _SLICE_CHARACTERS = 2**16
 _MAX_SLICES = 2
 # The time in which inputs are sent to the engine between two steps of the engine.
 _PREPARE_S = 0.01
-# The beginning of the engine's error messages, with the index of the input in its slice.
-_INPUT_PREFIX = re.compile(r"^input (\d+): ")
+# An error message of the engine. It begins with the index of the input in its slice, unless the
+# slice has only one input.
+_ENGINE_MESSAGE = re.compile(r"(?:input (?P<index>\d+): )?(?P<problem>.*)", re.DOTALL)
 
 log = logging.getLogger("nereid")
 
@@ -72,6 +73,8 @@ class _JobProgress:
         num_left: the number of inputs of the job that have no result yet.
         values: the result of each input; None until it arrives.
         num_tokens: the number of tokens of each input; 0 until its result arrives.
+        started: the time at which the step began that computed the job's first result, by
+            time.monotonic(); None before that.
     """
 
     def __init__(self, request_id: str, job: Job) -> None:
@@ -82,6 +85,7 @@ class _JobProgress:
         self.num_left = len(job.inputs)
         self.values: list[Value | None] = [None] * len(job.inputs)
         self.num_tokens = [0] * len(job.inputs)
+        self.started: float | None = None
 
     @property
     def can_send_slice(self) -> bool:
@@ -139,15 +143,14 @@ class _JobProgress:
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
         """
-        text = str(error)
-        match = _INPUT_PREFIX.match(text)
-        index = first + (int(match[1]) if match else 0)
-        text = text[match.end() :] if match else text
-        if not text.startswith(("input: ", "image: ")):
-            return text  # The message is not about the input itself, but for example an option.
-        text = text.removeprefix("input: ")
-        where = f"element {index}: " if len(self.values) > 1 else ""
-        return f"{self.job.field}: {where}{text}"
+        match = _ENGINE_MESSAGE.fullmatch(str(error))
+        assert match is not None  # The pattern matches every text.
+        problem = match["problem"]
+        if not problem.startswith(("input: ", "image: ")):
+            return problem  # The problem is not the input itself, but for example an option.
+        index = first + int(match["index"] or 0)
+        element = f"element {index}: " if len(self.values) > 1 else ""
+        return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
 class WorkerJobs:
@@ -196,8 +199,9 @@ class WorkerJobs:
             self._jobs[progress.request_id] = self._jobs.pop(progress.request_id)
             self._send_slice(progress)
         if self._engine.has_work():
+            started = time.monotonic()
             for result in self._engine.step():
-                self._add_result(result)
+                self._add_result(result, started)
 
     def _send_slice(self, progress: _JobProgress) -> None:
         """Send the next slice of a job to the engine. If an error occurs, refuse the job."""
@@ -210,12 +214,16 @@ class WorkerJobs:
         except NereidError as error:
             self._refuse(progress, error)
         except Exception as error:
-            # The job ends here. Its error must not end the other jobs.
+            # The job ends here. An error of one job must not end the other jobs.
             log.exception("job %s could not be added", progress.request_id)
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
-    def _add_result(self, result: PoolingResult) -> None:
+    def _add_result(self, result: PoolingResult, started: float) -> None:
         """Store the result of one input, and send the outcome of the job if it is complete.
+
+        Args:
+            result: the result.
+            started: the time at which the step began that computed it, by time.monotonic().
 
         Raises:
             EngineError: the GPU is lost.
@@ -231,10 +239,11 @@ class WorkerJobs:
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))
             return
+        progress.started = started if progress.started is None else progress.started
         progress.add_result(int(first), result)
         if not progress.num_left:
             del self._jobs[request_id]
-            self._send(["done", request_id, *progress.outcome().row()])
+            self._send(["done", request_id, progress.started, *progress.outcome().row()])
 
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
         """Drop a job, and send the reason to the stub."""

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
+from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.serving_settings import read_pooling_settings
@@ -50,11 +52,15 @@ class PendingRequest:
         request_id: the id of the request's job in the worker.
         sender: the server's response sender.
         returns_info: whether the response contains the output `info`.
+        num_inputs: the number of inputs.
+        arrived: the time at which the request arrived, by time.monotonic().
     """
 
     request_id: str
     sender: Any
     returns_info: bool
+    num_inputs: int
+    arrived: float
 
 
 class PoolingStub(SupervisedModel[PendingRequest]):
@@ -77,7 +83,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         Args:
             request: the server's request.
-            given: those of `input_names` that the request has, in the order of `input_names`.
+            given: the names in `input_names` of which the request has a tensor, in the same order.
             options: the options of the request.
 
         Raises:
@@ -144,6 +150,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 self._start_worker(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
+        self._metrics = PoolingMetrics(self.kind)
         self.start_loop()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
@@ -175,7 +182,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             outputs = self.empty_outputs() | (self._info() if returns_info else {})
             self.respond_later(sender, outputs)
             return
-        pending = PendingRequest(str(next(self._ids)), sender, returns_info)
+        pending = PendingRequest(
+            str(next(self._ids)), sender, returns_info, len(job.inputs), time.monotonic()
+        )
         self.add_request(pending.request_id, pending, ["add", pending.request_id, *job.row()])
 
     # Only the loop's thread calls the methods below.
@@ -194,12 +203,16 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         if kind == "refused":
             self.respond(pending.sender, refusal_error(*row))
             return
+        started, *outcome_row = row
         try:
-            outputs = self.build_outputs(Outcome.from_row(row))
+            outcome = Outcome.from_row(outcome_row)
+            outputs = self.build_outputs(outcome)
         except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
             tensors.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
         else:
+            num_tokens = int(outcome.num_tokens.sum())
+            self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
             self.respond(pending.sender, outputs | (self._info() if pending.returns_info else {}))
 
     def serve(self) -> float:
@@ -220,13 +233,18 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.respond(request.sender, error)
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
-        """Send the one response of a request: its outputs or an error."""
+        """Send the response of a request: its outputs, or an error."""
         if not isinstance(result, Exception) and not _fits_shared_memory(result):
             result = CapacityError(
                 "the response does not fit into the free shared memory of the machine, because "
                 "/dev/shm is full. Try again later."
             )
+        self._metrics.note_response(result)
         super().respond(sender, result)
+
+    def publish_metrics(self) -> None:
+        """Publish the metrics, at most once a second."""
+        self._metrics.publish(self.num_requests)
 
     def restart_message(self) -> str:
         """Return the reason for which requests are refused while the worker restarts."""
@@ -240,20 +258,21 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         )
 
     def on_restart(self) -> None:
-        """Forget earlier deaths: the limit max_restarts applies to each death of the worker."""
+        """Count the next restarts from 0, because max_restarts applies to each death separately."""
         self.num_deaths = 0
+        self._metrics.note_restart()
 
     def _start_worker(self, config: PoolingConfig) -> None:
         """Start the worker process, and check that its checkpoint has a suitable task."""
         settings = self._settings
         program = ChildProgram(
-            "worker",
-            f"worker of the {self.title}",
-            self.worker_module,
-            dataclasses.asdict(config),
-            Limit("start_timeout_s", settings.start_timeout_s),
-            Limit("hang_timeout_s", settings.hang_timeout_s),
-            Limit("max_restarts", settings.max_restarts),
+            name="worker",
+            title=f"worker of the {self.title}",
+            module=self.worker_module,
+            settings=dataclasses.asdict(config),
+            start_timeout=Limit("start_timeout_s", settings.start_timeout_s),
+            hang_timeout=Limit("hang_timeout_s", settings.hang_timeout_s),
+            max_restarts=Limit("max_restarts", settings.max_restarts),
         )
         try:
             worker = self.start_child(program)
@@ -282,6 +301,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return {names.INFO: tensors.strings(json.dumps(info))}
 
     def _not_served_message(self) -> str:
+        """Return the reason for which requests are refused if no checkpoint is set."""
         return (
             f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
@@ -289,7 +309,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
 
 def _fits_shared_memory(outputs: Tensors) -> bool:
-    """Return whether output tensors fit into the free shared memory. Small ones always do."""
+    """Return whether output tensors fit into the free shared memory. Small tensors always fit."""
     size = sum(
         sum(map(len, array)) if array.dtype == object else array.nbytes
         for array in outputs.values()

@@ -4,7 +4,7 @@
 Messages, in addition to those of every child process (process_entry.py):
 
     stub -> worker    ["add", id, field, [[name, value], ...], options, query]  ["abort", id]
-    worker -> stub    ["done", id, *outcome]
+    worker -> stub    ["done", id, time of the first computation, *outcome]
                       ["alive"], every 0.25 s during work, because a long job sends nothing else
 """
 
@@ -44,7 +44,7 @@ class WorkerService:
         return self._jobs.has_work
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message "add" or "abort" of the stub."""
+        """Handle a message of the kind "add" or "abort" from the stub."""
         request_id, *row = values
         if kind == "abort":
             self._jobs.abort(request_id)

@@ -95,6 +95,12 @@ def test_times_tokens_and_outcomes_are_counted(start):
     assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (8, 10)
     assert len(values["time_to_first_token_seconds"]) == 2
     assert len(values["request_queue_time_seconds"]) == 2
+    assert values["request_prompt_tokens"] == [4, 4]
+    assert values["request_generation_tokens"] == [5, 5]
+    phases = [
+        sum(values[f"request_{phase}_time_seconds"]) for phase in ("queue", "prefill", "decode")
+    ]
+    assert sum(phases) == pytest.approx(sum(values["e2e_request_latency_seconds"]))
     assert all(0.02 < s < 120 for s in values["e2e_request_latency_seconds"])
     assert values["inter_token_latency_seconds_count"] == 8
     assert values["inter_token_latency_seconds_bucket/+Inf"] == 8

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from backend.serving.pooling.scripted_worker import LengthEngine
 from nereid_backend.errors import EngineError
@@ -34,8 +36,9 @@ def run(work, limit=100_000):
 
 
 def outcome(message):
-    kind, _, *row = message
+    kind, _, started, *row = message
     assert kind == "done"
+    assert 0 <= time.monotonic() - started < 60
     return Outcome.from_row(row)
 
 

@@ -9,8 +9,9 @@ import time
 import msgpack
 import numpy as np
 import pytest
-from backend.serving.fake_server import TESTS, Request
+from backend.serving.fake_server import TESTS, MetricFamily, Request
 from nereid_backend.serving import pooling_tensor_names as names
+from nereid_backend.serving.pooling import pooling_metrics
 from nereid_backend.serving.pooling.embedding_model import EmbeddingModel
 from nereid_backend.serving.pooling.rerank_model import RerankModel
 
@@ -209,6 +210,29 @@ def test_one_request_more_than_the_limit_is_refused(model, tmp_path):
         assert "the model has 1 requests, which is the limit (embedding_max_req" in refused.error
         assert first.wait().error is None
         assert ask(stub, "x").wait().error is None
+    finally:
+        stub.finalize()
+
+
+def test_sizes_phases_and_outcomes_are_counted(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(MetricFamily, "values", {})
+    monkeypatch.setattr(pooling_metrics, "_PUBLISH_INTERVAL_S", 0.0)
+    stub = open_stub(model, tmp_path)
+    try:
+        ask(stub, "a", "bbb").wait()
+        ask(stub, "bad").wait()
+        values = MetricFamily.values
+        wait_until(lambda: values.get("pooling_requests_total/refused") == 1)
+        wait_until(lambda: values.get("pooling_request_prompt_tokens_sum") == 4)
+        assert values["pooling_num_requests"] == 0
+        assert values["pooling_requests_total/success"] == 1
+        assert values["pooling_prompt_tokens_total"] == 4
+        assert "pooling_request_inputs_bucket/1" not in values  # its value is still 0
+        assert values["pooling_request_inputs_bucket/2"] == 1
+        assert values["pooling_request_prompt_tokens_sum"] == 4
+        phases = ("queue_time", "compute_time")
+        times = [values[f"pooling_{phase}_seconds_sum"] for phase in phases]
+        assert sum(times) == pytest.approx(values["pooling_e2e_latency_seconds_sum"])
     finally:
         stub.finalize()
 

@@ -52,7 +52,7 @@ def results(worker, **jobs):
 
 
 def outcome(message):
-    kind, *row = message
+    kind, _, *row = message
     assert kind == "done", message
     return Outcome.from_row(row)
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the models `embedding` and `rerank` on Triton server's /metrics page."""
+
+import time
+from collections import Counter
+
+from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.serving.published_metrics import (
+    DURATION_BUCKETS_S,
+    SIZE_BUCKETS,
+    Histogram,
+    MetricFamilies,
+)
+
+_PUBLISH_INTERVAL_S = 1.0
+_COUNTERS = {
+    "pooling_prompt_tokens_total": "Tokens of all inputs of successful requests",
+    "pooling_restarts_total": "Restarts of the worker process",
+}
+_HISTOGRAMS = {
+    "pooling_queue_time_seconds": "Time from the arrival to the first computation",
+    "pooling_compute_time_seconds": "Time from the first computation to the response",
+    "pooling_e2e_latency_seconds": "Time from the arrival to the response",
+    "pooling_request_inputs": "Inputs of each successful request",
+    "pooling_request_prompt_tokens": "Tokens of each successful request",
+}
+
+
+class PoolingMetrics:
+    """The metrics of one model. Only the thread of the stub's loop may use them.
+
+    Args:
+        model_name: the value of the label `model_name`.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        families = self._families = MetricFamilies()
+        self._labels = {"model_name": model_name}
+        self._num_requests = families.gauge(
+            "pooling_num_requests", "Requests without a response"
+        ).Metric(self._labels)
+        self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
+        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
+        self._published = {
+            name: families.histogram_counters(name, text, self._labels)
+            for name, text in _HISTOGRAMS.items()
+        }
+        self._histograms = {
+            name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
+            for name in _HISTOGRAMS
+        }
+        self._counts: Counter[str] = Counter()
+        self._ended = Counter({"success": 0, "refused": 0, "error": 0})
+        self._due = 0.0
+
+    def note_success(
+        self, arrived: float, started: float, num_inputs: int, num_tokens: int
+    ) -> None:
+        """Record a request whose outputs are sent now.
+
+        Args:
+            arrived: the time at which the request arrived, by time.monotonic().
+            started: the time at which the computation of its first input started.
+            num_inputs: the number of its inputs.
+            num_tokens: the number of tokens of its inputs.
+        """
+        now = time.monotonic()
+        values = {
+            "pooling_queue_time_seconds": max(started - arrived, 0.0),
+            "pooling_compute_time_seconds": max(now - started, 0.0),
+            "pooling_e2e_latency_seconds": now - arrived,
+            "pooling_request_inputs": num_inputs,
+            "pooling_request_prompt_tokens": num_tokens,
+        }
+        for name, value in values.items():
+            self._histograms[name].observe(value)
+        self._counts["pooling_prompt_tokens_total"] += num_tokens
+
+    def note_response(self, error: object) -> None:
+        """Count a response. `error` is the error that it contains, or anything else."""
+        is_refusal = isinstance(error, CapacityError | RequestError)
+        outcome = "refused" if is_refusal else "error"
+        self._ended[outcome if isinstance(error, Exception) else "success"] += 1
+
+    def note_restart(self) -> None:
+        """Count a restart of the worker process."""
+        self._counts["pooling_restarts_total"] += 1
+
+    def publish(self, num_requests: int) -> None:
+        """Publish the metrics that have changed, at most once a second."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _PUBLISH_INTERVAL_S
+        self._num_requests.set(float(num_requests))
+        for name, counter in self._counters.items():
+            counter.raise_to(self._counts[name], self._labels)
+        for outcome, count in self._ended.items():
+            self._outcomes.raise_to(count, {**self._labels, "outcome": outcome})
+        for name, histogram in self._histograms.items():
+            self._published[name].publish(histogram)

@@ -1,0 +1,53 @@
+"""Gives metrics of the Triton server vLLM's names, for routers and dashboards made for vLLM."""
+
+import re
+
+VLLM_METRICS = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "request_success_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    }
+)
+"""The metrics without their prefix that have the same meaning in vLLM."""
+
+_LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
+_LABEL = 'model_name="llm"'
+
+
+def with_vllm_names(page: str, model_name: str) -> str:
+    """Return a metrics page on which the metrics that vLLM has too have vLLM's names and labels.
+
+    Example: with the model name "chat", the line `nereid:num_requests_running{model_name="llm"} 1`
+    becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.
+
+    Args:
+        page: the metrics of the Triton server, in the text format of Prometheus.
+        model_name: the name of the language model in requests.
+    """
+    escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
+    labels = f'model_name="{escaped}",engine="0"'
+
+    def rename(match: re.Match[str]) -> str:
+        start, name, rest = match.groups()
+        if name not in VLLM_METRICS:
+            return match[0]
+        return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"
+
+    return _LINE.sub(rename, page)

@@ -11,8 +11,8 @@ NereidError
 └── EngineError           the engine failed: a bug or a broken device, not the request
 
 A message names the value, the limit and the remedy. If one field or setting is wrong, the message
-begins with its name and a colon, because the HTTP frontend reads the name from there:
-`temperature: the value must be at least 0, but it is -1.`
+begins with the name of the field or setting and a colon, and the HTTP frontend reads the name from
+the message. Example: `temperature: the value must be at least 0, but it is -1.`
 """
 
 
@@ -49,7 +49,7 @@ class EngineError(NereidError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message; the name of the error's class if it is empty."""
+    """Return the first line of an error's message, or the class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

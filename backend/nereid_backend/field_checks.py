@@ -72,22 +72,30 @@ def to_request_error(error: ValidationError) -> RequestError:
     """
     detail = error.errors(include_url=False)[0]
     name, *place = map(str, detail["loc"])
-    subject = "the value"
-    if place:
-        subject = "each key" if place[-1] == "[key]" else "each item"
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
         return RequestError(f"{name}: {detail['msg']}.")
-    limits = {
-        limit: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-        for limit, bound in detail.get("ctx", {}).items()
-    }
-    # For a list with a wrong number of items, the number says more than the items.
+    subject = "the value"
+    if place:
+        subject = "each key" if place[-1] == "[key]" else "each item"
+    limits = _limits(detail.get("ctx", {}))
+    # If a list has a wrong number of items, show the number instead of the items.
     value = limits.get("actual_length", detail["input"])
     return RequestError(
         f"{name}: {subject} must be {requirement.format(**limits)}, but the request has "
         f"{shown(value)}."
     )
+
+
+def _limits(context: dict[str, Any]) -> dict[str, Any]:
+    """Return the limits in a pydantic error, with whole floats as integers.
+
+    A message then contains "at most 2" instead of "at most 2.0", as in the API's documentation.
+    """
+    return {
+        name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        for name, bound in context.items()
+    }
 
 
 _CONFIG = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
@@ -101,7 +109,7 @@ class CheckedSamplingParams(SamplingParams):
     declared again because the types of the core cannot limit the items of a list.
 
     Raises:
-        RequestError: if a value has the wrong type or is out of range. The message names the field.
+        RequestError: a value has the wrong type or is out of range. The message names the field.
     """
 
     stop_token_ids: TokenIds = ()
@@ -118,7 +126,7 @@ class CheckedSamplingParams(SamplingParams):
         values: Any,  # noqa: ANN401 - the arguments of the constructor
         check: ModelWrapValidatorHandler[Self],
     ) -> Self:
-        """Check all values. Report the first wrong value as a RequestError, not as pydantic's."""
+        """Check all values. Raise a RequestError for the first wrong value."""
         try:
             params = check(values)
         except ValidationError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.checkpoint_task import SEQUENCE_HEAD, choose_task
 from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
 from nereid_backend.pooling.sentence_modules import (
@@ -137,10 +137,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
         )
         return config
     except (ValueError, KeyError, OSError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedModelError(
-            f"transformers cannot load {folder}/config.json ({lines[0]}). Python code of a "
-            "checkpoint is not run. A newer version of transformers may support the architecture."
+            f"transformers cannot load {folder}/config.json ({first_line(error)}). Python code of "
+            "a checkpoint is not run. A newer version of transformers may support the architecture."
         ) from error
 
 

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoint import check_files
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
-from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.checkpoint_spec import (
     BASE,
     CAUSAL,
@@ -155,7 +155,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
     except Exception as error:
         # The tokenizers library raises the class Exception itself for broken files.
         raise ModelError(
-            f"the tokenizer in {spec.folder} cannot be loaded: {_first_line(error)}"
+            f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if spec.lower_case and backend is not None:
@@ -189,13 +189,13 @@ def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
             )
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedModelError(
-            f"{spec.architecture} is not supported: {_first_line(error)}"
+            f"{spec.architecture} is not supported: {first_line(error)}"
         ) from error
     except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
         # contains values that the model's code cannot use.
         raise ModelError(
-            f"the weights in {spec.folder} cannot be read ({_first_line(error)}). Download the "
+            f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
         ) from error
     _check_report(spec, report)
@@ -302,9 +302,3 @@ def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
     if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
         return torch.float32
     return dtype  # type: ignore[no-any-return]
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the class name if the message is empty."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

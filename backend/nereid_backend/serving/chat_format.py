@@ -39,24 +39,31 @@ def choose_format(
         ConfigError: there is no format with the configured name, or the checkpoint's files cannot
             be read.
     """
-    names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
-    if NO_FORMAT in names.values():
-        # "none" turns off one parser: reasoning or tool calls then stay in the content. The other
-        # parser is used only if the settings name it.
-        names = {part: name for part, name in names.items() if name not in (NO_FORMAT, "")}
-        if not names:
-            report("chat format: none, because reasoning_parser or tool_parser is none")
-            return None
     try:
-        if len(names) == 1:
-            fmt = get_format(**names)
-        else:
-            fmt, reason = _derive_format(Path(settings.model), names["reasoning"], names["tools"])
-            report(f"chat format: {reason}")
+        fmt = _find_format(settings, report)
     except NereidParsersError as error:
         raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
     policy = _POLICIES.get(settings.parser_policy)
-    return fmt if policy is None else fmt.with_policy(policy)
+    return fmt if fmt is None or policy is None else fmt.with_policy(policy)
+
+
+def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
+    """Return the format for the settings reasoning_parser and tool_parser.
+
+    The value "none" of a setting turns one parser off: reasoning or tool calls then stay in the
+    content. In this case, the other parser is used only if its setting names a format.
+    """
+    reasoning, tools = settings.reasoning_parser, settings.tool_parser
+    if NO_FORMAT not in (reasoning, tools):
+        fmt, reason = _derive_format(Path(settings.model), reasoning, tools)
+        report(f"chat format: {reason}")
+        return fmt
+    if reasoning not in (NO_FORMAT, ""):
+        return get_format(reasoning=reasoning)
+    if tools not in (NO_FORMAT, ""):
+        return get_format(tools=tools)
+    report("chat format: none, because reasoning_parser or tool_parser is none")
+    return None
 
 
 def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
@@ -78,13 +85,13 @@ def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             try:
-                return pickle.load(file)
+                result: tuple[Format, str] = pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
                 # The file is new, or an earlier process was killed while it wrote the file.
                 result = _analyse(model, reasoning, tools)
                 file.truncate(0)
                 file.write(pickle.dumps(result))
-                return result
+            return result
     except (OSError, RuntimeError):
         # The home folder is unknown, or the cache folder cannot be written.
         return _analyse(model, reasoning, tools)

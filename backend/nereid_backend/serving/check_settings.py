@@ -6,7 +6,7 @@
 The program reads the NEREID_* variables and the parameters of each config.pbtxt as the models do,
 and prints one line for each wrong setting. Its exit code is 2 if a setting is wrong, else 0. The
 program does not detect problems that depend on the machine, such as too little memory or a missing
-GPU. The models report those when they load.
+GPU. The models report such problems when they load.
 """
 
 import json
@@ -60,9 +60,9 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return one message for each GPU of which the models would use more than the whole memory.
+    """Return one message for each GPU whose memory is too small for the shares of its models.
 
-    Settings for a GPU are checked on machines without a GPU, too. The settings must be valid.
+    Settings for a GPU are checked on machines without a GPU, too. All settings must be valid.
     """
     shares: dict[str, dict[str, float]] = defaultdict(dict)
 

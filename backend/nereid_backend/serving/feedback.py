@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory in which the postprocessor reports to the executor.
+"""Shared memory in which the postprocessor sends feedback to the executor.
 
 The executor needs two facts that Triton server does not pass on: whether a client has cancelled its
 request, and how many steps of a stream the postprocessor has consumed. The postprocessor writes
-these facts into slots of shared memory. Each sequence of a stream has one slot with two 64-bit
-words, which only the postprocessor writes:
+these facts into shared memory, the feedback memory. The memory is divided into slots. Each sequence
+of a stream has one slot with two 64-bit words, which only the postprocessor writes:
 
     progress   serial << 32 | number of consumed steps
     signal     serial << 32 | Signal
 
 The progress of a stream, and the signal CANCELLED, are in the slot of the stream's first sequence.
-Each word contains the stream's serial number, so that a late write for an earlier stream in the
-same slot is ignored. Aligned 8-byte stores are atomic on the machines that Triton server supports.
+Each word contains the stream's serial number, so that the executor ignores a late write for an
+earlier stream in the same slot. Aligned 8-byte stores are atomic on the machines that Triton server
+supports.
 
 Clients of Triton server can call the postprocessor directly. The postprocessor therefore maps only
 a memfd whose name contains the random token of an executor, and writes only into existing slots.
@@ -50,7 +51,7 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """The executor's side: it owns the memory, assigns slots and reads the reports.
+    """The executor's access to the memory. The class owns the memory and assigns the slots.
 
     The memory is an anonymous file (memfd), which the kernel frees when both processes have ended.
 
@@ -74,7 +75,7 @@ class FeedbackReader:
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """Return `count` free slots, or None if there are fewer.
+        """Return the numbers of `count` free slots, or None if fewer slots are free.
 
         Only one thread may call this method. Other threads may call `release`.
         """
@@ -120,7 +121,7 @@ class FeedbackReader:
 
 
 class FeedbackWriter:
-    """The postprocessor's side. Each step contains the address of the memory to write to.
+    """The postprocessor's access to the memory. Each step contains the address of the memory.
 
     Attributes:
         address: the address of the mapped memory; None before the first step.
@@ -140,7 +141,7 @@ class FeedbackWriter:
             address: the attribute `address` of the executor's FeedbackReader.
 
         Raises:
-            RequestError: the address is not that of an executor's feedback memory.
+            RequestError: the address does not belong to the feedback memory of an executor.
         """
         if address == self.address:
             return
@@ -153,7 +154,9 @@ class FeedbackWriter:
         self.address = address
 
     def verify(self, message: bytes, token_ids: bytes) -> bytes:
-        """Return the packed StepState of a signed step, after mapping the memory that it names.
+        """Check the signature of a step, and return the packed StepState.
+
+        The memory whose address is in the step is mapped first, because it contains the key.
 
         Args:
             message: the return value of `FeedbackReader.sign`.
@@ -177,8 +180,8 @@ class FeedbackWriter:
         num_slots = max(len(self._words) - _KEY_WORDS, 0) // _WORDS
         if not 0 <= slot < num_slots:
             raise RequestError(
-                f"state: the feedback slot must be at least 0 and less than {num_slots}, but it is "
-                f"{slot}."
+                f"state: the slot {slot} does not exist. The shared memory of the executor has "
+                f"{num_slots} slots, whose numbers begin with 0."
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
@@ -229,8 +232,10 @@ def _map_memory(address: str) -> memoryview:
 
 
 def _signature(key: bytes, state: bytes, token_ids: bytes) -> bytes:
+    """Return the signature of a step, 16 bytes."""
     digest = hashlib.blake2b(key=key, digest_size=_SIGNATURE_BYTES)
-    # The length separates the two parts, so that no bytes can move from one part to the other.
+    # The length of `state` is signed, too. Otherwise, the end of `state` could be moved to the
+    # beginning of `token_ids` without changing the signature.
     for part in (len(state).to_bytes(8, "little"), state, token_ids):
         digest.update(part)
     return digest.digest()

@@ -190,7 +190,7 @@ def read_pooling_settings(
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a model's config.pbtxt by name, without empty ones.
+    """Return the parameters of a model's config.pbtxt that are not empty, by name.
 
     A relative path of the checkpoint is relative to the repository, and is made absolute.
     """
@@ -206,8 +206,10 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
 def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of the environment variables that begin with `prefix`.
 
-    Empty variables are skipped. Example: with the prefix "NEREID_", the variable
-    `NEREID_MAX_NUM_SEQS=8` returns `{"max_num_seqs": "8"}`.
+    Empty variables are skipped. Example: with the prefix "NEREID_EMBEDDING_", the variable
+    `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype": "float32"}`. With the prefix "NEREID_", the
+    variables of the other models are returned, too, such as `{"embedding_dtype": "float32"}`. The
+    settings classes of the language model ignore them.
 
     Args:
         prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
@@ -218,16 +220,16 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
             frontend.
     """
     given = {
-        variable.removeprefix(_PREFIX): text.strip()
+        variable: text.strip()
         for variable, text in environ.items()
         if variable.startswith(_PREFIX) and text.strip()
     }
-    check_names(given, _variable_names(), prefix=_PREFIX)
-    own_prefix = prefix.removeprefix(_PREFIX)
+    names = [variable.removeprefix(_PREFIX) for variable in given]
+    check_names(names, _variable_names(), prefix=_PREFIX)
     return {
-        name.removeprefix(own_prefix).lower(): text
-        for name, text in given.items()
-        if name.startswith(own_prefix)
+        variable.removeprefix(prefix).lower(): text
+        for variable, text in given.items()
+        if variable.startswith(prefix)
     }
 
 

@@ -143,8 +143,8 @@ def _error_code(error: Exception) -> tuple[str, Any]:
     if isinstance(error, CapacityError):
         return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
     if isinstance(error, DeadlineError):
-        # Triton server has no such code. UNAVAILABLE is the closest one that HTTP distinguishes
-        # from an internal error.
+        # Triton server has no code for an exceeded time limit. UNAVAILABLE is the closest code that
+        # the server's HTTP endpoint distinguishes from an internal error.
         return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 

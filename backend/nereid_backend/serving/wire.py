@@ -7,9 +7,9 @@
 
 In Triton server, the postprocessor can receive inputs only from the executor, because the executor
 is a decoupled step. The tokenizer therefore packs the part of a request that the postprocessor
-needs (StreamContext) into the envelope. The executor sends these bytes with the first step, without
-unpacking them. The executor also sends the packed SamplingParams to the engine process without
-unpacking them.
+needs (StreamContext) into its message to the executor (RequestEnvelope). The executor sends the
+packed StreamContext with the first step, and the packed SamplingParams to the engine process. The
+executor unpacks neither of them.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,7 @@ MessageT = TypeVar("MessageT")
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of a request. Raise a ValueError if its function has no name."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool must have a function with a name")
@@ -40,13 +41,14 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_output_name(name: str) -> str:
+    """Return the name of an optional output. Raise a ValueError for any other name."""
     if name not in tensor_names.RETURNABLE:
-        raise ValueError("the name is not that of an optional output")
+        raise ValueError("no optional output has this name")
     return name
 
 
-# A client can send an envelope to the executor without the tokenizer. These types are checked when
-# a message is unpacked.
+# A client can call the executor directly, with a message that the tokenizer has not written. The
+# following types are therefore checked when a message is unpacked.
 _NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 _Count = Annotated[int, Field(ge=0, lt=2**32)]
 _TokenIds = tuple[_Count, ...]
@@ -69,11 +71,11 @@ class StreamContext:
         min_tokens: the number of generated tokens before which stop strings have no effect.
         include_stop_str_in_output: whether the output keeps the stop string that ended it.
         skip_special_tokens: whether special tokens are removed from the output.
-        returns: the names of the optional outputs that the request turns on.
+        returns: the names of the optional outputs that the request asks for.
         prompt_token_ids: the prompt's tokens if the request has return_token_ids=true, else None.
         tools: the tools of the request, as in the OpenAI API.
-        reads_calls: whether tool calls are parsed. If False (tool_choice "none"), they stay in the
-            content.
+        reads_calls: whether tool calls are parsed. If False (tool_choice "none"), tool calls stay
+            in the content.
         prompt: the end of the rendered prompt, from which the parser determines the stage in which
             the output begins. None for completions, which are not parsed.
         separate_reasoning: whether reasoning is separated from the content. If False, reasoning
@@ -117,7 +119,7 @@ class StreamContext:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnvelope:
-    """The message of the tokenizer to the executor about one request.
+    """The message from the tokenizer to the executor about one request (the tensor `envelope`).
 
     Attributes:
         params: the packed SamplingParams, which only the engine process unpacks.
@@ -128,7 +130,7 @@ class RequestEnvelope:
             server's default.
         queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, None
             means the server's default.
-        client_id: the client that sent the request; "" if unknown. It is also in `params`.
+        client_id: the client that sent the request; "" if unknown. `params` contains it, too.
     """
 
     params: bytes
@@ -190,7 +192,8 @@ class Opening:
 
     Attributes:
         context: the packed StreamContext of the request.
-        slots: the feedback slot of each sequence, ordered by the sequence's index.
+        slots: the number of each sequence's slot in the shared memory (see feedback.py), ordered by
+            the index of the sequence.
     """
 
     context: bytes
@@ -213,7 +216,7 @@ class SequenceDelta:
         prompt_logprobs: for each prompt token the fields of a TokenLogprobs, and None for the first
             prompt token. Only the first delta of sequence 0 has them, and only if requested.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
-        ending: the reason why the sequence ended. Only the sequence's last delta has one.
+        ending: the reason why the sequence ended; None except in the sequence's last delta.
     """
 
     index: int
@@ -246,15 +249,17 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The message of the executor to the postprocessor about one step of a stream.
+    """The message from the executor to the postprocessor about one step of a stream.
 
     The step's token ids are a separate tensor. A step without deltas is a heartbeat.
 
     Attributes:
-        slot: the feedback slot in which the postprocessor reports how many steps it has consumed.
+        slot: the number of the slot in the shared memory (see feedback.py) in which the
+            postprocessor reports the number of consumed steps.
         serial: the number of the stream, which is unique in the executor process.
         step: the number of this step in its stream, starting with 1.
-        deltas: the new tokens of each sequence that has any, or that has ended.
+        deltas: the new tokens of the sequences. Sequences without new tokens have a delta only if
+            they have ended.
         is_last: whether every sequence of the request has ended.
         opening: the data of the stream's first step; None in later steps.
     """
@@ -302,8 +307,8 @@ def _unpacked(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Messa
     """Return the message that `read` makes of the unpacked `data`.
 
     Raises:
-        RequestError: the bytes are not msgpack, or `read` raises an error. The message names
-            `title`, the part of the envelope.
+        RequestError: the bytes are not msgpack, or `read` raises an error. The text of the error
+            contains `title`, the name of the message.
     """
     try:
         return read(msgpack.unpackb(data, use_list=False))

@@ -60,7 +60,7 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode, seed_token_ids: Sequence[int] = ()) -> None:
-        """Start before the first token of an answer.
+        """Initialise the state before the first token of an answer.
 
         Args:
             decode: converts token ids into text; see `decoder`.
@@ -68,7 +68,8 @@ class Detokenizer:
                 not returned.
         """
         self._decode = decode
-        # The last returned tokens, followed by the new tokens, which start at the index `_start`.
+        # The window has two parts: the last tokens whose text was returned, and the tokens whose
+        # text was not returned. `_start` is the index of the first token of the second part.
         self._window = list(seed_token_ids)
         self._start = len(self._window)
 
@@ -81,7 +82,8 @@ class Detokenizer:
         text = self._decode(self._window)
         may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
         if may_hold and len(text) == len(before):
-            # Tokens without text, such as special tokens, are no useful context for later tokens.
+            # The new tokens have no text, for example because they are special tokens. Keep the
+            # first part of the window, because these tokens are no useful context for later tokens.
             return ""
         if text.endswith(_REPLACEMENT):
             return "" if may_hold else self._return_decodable(before)
@@ -89,7 +91,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """Return the text that was kept back. An incomplete character is returned as U+FFFD."""
+        """Return the text that was kept back, with U+FFFD for an incomplete character."""
         if self._start == len(self._window):
             return ""
         before = self._decode(self._window[: self._start]) if self._start else ""
@@ -98,11 +100,14 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return the text that can be decoded, because too many tokens were kept back.
+        """Return a part of the text of too many tokens that were kept back.
 
-        The returned text ends after the last of these tokens that completes a character. If none of
-        the last tokens does, their bytes are invalid. In that case, return the text of all tokens
-        except the last few, with U+FFFD for the invalid bytes.
+        The returned text ends after the last token that completes a character. If none of the last
+        four tokens completes a character, their bytes are invalid. In that case, the returned text
+        is that of all tokens except the last four, with U+FFFD for invalid bytes.
+
+        Args:
+            before: the text of the tokens before `_start`.
         """
         length = len(self._window)
         for end in range(length - 1, length - _MAX_CHARACTER_TOKENS - 1, -1):

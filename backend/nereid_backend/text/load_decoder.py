@@ -20,7 +20,7 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
         path: the folder of the checkpoint.
 
     Raises:
-        ModelError: if the checkpoint has a tokenizer that cannot be loaded.
+        ModelError: the checkpoint has a tokenizer that cannot be loaded.
     """
     if not any((Path(path) / name).is_file() for name in _FILES):
         return lambda token_ids: ""  # noqa: ARG005 - no tokenizer can decode the ids

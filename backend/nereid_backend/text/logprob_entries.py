@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in the forms that clients read: those of the OpenAI API and of vLLM."""
+"""Converts log-probabilities to the forms of the OpenAI API and of vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,9 +42,11 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)
+    # The most likely tokens have the ranks 1, 2, 3, ...
     ranks = [rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
     for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
+        # The token of the text can also be one of the most likely tokens. Keep its first entry.
         entry.setdefault(
             str(token_id),
             {

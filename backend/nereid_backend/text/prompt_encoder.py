@@ -17,7 +17,7 @@ _MARGIN = 1.1
 
 
 class PromptEncoder:
-    """Converts texts to token ids with one tokenizer. Several threads may use it.
+    """Converts texts to token ids with one tokenizer. The class is thread-safe.
 
     The methods call the tokenizers library directly, which takes about 40 % less time than a call
     of the transformers tokenizer, releases Python's global lock, and changes no state of the
@@ -53,7 +53,7 @@ class PromptEncoder:
             add_special_tokens: whether the tokenizer adds its own special tokens.
 
         Raises:
-            RequestError: the text is long, and already its beginning has too many tokens.
+            RequestError: the text is long, and its beginning alone has too many tokens.
         """
         limit = self._max_tokens
         if limit is not None and len(text) > _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
@@ -61,7 +61,7 @@ class PromptEncoder:
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`, without a limit of their number."""
+        """Return the token ids of `text`. Their number is not limited."""
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         # encode_batch_fast computes no offsets, so it is faster than `encode`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings in streamed text.
+"""Finds stop strings in streamed text.
 
 Text that may be the beginning of a stop string is kept back, so that clients never receive a part
 of a stop string.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The result of one piece of text.
+    """The result of the search in one piece of text.
 
     Attributes:
         text: the text that may be sent to the client.
@@ -25,13 +25,14 @@ class StopMatch:
 class StopStrings:
     """Finds stop strings in text that arrives in pieces.
 
-    The stop string that is complete first ends the answer. If several are complete at the same
-    character, the longest one does. Example with the stop string "END": `feed("one E")` returns the
-    text "one ", and `feed("ND two")` then returns the text "" and the stop string "END".
+    The stop string that is complete first ends the answer. If several stop strings are complete at
+    the same character, the longest stop string ends the answer. Example with the stop string "END":
+    `feed("one E")` returns the text "one ", and `feed("ND two")` then returns the text "" and the
+    stop string "END".
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
-        """Start before the first piece of text.
+        """Initialise the search before the first piece of text.
 
         Args:
             stops: the stop strings, none of them empty.

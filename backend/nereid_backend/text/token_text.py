@@ -18,7 +18,7 @@ BytesOfPiece = Callable[[str], bytes]
 
 
 class TokenText:
-    """The bytes and texts of token ids. They are computed once and then cached."""
+    """Returns the bytes and texts of single tokens. Each result is computed once and cached."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Read the vocabulary's encoding from a tokenizer.

@@ -5,7 +5,7 @@ Messages, in addition to those of every child process (process_entry.py):
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
                       ["abort", id, index or None]
-    engine -> stub    ["updates", [row, ...]], a row has the fields of RequestUpdate in their order
+    engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
@@ -49,7 +49,7 @@ class EngineService:
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message "add" or "abort" of the stub."""
+        """Handle a message of the kind "add" or "abort" from the stub."""
         if kind == "abort":
             self._engine.abort(*values)
             return
@@ -59,14 +59,14 @@ class EngineService:
             params = unpack_params(packed_params)
             if params.n != num_sequences:
                 raise RequestError(
-                    f"envelope: the message is for {num_sequences} sequences, but its sampling "
-                    f"parameters have n={params.n}."
+                    f"envelope: the message from the tokenizer to the executor is for "
+                    f"{num_sequences} sequences, but its sampling parameters have n={params.n}."
                 )
             self._engine.add_request(request_id, prompt, params)
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:
-            # The request ends here. Its error must not end the other requests.
+            # The request ends here. An error of one request must not end the other requests.
             log.exception("request %s could not be added", request_id)
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`: it sends requests to the engine process and its tokens onwards.
+"""The Triton model `executor`, which passes requests to the engine and tokens to the postprocessor.
 
 The server's thread creates a stream for each request. The loop's thread (supervised_model.py) owns
-the streams: it adds the engine's updates to them, reads the feedback of the postprocessor, and
-sends steps and errors to the server.
+the streams. The loop adds the engine's updates to the streams, reads the signals of the
+postprocessor (feedback.py), and sends steps and errors to the server.
 """
 
 import dataclasses
@@ -51,28 +51,31 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._feedback = FeedbackReader(settings.max_streams)
             self.start_child(
                 ChildProgram(
-                    "engine",
-                    "engine",
-                    settings.engine_module,
-                    dataclasses.asdict(config),
-                    Limit("engine_start_timeout_s", settings.engine_start_timeout_s),
-                    Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
-                    Limit("max_engine_restarts", settings.max_engine_restarts),
+                    name="engine",
+                    title="engine",
+                    module=settings.engine_module,
+                    settings=dataclasses.asdict(config),
+                    start_timeout=Limit("engine_start_timeout_s", settings.engine_start_timeout_s),
+                    hang_timeout=Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
+                    max_restarts=Limit("max_engine_restarts", settings.max_engine_restarts),
                 )
             )
         except NereidError as error:
             raise tensors.load_error(error) from error
-        self._pacer = Pacer(settings.responses_per_second)
-        self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
+        # The serial number is the id of a request in the engine, and identifies its stream.
+        self._serials = itertools.count(1)
+        # The limits on accepted requests, which the server's thread and the loop's thread use.
+        self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
         self._sequences = SharedLimit(settings.max_streams)
         self._sequences_lock = threading.Lock()
-        self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
+        # Only the loop's thread uses the following attributes.
+        self._pacer = Pacer(settings.responses_per_second)
+        self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._metrics = EngineMetrics()
         self._statistics = RequestStatistics()
         self._engine_stats: dict[str, int] = {}
         self._publish_due = 0.0
         self._num_restarts = 0
-        self._serials = itertools.count(1)
         self.start_loop()
 
     def finalize(self) -> None:
@@ -93,7 +96,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.add_request(stream.request_id, stream, message)
 
     def _open_stream(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
-        """Return the stream of a new request, which counts as waiting from now on.
+        """Return the stream of a new request, and add the request to the waiting requests.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -110,15 +113,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._waiting.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:
-            self._waiting.leave(timing, None)
-            raise CapacityError(
-                self._waiting.with_retry_time(
-                    f"with the {envelope.n} sequences of this request, the server would "
-                    f"have more than {settings.max_streams} sequences, or this client more than "
-                    "its share of them (max_streams). Try again later.",
-                    envelope.client_id,
-                )
-            )
+            self._waiting.leave(timing, started=None)
+            raise self._too_many_sequences(envelope)
         serial = next(self._serials)
         return Stream(
             request_id=str(serial),
@@ -131,8 +127,20 @@ class ExecutorModel(SupervisedModel[Stream]):
             timing=timing,
         )
 
+    def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
+        """Return the error for a request that would exceed the limit max_streams."""
+        message = (
+            f"with the {envelope.n} sequences of this request, the server would have more than "
+            f"{self._settings.max_streams} sequences, or this client more than its share of them "
+            "(max_streams). Try again later."
+        )
+        return CapacityError(self._waiting.with_retry_time(message, envelope.client_id))
+
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
-        """Return a feedback slot for each sequence; None if too few are left for the client."""
+        """Return a slot of the shared memory (see feedback.py) for each sequence of a request.
+
+        Return None if the request would exceed the limit max_streams, or the client's share of it.
+        """
         with self._sequences_lock:
             if not self._sequences.allows(envelope.client_id, envelope.n):
                 return None
@@ -158,7 +166,7 @@ class ExecutorModel(SupervisedModel[Stream]):
                 self.end(stream, refusal_error(error_class, text))
 
     def serve(self) -> float:
-        """Send all steps that are due. Return the seconds until the next step is due."""
+        """Send all steps that are due, and return the seconds until the next step is due."""
         now = time.monotonic()
         interval_s = self._pacer.interval_s(len(self.requests))
         heartbeat_s = self._settings.heartbeat_ms / 1000
@@ -200,7 +208,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         limit = self._settings.max_engine_restarts
         times = f"{limit + 1} times in a row" if limit else "once"
         return (
-            f"the engine process has died {times}, and is not restarted again "
+            f"the engine process has died {times} and is not restarted again "
             f"(max_engine_restarts). Restart the server. The last reason was: {error}"
         )
 
@@ -242,6 +250,11 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._add_update(stream, update)
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
+        """Add an update of the engine to its stream.
+
+        If too many tokens of the stream wait to be sent, end the stream with an error, because the
+        postprocessor consumes its steps too slowly.
+        """
         now = time.monotonic()
         if update.new_token_ids:
             self._note_start(stream, now)
@@ -261,14 +274,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.send(["abort", request_id, index])
 
     def _note_start(self, stream: Stream, started: float) -> None:
-        """Record that the engine has started to compute a request, unless that is known."""
+        """Record the time at which the engine started a request. Ignore all but the first call."""
         if stream.timing.started is None:
             stream.timing.started = started
             self._waiting.leave(stream.timing, started)
             self._statistics.note_start(stream, started)
 
     def _end_if_overdue(self, stream: Stream, now: float) -> bool:
-        """End a request that has exceeded a time limit. Return whether it has."""
+        """End a request that has exceeded a time limit. Return whether the request was ended."""
         if stream.has_ended:
             return False
         error = stream.timing.deadline_error(now)
@@ -285,7 +298,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         return True
 
     def _abort_unwanted(self, stream: Stream) -> None:
-        """Abort a request without a client, and sequences that have reached a stop string."""
+        """Abort a request whose client has disconnected, and sequences with a stop string."""
         if stream.is_aborting or stream.has_ended:
             return
         signals = [self._feedback.signal(slot, stream.serial) for slot in stream.slots]
@@ -321,6 +334,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
+        """Remove a stream, and release its slots and its part of the limits."""
         del self.requests[stream.request_id]
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects streams whose client has disconnected, from the steps that the server drops.
+"""Detects streams whose client has disconnected, by finding the steps that the server has dropped.
 
 Triton server reports a disconnected client to the postprocessor, not to the executor. Version 2.51
-runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor reports that.
-Other versions and schedulers silently drop these steps before the postprocessor. But steps reach
-the postprocessor in the order in which they were sent. So if a later step of any stream has been
-consumed and an earlier step has not, the earlier step was dropped. If there is no later step, a
-step counts as dropped after a time limit.
+runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor informs the
+executor. Other versions and schedulers silently drop these steps, so that the postprocessor does
+not receive them. But steps reach the postprocessor in the order in which they were sent. So if the
+postprocessor has consumed a step of any stream, but not a step that was sent earlier, the earlier
+step was dropped. If no step was sent later, a step counts as dropped after a time limit.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _LONGEST_INTERVAL_S = 0.25
 
 
 class LostClientDetector:
-    """Follows the steps on their way to the postprocessor. Only one thread may use it.
+    """Finds the steps that never reach the postprocessor. Only one thread may use the detector.
 
     Args:
         feedback: the memory in which the postprocessor reports consumed steps.
@@ -36,7 +36,7 @@ class LostClientDetector:
         self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Assign a number to a step of `stream`. Call this directly before the step is sent."""
+        """Assign a number to the next step of `stream`. Call this before the step is sent."""
         stream.unconsumed.append(next(self._orders))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
@@ -61,6 +61,7 @@ class LostClientDetector:
         return bool(stream.unconsumed) and stream.unconsumed[0] < newest
 
     def _observe(self, stream: Stream) -> None:
+        """Remove the steps from `stream.unconsumed` that the postprocessor has consumed."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

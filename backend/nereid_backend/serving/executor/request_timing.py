@@ -9,11 +9,11 @@ from nereid_backend.errors import CapacityError, DeadlineError, NereidError
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times of one request in the executor, and what the waiting limits count of it.
+    """The times and time limits of one request in the executor, and the size of its prompt.
 
     Attributes:
         arrived: the time at which the request arrived.
-        num_prompt_tokens: the number of its prompt tokens.
+        num_prompt_tokens: the number of the request's prompt tokens.
         queue_timeout_s: the time limit for waiting in the queue; infinity means no limit.
         timeout_s: the time limit of the whole request; infinity means no limit.
         started: the time at which the engine started to compute the request; None while it waits.
@@ -55,8 +55,9 @@ class RequestTiming:
 def effective_limit_s(requested_s: float | None, default_s: float) -> float:
     """Return a time limit in seconds; infinity for no limit.
 
-    `requested_s` is the request's value, and `default_s` is used if that is None. The value 0 means
-    no limit in both.
+    Args:
+        requested_s: the time limit in the request. 0 means no limit, None means `default_s`.
+        default_s: the server's default. 0 means no limit.
     """
     limit_s = default_s if requested_s is None else requested_s
     return limit_s if limit_s > 0 else math.inf

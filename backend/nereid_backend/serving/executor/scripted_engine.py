@@ -48,13 +48,18 @@ from nereid_backend.serving.executor.engine_process import serve_engine
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+# The scripted engine has no KV cache. It reports this number of blocks.
+_NUM_BLOCKS = 1024
 _LOGPROB = -0.5
 _IDLE_SLEEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the script, see the module's docstring. `token_ids` has a tuple per sequence."""
+    """One rule of the script (see the module's docstring).
+
+    `token_ids` contains one output, or one output for each sequence of a request.
+    """
 
     when: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -144,7 +149,7 @@ class ScriptedEngine:
     """An engine with the methods of StepEngine."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
-        # transformers would take ten times as long to import as everything else here.
+        # Importing transformers would take ten times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
         self._rules = read_script(
@@ -306,12 +311,17 @@ def _use_cpu(seconds: float) -> None:
 
 
 def _finish(token_id: int, num_tokens: int, request: _Request) -> FinishReason | None:
+    """Return the reason why a sequence ends after its newest token; None if it continues."""
     if token_id in request.stops and num_tokens > request.params.min_tokens:
         return "stop"
     return "length" if num_tokens >= request.limit else None
 
 
 def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> EngineInfo:
+    """Return the description of the scripted engine.
+
+    Fields that describe a model, such as its weights, have fictitious values.
+    """
     return EngineInfo(
         model=config.model,
         architecture="scripted",
@@ -323,7 +333,7 @@ def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> Engine
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_seqs,
         block_size=config.block_size,
-        num_blocks=1024,
+        num_blocks=_NUM_BLOCKS,
         kv_cache_bytes=0,
         weights_bytes=0,
         vocab_size=vocab_size,

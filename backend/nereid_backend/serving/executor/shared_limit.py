@@ -3,8 +3,8 @@
 
 from collections import Counter
 
-# A client may use up to this number of times what is left after its request. A client that is
-# alone can therefore use three quarters of the limit, and a second client three quarters of the
+# A client may use at most three times the amount that stays free after its request. The first
+# client can therefore use three quarters of the limit, and a second client three quarters of the
 # rest.
 _TIMES_THE_REST = 3
 
@@ -37,8 +37,8 @@ class SharedLimit:
     def allows(self, client: str, amount: int) -> bool:
         """Return whether a client may use `amount` more.
 
-        Only a client with a name has a share of the limit. A client that uses nothing yet may use
-        all that is left.
+        A client that uses nothing yet may use everything that is free. The share of a client is
+        limited only if the client has a name.
         """
         left = self.limit - self.used - amount
         own = self._by_client[client]

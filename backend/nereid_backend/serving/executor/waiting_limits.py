@@ -4,7 +4,7 @@
 The waiting queue consists of all requests that the engine has not started. Three limits apply: the
 number of waiting requests, the number of their prompt tokens, and the time that the next request
 would wait. That time is estimated from the rate at which requests leave the queue. A request with a
-shorter time limit is refused at once, because it would wait in vain.
+shorter time limit is refused immediately, because its time limit would end while it waits.
 
 No client can use a limit alone, and no client waits for all requests of another client, because the
 engine's queue serves the clients in turn (core/fair_queue.py).
@@ -20,23 +20,25 @@ from nereid_backend.errors import CapacityError
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 
-# The queue's rate is measured over the last 64 starts, and not from fewer than 8.
+# The rate at which requests leave the queue is measured over the last 64 requests that the engine
+# started. With fewer than 8 such requests, the rate is unknown.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
 _LONGEST_RETRY_S = 60
-# The waiting time is an estimate. If the estimate is just below a request's limit, about half of
-# such requests would wait in vain, so requests are refused from 80 % of their limit on.
+# The waiting time is an estimate. If the estimate is just below a request's time limit, about half
+# of such requests would exceed the limit while they wait. So a request is refused if the estimate
+# exceeds 80 % of its time limit.
 _MARGIN = 0.8
 _TRY_LATER = re.compile(r"Try again later\.$")
 
 
 class WaitingLimits:
-    """The number of waiting requests, and their limits. Several threads may use it.
+    """The counts of waiting requests, and the limits on them. The class is thread-safe.
 
     Args:
         max_requests: the largest number of waiting requests.
         max_tokens: the largest number of prompt tokens of all waiting requests together; 0 means no
-            limit. A single request may exceed it.
+            limit. A request may exceed the limit if no other request is waiting.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -78,7 +80,7 @@ class WaitingLimits:
             if started is not None:
                 self._start_times.append(started)
             if not self._requests.used:
-                # The measured rate was that of a full queue and does not apply to an empty one.
+                # The queue is empty. The rate was measured with a full queue and does not apply.
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:
@@ -92,7 +94,10 @@ class WaitingLimits:
         return _TRY_LATER.sub(sentence, message)
 
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
-        """Return why a new request is refused, as a clause without a full stop; "" if it is not."""
+        """Return the reason to refuse a new request, as a clause without a full stop.
+
+        Return "" if the request is not refused.
+        """
         client, num_tokens = timing.client_id, timing.num_prompt_tokens
         if not self._requests.allows(client, 1):
             return (
@@ -119,21 +124,23 @@ class WaitingLimits:
         return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
 
     def _estimated_wait_s(self, now: float, client: str) -> float | None:
-        """Return how long a client's new request would wait in seconds.
+        """Return the time in seconds that a new request of a client would wait.
 
-        Return None with too few measurements.
+        Return None if too few requests have left the queue for an estimate.
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
         passed_s = max(now - self._start_times[0], 1e-3)
         num_before = self._requests.used
         if client:
-            # The clients take turns, so at most as many requests of each other client come first.
+            # The clients take turns. Before the new request, the engine starts the waiting requests
+            # of this client, and at most the same number of requests of every other client.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / (len(self._start_times) - 1)
 
 
 def _retry_sentence(wait_s: float | None) -> str:
+    """Return a sentence such as "Try again in 3 s."; 1 s if the waiting time is unknown."""
     seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_RETRY_S)
     return f"Try again in {seconds} s."

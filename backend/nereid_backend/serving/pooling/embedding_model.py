@@ -25,7 +25,7 @@ class EmbeddingModel(PoolingStub):
     option_types = decode_request.EMBEDDING_OPTIONS
 
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job in `request`; see PoolingStub.read_job."""
+        """Return the job in `request`. PoolingStub.read_job documents the arguments and errors."""
         if len(given) != 1:
             raise RequestError(
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "

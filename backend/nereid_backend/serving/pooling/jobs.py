@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that a stub sends to its worker, their results, and how both are packed."""
+"""The jobs that a stub sends to its worker, the results of the jobs, and their packed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

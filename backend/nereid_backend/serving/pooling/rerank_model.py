@@ -22,10 +22,13 @@ class RerankModel(PoolingStub):
     option_types = decode_request.RERANK_OPTIONS
 
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job in `request`; see PoolingStub.read_job."""
+        """Return the job in `request`: texts to classify, or documents to score.
+
+        A request has one query for all documents, or one query for each document.
+        PoolingStub.read_job documents the arguments and errors.
+        """
         if given == [names.TEXTS]:
-            inputs = [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
-            return Job(names.TEXTS, inputs, options | {"kind": "classify"})
+            return self._classify_job(request, options)
         if given != [names.QUERY, names.DOCUMENTS]:
             raise RequestError(
                 f"{names.QUERY}: a request must have {names.QUERY} and {names.DOCUMENTS}, or only "
@@ -35,9 +38,14 @@ class RerankModel(PoolingStub):
         documents = self.read_texts(request, names.DOCUMENTS, options)
         if len(queries) == 1:
             inputs = [("document", document) for document in documents]
-            return Job(names.DOCUMENTS, inputs, options, queries[0])
+            return Job(names.DOCUMENTS, inputs, options, query=queries[0])
         pairs = decode_request.pair_queries(queries, documents)
         return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
+
+    def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
+        """Return the job of a request with only texts. Options cannot contain the key `kind`."""
+        inputs = [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
+        return Job(names.TEXTS, inputs, options | {"kind": "classify"})
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""

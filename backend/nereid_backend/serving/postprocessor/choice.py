@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of one choice of a request: token ids come in, text and JSON deltas go out.
+"""Converts the token ids of one choice of a request to text and JSON deltas.
 
 token ids --Detokenizer--> text --StopStrings--> text to send --message--> fields of the delta
 """
@@ -87,7 +87,7 @@ class Choice:
         token_texts: TokenText,
         check: Check | None = None,
     ) -> None:
-        """Start before the first token.
+        """Initialise the state of a choice without tokens.
 
         Args:
             context: the part of the request that the postprocessor needs.
@@ -95,8 +95,8 @@ class Choice:
             decode: converts token ids to text.
             message: parses the text into reasoning, content and tool calls.
             token_texts: the texts of single tokens, for log-probabilities.
-            check: validates the complete message if the model itself ended the choice. None for no
-                validation.
+            check: validates the complete message if the choice ends with a stop token of the model.
+                None for no validation.
         """
         self.context = context
         self.stop_string: str | None = None
@@ -116,32 +116,39 @@ class Choice:
         self._stop_reason: int | str | None = None
 
     def add(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
-        """Add the tokens of one step. After a stop string only the ending has an effect.
+        """Add the tokens of one step.
+
+        After a stop string was found, further tokens are ignored. Only the reason why the sequence
+        ended is still read from `delta`.
 
         Args:
             token_ids: the new tokens.
             delta: the other data of the step about this choice.
         """
+        # Several deltas can contain the number of cached tokens. Deltas without it contain 0.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
         if delta.prompt_logprobs is not None:
             self._unsent.prompt_logprobs = delta.prompt_logprobs
         if self.stop_string is None:
-            num_added = self._add_text_of_tokens(list(token_ids), delta.ending)
-            self._count_tokens(token_ids[:num_added], delta)
+            # The tokens after a stop string are not part of the output.
+            num_output_tokens = self._add_text_of_tokens(list(token_ids), delta.ending)
+            self._count_tokens(token_ids[:num_output_tokens], delta)
             if delta.ending is not None:
                 self._add_withheld_text()
         if delta.ending is not None:
             self._finish(delta.ending)
 
     def take_output(self) -> ChoiceOutput | None:
-        """Return the output since the last call, or None if there is none.
+        """Return the output since the last call, or None if there is no new output.
 
         Without streaming, there is no output before the choice has ended.
         """
+        if self.is_finished:
+            return None
         is_last = self._finish_reason is not None
-        if self.is_finished or not (is_last or (self.context.stream and self._has_unsent_output)):
+        if not is_last and not (self.context.stream and self._has_unsent_output):
             return None
         unsent = self._unsent
         output = ChoiceOutput(
@@ -159,7 +166,7 @@ class Choice:
 
     @property
     def _has_unsent_output(self) -> bool:
-        """Whether a streamed response now would have text, log-probabilities or token ids."""
+        """Whether the next streamed response has text, log-probabilities or token ids."""
         if self._unsent.text or self._unsent.logprobs:
             return True
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
@@ -171,8 +178,9 @@ class Choice:
         added and 2 is returned. The third token has no effect.
 
         Returns:
-            The number of tokens up to the one that completes a stop string. Without a stop string,
-            the number of all tokens, including a stop token, which has no text.
+            The number of the step's tokens that belong to the output: the tokens up to the token
+            that completes a stop string, or all tokens if there is no stop string. A stop token
+            belongs to the output, although it has no text.
         """
         text_ids = _without_stop_token(token_ids, ending)
         if not (self.context.stop or self._message.reads_reasoning):
@@ -184,8 +192,10 @@ class Choice:
             self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
                 return index + 1
-        if len(text_ids) < len(token_ids) and self._message.is_reasoning:
-            self._totals.num_reasoning_tokens += 1  # the stop token ended the reasoning
+        has_stop_token = len(text_ids) < len(token_ids)
+        if has_stop_token and self._message.is_reasoning:
+            # The loop did not count the stop token, but here it is the last token of the reasoning.
+            self._totals.num_reasoning_tokens += 1
         return len(token_ids)
 
     def _add_text_of_token(self, token_id: int, *, can_stop: bool) -> None:
@@ -200,7 +210,10 @@ class Choice:
         self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
 
     def _add_text_before_stop(self, text: str) -> None:
-        """Add `text` up to a stop string. The possible beginning of a stop string is held back."""
+        """Add `text` up to a stop string.
+
+        The end of `text` is held back if it may be the beginning of a stop string.
+        """
         match = self._stop_search.feed(text)
         self._add_text(match.text)
         self.stop_string = match.stop
@@ -213,6 +226,7 @@ class Choice:
             self._add_text(self._stop_search.finish())
 
     def _add_text(self, text: str) -> None:
+        """Add text to the next response and to the parsed message."""
         self._unsent.text += text
         self._message.feed(text)
 

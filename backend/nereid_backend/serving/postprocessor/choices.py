@@ -24,11 +24,12 @@ class Choices:
         slots: Sequence[int],
         choices: Iterable[Choice],
     ) -> None:
-        """Start before the first step.
+        """Initialise the state of a request without steps.
 
         Args:
             context: the part of the request that the postprocessor needs.
-            slots: the feedback slot of each choice, ordered by index.
+            slots: the number of each choice's slot in the shared memory (see feedback.py), ordered
+                by index.
             choices: the choices, ordered by index.
         """
         self.context = context
@@ -55,7 +56,7 @@ class Choices:
             start = end
 
     def stopped_slots(self) -> list[int]:
-        """Return the slots of the choices that have a stop string but no ending yet."""
+        """Return the slots of the choices that have reached a stop string and have not ended."""
         return [
             slot
             for slot, choice in zip(self._slots, self._choices, strict=True)

@@ -25,7 +25,7 @@ _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
 class PlainMessage:
-    """A message whose text is all content. The attributes are those of ParsedMessage."""
+    """A message without reasoning and tool calls. It has the same attributes as ParsedMessage."""
 
     has_calls = False
     reads_reasoning = False
@@ -62,7 +62,7 @@ class ParsedMessage:
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
-        """Start before the first character of the output.
+        """Initialise the state of a message without text.
 
         Args:
             fmt: the chat format of the checkpoint.
@@ -75,7 +75,7 @@ class ParsedMessage:
         if not context.reads_calls:
             fmt = _without_calls(fmt)
             tools = [_UNCALLABLE_TOOL]
-        # A format in which reasoning is a message of its own (Messages) has no markers around it.
+        # In a format of the kind Messages, reasoning is a separate message and has no markers.
         reasoning = fmt.layout.reasoning if isinstance(fmt.layout, Sections) else None
         self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
         self._context = context

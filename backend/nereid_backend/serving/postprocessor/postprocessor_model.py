@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `postprocessor`: it converts token ids to text and sends it to the client.
+"""The Triton model `postprocessor`, which converts token ids to text and sends the text to clients.
 
-The model is decoupled: a step may have no response, but the last step of a request always has one.
-It has exactly one instance, because several instances would change the order of a stream's steps.
+The model is decoupled: a step may have no response, but the last step of a request always has a
+response. The model has exactly one instance, because several instances would change the order of a
+stream's steps.
 """
 
 import json
@@ -20,6 +21,7 @@ from nereid_backend.serving.feedback import FeedbackWriter, Signal
 from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
+from nereid_backend.serving.postprocessor.open_streams import OpenStreams
 from nereid_backend.serving.postprocessor.strict_check import strict_check
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
@@ -44,16 +46,11 @@ class PostprocessorModel:
             self._keepalive_s = settings.keepalive_ms / 1000
         except NereidError as error:
             raise tensors.load_error(error) from error
-        self._decoders = {
-            skip: decoder(tokenizer, skip_special_tokens=skip) for skip in (True, False)
-        }
+        self._decode_with_special_tokens = decoder(tokenizer, skip_special_tokens=False)
+        self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
         self._texts = TokenText(tokenizer)
         self._feedback = FeedbackWriter()
-        # The open streams by feedback slot. A stream that ended without a last step is replaced
-        # when the executor uses its slot again.
-        self._streams: dict[int, Choices] = {}
-        # The serial number of the last stream in each slot.
-        self._serials: dict[int, int] = {}
+        self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
         """Process steps of streams in order, and send their responses."""
@@ -73,41 +70,41 @@ class PostprocessorModel:
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to one step; None if the step has no output for the client."""
         state = self._read_state(request)
-        if state.serial < self._serials.get(state.slot, 0):
-            # A late step of an ended stream. Another stream already uses the slot.
+        if self._streams.is_late(state):
+            # The stream of the step has ended, and another stream already uses the slot.
             return None
         self._feedback.report(state.slot, state.serial, state.step)
         try:
-            if state.serial > self._serials.get(state.slot, 0):
+            if self._streams.is_new(state):
                 self._open(state)
-            choices = self._streams.get(state.slot)
-            if choices is None:
-                # The stream has already ended, for example with an error in an earlier step.
-                return None
-            return self._advance(choices, state, request)
+            choices = self._streams.get(state)
+            return None if choices is None else self._advance(choices, state, request)
         except Exception:
             # The stream ends here: `execute` sends the error as the client's last response.
-            self._streams.pop(state.slot, None)
+            self._streams.remove(state)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
     def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
-        """Return the state of a step that the executor has signed."""
+        """Check the executor's signature of a step, and return the state of the step.
+
+        Raises:
+            RequestError: the step was not signed by an executor.
+        """
         message = tensors.array(request, tensor_names.STATE).tobytes()
         token_ids = tensors.array(request, tensor_names.TOKEN_IDS).tobytes()
         address = self._feedback.address
         state = StepState.unpack(self._feedback.verify(message, token_ids))
         if self._feedback.address != address:
-            # The executor was restarted, and counts its streams from 1 again.
+            # Another address means that the executor was restarted.
             self._streams.clear()
-            self._serials.clear()
         return state
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add a step to a stream, and return the response; None if there is no new output."""
         choices.add(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
         if state.is_last:
-            del self._streams[state.slot]
+            self._streams.remove(state)
         else:
             self._check_cancel(choices, state, request)
             if not choices.is_cancelled:
@@ -117,7 +114,7 @@ class PostprocessorModel:
         return self._keepalive(choices) if reply is None else reply
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if the last response is at least keepalive_ms old; else None."""
+        """Return an empty response if the last response was sent keepalive_ms ago; else None."""
         if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
@@ -132,7 +129,7 @@ class PostprocessorModel:
         )
 
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """Send the executor a signal if the client has cancelled. Check at most every 0.1 s."""
+        """Send a signal to the executor if the client has cancelled. Check at most every 0.1 s."""
         now = time.monotonic()
         if now - choices.cancel_checked_at > _CANCEL_CHECK_S:
             choices.cancel_checked_at = now
@@ -141,14 +138,14 @@ class PostprocessorModel:
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open(self, state: StepState) -> None:
-        """Start the stream of its first step.
+        """Open the stream that begins with the step `state`.
 
         Raises:
             RequestError: the context of the request is damaged.
-            EngineError: the step is a later one, because this process was restarted in between.
+            EngineError: `state` is not the first step of its stream, because the postprocessor was
+                restarted after the first step.
         """
-        self._serials[state.slot] = state.serial
-        self._streams.pop(state.slot, None)
+        self._streams.start(state)
         opening = state.opening
         if opening is None:
             raise EngineError(
@@ -157,15 +154,27 @@ class PostprocessorModel:
         context = StreamContext.unpack(opening.context)
         if context.n != len(opening.slots):
             raise RequestError(
-                f"envelope: the context is for {context.n} sequences, but the envelope is for "
-                f"{len(opening.slots)}."
+                f"envelope: the message from the tokenizer to the executor is for "
+                f"{len(opening.slots)} sequences, but its part for the postprocessor is for "
+                f"{context.n} sequences."
             )
+        choices = Choices(context, opening.slots, self._make_choices(context))
+        self._streams.add(state, choices)
+
+    def _make_choices(self, context: StreamContext) -> list[Choice]:
+        """Return the choices of a new request.
+
+        The output of a chat request is parsed with the chat format, if the checkpoint has one. Any
+        other output is plain text. The markers of a chat format are often special tokens, and the
+        parser needs their text, so only plain text can be decoded without special tokens.
+        """
         # Only chat requests have a prompt that the parser reads.
         fmt = self._format if context.prompt is not None else None
-        # The markers of a chat format are often special tokens, and the parser needs their text.
-        decode = self._decoders[context.skip_special_tokens and fmt is None]
+        decode = self._decode_with_special_tokens
+        if context.skip_special_tokens and fmt is None:
+            decode = self._decode_without_special_tokens
         check = strict_check(context)
-        choices = [
+        return [
             Choice(
                 context,
                 index,
@@ -176,7 +185,6 @@ class PostprocessorModel:
             )
             for index in range(context.n)
         ]
-        self._streams[state.slot] = Choices(context, opening.slots, choices)
 
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return a response with one tensor element for each output; None without outputs."""
@@ -209,6 +217,7 @@ class PostprocessorModel:
             return np.array([output.cumulative_logprob for output in outputs], np.float32)
         if name == tensor_names.NUM_INPUT_TOKENS:
             return np.array([context.num_prompt_tokens], np.uint32)
+        assert name == tensor_names.NUM_OUTPUT_TOKENS
         return np.array([output.num_output_tokens for output in outputs], np.uint32)
 
     def _logprobs_json(self, output: ChoiceOutput) -> str:

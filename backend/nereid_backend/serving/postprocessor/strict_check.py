@@ -16,8 +16,8 @@ Check = Callable[[dict[str, Any]], None]
 def strict_check(context: StreamContext) -> Check | None:
     """Return a function that validates a complete message; None without a strict schema.
 
-    The content is validated against a strict response_format, and the arguments of a call against
-    the parameters of its tool, if that tool is strict.
+    The function validates the content against the schema of a strict response_format, and the
+    arguments of a call of a strict tool against the parameters of the tool.
 
     Raises:
         RequestError: the strict schema of `context` is not JSON.
@@ -32,7 +32,10 @@ def strict_check(context: StreamContext) -> Check | None:
     try:
         content_schema = json.loads(context.strict_schema or "null")
     except ValueError as error:
-        raise RequestError(f"envelope: the strict schema is not JSON: {error}.") from None
+        raise RequestError(
+            f"envelope: the JSON schema of the answer, in the message from the tokenizer, is not "
+            f"valid JSON: {error}."
+        ) from None
 
     def check(message: Mapping[str, Any]) -> None:
         """Raise an EngineError if the content or a call of `message` does not match its schema."""

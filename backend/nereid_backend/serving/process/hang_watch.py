@@ -8,7 +8,8 @@ from collections.abc import Callable
 # If this process was paused, the child process may have been paused, too. So one interval between
 # two calls counts as at most this many seconds of silence.
 _LONGEST_INTERVAL_S = 0.5
-# A process that uses at least 10 % of a CPU is computing. On a CPU, its limit is ten times as long.
+# A process that uses at least 10 % of a CPU counts as computing. If its model runs on a CPU, the
+# limit on the time without a message is then ten times as long.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 
@@ -49,7 +50,7 @@ class HangWatch:
             is_working: whether the process has work.
             is_on_cpu: whether the process computes on the CPU. A step of a large model can take
                 minutes there, so a process that uses the CPU gets a limit ten times as long. A
-                process with a GPU can use the CPU just by waiting, so its CPU use does not matter.
+                process with a GPU can use the CPU while it only waits, so its CPU use is ignored.
         """
         now = self._clock()
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
@@ -58,7 +59,7 @@ class HangWatch:
         limit_s = self._limit_s
         if not limit_s:
             return False
-        # The use of the CPU is measured from the middle of the limit on.
+        # Measure the CPU time only after half of the limit has passed without a message.
         if self.silent_s <= limit_s / 2:
             self._cpu_before_s = None
             return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends messages to a child process from a thread of its own.
 
-Sending blocks while the child process does not read. A child process that hangs must not block the
-server's thread that delivers requests, nor the loop that detects the hang.
+Sending blocks while the child process does not read its messages. A child process that hangs must
+block neither the server's thread, which delivers requests, nor the loop, which detects the hang.
 """
 
 import queue
@@ -23,8 +23,8 @@ class Outbox:
     def put(self, data: bytes) -> None:
         """Queue a packed message. If the other process has ended, the message is dropped.
 
-        The caller packs the message, because an error in the thread would end it, and no later
-        message would be sent.
+        The caller packs the message, because an error while packing in the sending thread would end
+        that thread, so that no later message would be sent.
         """
         if self._thread.is_alive():
             self._messages.put(data)
@@ -38,6 +38,7 @@ class Outbox:
         self._thread.join(timeout_s)
 
     def _send_all(self) -> None:
+        """Send the queued messages until `finish` is called or the other process has ended."""
         try:
             while (data := self._messages.get()) is not None:
                 self._channel.send_packed(data)

@@ -62,7 +62,7 @@ the parent, and a function that reports one line about each slow operation."""
 
 
 def serve(make: MakeService) -> NoReturn:
-    """Run this process as a child process that serves the model loaded by `make`, then exit."""
+    """Load a model with `make`, serve it until the parent sends "stop", then exit the process."""
     faulthandler.enable()
     # Ctrl-C reaches all processes of the group, but only the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -97,7 +97,7 @@ def importing() -> Iterator[None]:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of an error. For errors of other packages, the class precedes it."""
+    """Return the message of an error. The class name precedes an error of another package."""
     return str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
 
 
@@ -116,7 +116,7 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 def _run(service: Service, channel: Channel) -> int:
     """Handle messages and advance the work until the message "stop". Return the exit code."""
     while True:
-        # With work to do, only read the messages that have arrived. Without work, wait for one.
+        # Without work, wait for a message. With work, read only the messages that have arrived.
         for kind, *values in channel.receive(0 if service.has_work() else None):
             if kind == "stop":
                 return 0

@@ -68,9 +68,9 @@ class ChildProgram:
 class ChildProcess:
     """A child process that has been started.
 
-    Several threads may call `send`. Only one thread may call the other methods. Messages are sent
-    by another thread, because the receiving thread must not wait for a child process that itself
-    waits until its messages are read.
+    Several threads may call `send`. Only one thread may call the other methods. A separate thread
+    sends the messages (outbox.py). Otherwise, the receiving thread could wait for a child process
+    that itself waits until the receiving thread reads its messages.
 
     Attributes:
         pid: the process id.
@@ -79,7 +79,7 @@ class ChildProcess:
     """
 
     def __init__(self, program: ChildProgram) -> None:
-        """Start the process. Use `start`, which also waits until the model is loaded."""
+        """Start the process. Call `start` instead, which also waits until the model is loaded."""
         parent_end, child_end = socket.socketpair()
         # Use the interpreter of the stub's environment. An embedded Python may not know its path.
         python = sys.executable or shutil.which("python3") or "python3"
@@ -208,7 +208,10 @@ class ChildProcess:
         )
 
     def _death_message(self) -> str:
-        """Return how the process ended, such as "the engine process ended (signal 9). See ..."."""
+        """Return a message that says how the process ended.
+
+        Example: "the engine process ended (signal 9). See the server's log for the reason."
+        """
         ending = "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_EXIT_TIMEOUT_S)

@@ -36,7 +36,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
     """A Triton model whose computations run in a child process.
 
     A subclass implements the abstract methods, and calls `start_child` and `start_loop` in its
-    `initialize`. Except for `accept`, only the loop's thread calls them.
+    `initialize`. The server's thread calls `accept`. Only the loop's thread calls the other
+    abstract methods.
 
     Attributes:
         title: the name of the model in messages, such as "executor".
@@ -203,6 +204,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._end_all(EngineError("the server is shutting down"))
 
     def _receive(self, timeout_s: float) -> list[list[Any]]:
+        """Return the messages of the child process; empty without a child process."""
         if self.child is None:
             self._stopping.wait(timeout_s)
             return []
@@ -221,7 +223,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _recover(self, problem: str) -> None:
         """End all requests after an unexpected error, so that the loop can continue.
 
-        If that fails, too, the process exits, and Triton server starts it again.
+        If a request cannot be ended, the process exits, and Triton server starts it again.
         """
         try:
             self._end_all(EngineError(problem))
@@ -233,6 +235,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             os._exit(1)
 
     def _end_all(self, error: NereidError) -> None:
+        """End all requests with `error`, including requests that have just arrived."""
         self._take_arrivals()
         for request in list(self.requests.values()):
             self.end(request, error)
@@ -266,7 +269,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
                     failure,
                 )
                 continue
-            # Requests that arrived just before the outage was noticed went to the old process.
+            # Requests that arrived shortly before the loop noticed the outage were sent to the old
+            # process, so they end as well.
             self._end_all(error)
             self.outage = ""
             self.on_restart()
@@ -278,5 +282,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self._stopping.wait(_OUTAGE_POLL_S)
 
     def _end_during_outage(self, error: EngineDiedError) -> None:
+        """End the requests that arrived during the outage, and publish the metrics."""
         self._end_all(error)
         self.publish_metrics()

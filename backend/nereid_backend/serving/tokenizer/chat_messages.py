@@ -34,7 +34,7 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Return one message for the template: text parts are joined, and arguments are parsed.
+    """Return one message for the template, with joined text parts and parsed arguments of calls.
 
     Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
     `{"role": "user", "content": "Hi"}`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the prompt token ids of a request from text, from token ids or from chat messages."""
+"""Builds the prompt token ids of a request from text or from chat messages."""
 
 import inspect
 import sys
@@ -153,22 +153,24 @@ class PromptBuilder:
             continue_final_message=continues,
             **template_kwargs,
         )
-        # The rendered text already contains the special tokens, so none are added by default.
+        # By default, no special tokens are added, because the rendered text contains them.
         adds = read_flag(body, "add_special_tokens", default=False)
         self.limits.check_text(text)
         return Prompt(self._encoder.encode(text, add_special_tokens=adds), text)
 
     def _min_message_tokens(self) -> int:
-        """Return the number of tokens by which the prompt grows with each message without text.
+        """Return the number of tokens that the chat template writes for a message without text.
 
         Return 1 if there is no chat template, or if the template refuses such messages.
         """
         turn = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         try:
-            lengths = [len(self.encode(self._render(turn * count))) for count in (1, 3)]
+            num_tokens_of_2 = len(self.encode(self._render(turn)))
+            num_tokens_of_6 = len(self.encode(self._render(turn * 3)))
         except RequestError:
             return 1
-        return max((lengths[1] - lengths[0]) // 4, 1)
+        # The prompt of 6 messages has 4 messages more than the prompt of 2 messages.
+        return max((num_tokens_of_6 - num_tokens_of_2) // 4, 1)
 
     def _template_source(self) -> str:
         """Return the Jinja source of the chat template; named templates are joined.
@@ -262,8 +264,8 @@ class PromptBuilder:
 def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     """Return the names that chat_template_kwargs must not contain.
 
-    They are the parameters of transformers' apply_chat_template, such as `chat_template`, and the
-    variable `messages`. Fields of the request determine the values of these variables.
+    The names are the parameters of transformers' apply_chat_template, such as `chat_template`, and
+    the variable `messages`. The server itself sets the variables with these names.
     """
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
@@ -272,8 +274,8 @@ def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a chat request that the model may call.
 
-    None means that there are no tools or that tool_choice is "none". Tools that
-    `tool_choice: {"type": "allowed_tools", ...}` leaves out are not returned.
+    Return None if there are no tools or if tool_choice is "none". If tool_choice has the type
+    allowed_tools, only the tools in its list are returned.
 
     Raises:
         RequestError: tools or tool_choice is malformed.
@@ -295,21 +297,38 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Return the tools that a tool_choice of type allowed_tools lists; else all tools.
+    """Return the tools that a tool_choice of the type allowed_tools lists; else all tools.
 
-    The model never sees the other tools, so it cannot call them.
+    The other tools are not in the prompt, so the model cannot call them. Clients send the list in
+    two forms, and the functions in three forms:
+
+        {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
+        {"type": "allowed_tools", "tools": [...]}                       Responses API
+
+        {"type": "function", "function": {"name": "add"}}
+        {"type": "function", "function": "add"}
+        {"type": "function", "name": "add"}
+
+    Args:
+        tools: the checked tools of the request.
+        choice: the field tool_choice.
+
+    Raises:
+        RequestError: the list is malformed, or contains a function that `tools` does not contain.
     """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools
-    allowed = choice.get("allowed_tools", choice)
-    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    holder = choice.get("allowed_tools", choice)
+    listed = holder.get("tools") if isinstance(holder, dict) else None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
         raise RequestError(
             "tool_choice: allowed_tools.tools must be a list of functions, but the request has "
             f"{shown(listed)}."
         )
     functions = [tool.get("function") or tool for tool in listed]
-    allowed_names = [one.get("name") if isinstance(one, dict) else one for one in functions]
+    allowed_names = [
+        function.get("name") if isinstance(function, dict) else function for function in functions
+    ]
     known_names = [tool["function"]["name"] for tool in tools]
     for name in allowed_names:
         if name not in known_names:

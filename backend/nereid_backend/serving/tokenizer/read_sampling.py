@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the SamplingParams and the RequestOptions of a request from its fields.
 
-Each known field either has an effect or is refused; none is ignored silently.
+Each known field either has an effect or is refused. No known field is ignored silently.
 """
 
 import json
@@ -25,7 +25,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of a request that concern its text and its time limits, and not the engine.
+    """The options of a request that the engine does not need: for its text and its time limits.
 
     Attributes:
         stop: strings at which generation ends.
@@ -120,6 +120,14 @@ def read_sampling(
 
 
 def _options(fields: RequestFields) -> RequestOptions:
+    """Return the options of a request.
+
+    Some options have two names, one of another API (see RequestFields). An option is on if the
+    request sets either name.
+
+    Raises:
+        RequestError: a stop string is empty.
+    """
     if "" in fields.stop:
         raise RequestError(
             "stop: an empty string would end generation before the first token. Remove it."
@@ -140,7 +148,7 @@ def _options(fields: RequestFields) -> RequestOptions:
 
 
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
-    """Return how many of the most likely tokens to report at each position; None for no report.
+    """Return the number of most likely tokens to report at each position; None for no report.
 
     Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
     chosen token), and the number `logprobs: 3` of a completion request returns 3.
@@ -181,10 +189,10 @@ def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:
 def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[int]]:
     """Return the token id sequences that must not be generated.
 
-    A word can begin a text ("no") or follow a space (" no"), and tokenizers usually have different
-    tokens for the two. As in vLLM, the form after a space is added only if it has as many tokens
-    and begins with a different one. Example: with the vocabulary {"no": [1], " no": [2]}, the word
-    "no" returns [[1], [2]].
+    A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
+    tokens for the two. As in vLLM, the tokens with the space are added only if their number is the
+    same and the first token is different. Example: with the vocabulary {"no": [1], " no": [2]}, the
+    word "no" returns [[1], [2]].
     """
     if not words:
         return []

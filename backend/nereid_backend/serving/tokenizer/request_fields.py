@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields with which a request controls its generation, and the check of their values.
+"""The fields with which a request controls its generation, and the validation of their values.
 
 The class SamplingParams declares the fields that the engine reads. The class RequestFields declares
 all other fields. The names are those of the OpenAI API, vLLM, SGLang and llama.cpp.
@@ -132,11 +132,12 @@ _TEXT_FIELDS = frozenset(
 
 
 def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields with these names, without those that are null. Parse values that are text.
+    """Return the fields with these names, except null fields. Parse values that are text.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
     `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.
-    Text that cannot be parsed stays text, so that the check of its type refuses it.
+    A text that cannot be parsed is not changed. The validation of the field's type refuses it
+    later.
     """
     return {
         name: _parse_text(value) if isinstance(value, str) and name not in _TEXT_FIELDS else value
@@ -146,6 +147,7 @@ def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, A
 
 
 def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the boolean, number or JSON value in a text, or the text itself if it has none."""
     if text.strip().lower() in _BOOLEAN_TEXTS:
         return _BOOLEAN_TEXTS[text.strip().lower()]
     for parse in (int, float, json.loads):

@@ -24,13 +24,16 @@ _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The format that a request demands of the generated content, whichever field demands it.
+    """The format that a request requires for the generated content.
+
+    Several fields can require a format. All of them are converted to an object in the form of
+    response_format. Example: the field `regex: "a+"` becomes
+    `{"type": "regex", "pattern": "a+"}`.
 
     Attributes:
-        field: the name of the request's field. Error messages begin with it.
-        form: the demand as a response_format object. Its type is json_object, json_schema,
-            structural_tag, regex, grammar or choice. Example: the field `regex: "a+"` becomes
-            `{"type": "regex", "pattern": "a+"}`.
+        field: the name of the request's field. Error messages begin with this name.
+        form: the object. Its type is json_object, json_schema, structural_tag, regex, grammar or
+            choice.
     """
 
     field: str
@@ -57,8 +60,8 @@ class RequestGrammar:
 
     Attributes:
         spec: the grammar for the engine; None if the output is unconstrained.
-        strict_schema: the JSON text of the schema that the postprocessor validates the finished
-            content against; empty if the content is not validated.
+        strict_schema: the JSON text of a schema. The postprocessor validates the complete content
+            against this schema. Empty if the content is not validated.
         field: the request's field from which the grammar was built, for error messages.
     """
 
@@ -82,7 +85,7 @@ def build_chat_grammar(
         tools: the tools that the model may call.
 
     Raises:
-        RequestError: the fields are wrong, contradict each other, or demand something that the
+        RequestError: the fields are wrong, contradict each other, or require something that the
             chat format cannot express.
     """
     output = read_output_format(fields)
@@ -94,7 +97,7 @@ def build_chat_grammar(
             _refuse_calls_without_format(choice)
         return build_text_grammar(fields)
     gate = fmt.reasoning_gate(prompt)
-    # The grammar applies to the text after the reasoning, if the prompt ends inside reasoning.
+    # If the prompt ends inside reasoning, the grammar applies only to the text after the reasoning.
     after = gate.end.strip() if gate is not None and gate.is_open else ""
     if output is not None and not has_calls and _content_is_bare(fmt, gate):
         return _request_grammar(output, _build_spec(output, after))
@@ -121,7 +124,7 @@ def build_chat_grammar(
 
 
 def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
-    """Build the grammar of a plain completion. It applies from the first generated token.
+    """Build the grammar of a plain completion. The grammar applies from the first generated token.
 
     Raises:
         RequestError: the fields are wrong or contradict each other.
@@ -131,7 +134,7 @@ def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
 
 
 def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
-    """Return the format that a request demands of its output; None for unconstrained text.
+    """Return the format that a request requires for its output; None for unconstrained text.
 
     These fields are read: response_format (OpenAI), structured_outputs (vLLM), regex, ebnf and
     json_schema (SGLang), json_schema and grammar (llama.cpp).
@@ -151,6 +154,7 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
 
 
 def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field `name` requires; None if its value requires no format."""
     if value is None or value in ({}, ""):
         return None
     if name == "response_format":
@@ -169,6 +173,7 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
 
 
 def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field response_format requires; None for the type text."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
@@ -200,12 +205,22 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field structured_outputs requires; None for an empty object.
+
+    Keys with the value null or false count as missing, because clients of vLLM send all keys.
+    Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form
+    `{"type": "regex", "pattern": "a+"}`.
+    """
     name = "structured_outputs"
     if not isinstance(value, Mapping):
         raise RequestError(
             f"{name}: the value must be an object, but the request has {shown(value)}."
         )
-    given = {key: content for key, content in value.items() if content not in (None, False)}
+    given = {
+        key: content
+        for key, content in value.items()
+        if content is not None and content is not False
+    }
     if not given:
         return None
     readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
@@ -264,17 +279,24 @@ def _parse_json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
-    """Return whether the format has no markers around content, and no new reasoning can begin."""
+    """Return whether the output consists of the content alone, without markers and reasoning.
+
+    This is the case if the format has no markers around content, and no reasoning can begin.
+    """
     may_open = gate is not None and gate.may_open
     return isinstance(fmt.layout, Sections) and fmt.layout.content is None and not may_open
 
 
 def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
-    """Build the grammar of `output`. It applies from the text `after` on (see GrammarSpec)."""
+    """Build the engine's grammar for the format `output`.
+
+    The grammar applies after the model has generated the text `after`. If `after` is empty, the
+    grammar applies from the first token (see GrammarSpec).
+    """
     kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # answer_node also validates the form, and its errors name the wrong part.
+    # answer_node also validates the form, and raises an error that names the invalid part.
     node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
         return GrammarSpec("regex", output.form["pattern"], after)
@@ -289,7 +311,7 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _with_request_field(
     output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """Call `build` and return its result. Its errors name the field that the request has.
+    """Call `build` and return its result. Rename the field in errors to the request's field.
 
     Example: the parser library's error "response_format: choice must be ..." becomes
     "structured_outputs: choice must be ..." if the request has structured_outputs.
@@ -304,7 +326,11 @@ def _with_request_field(
 
 
 def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
-    """Return the grammar of the request with the engine grammar `spec`.
+    """Return the RequestGrammar for the engine's grammar `spec`.
+
+    Args:
+        output: the format from which the grammar was built; None for a grammar of tool calls alone.
+        spec: the grammar for the engine.
 
     Raises:
         RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.
@@ -314,7 +340,7 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     if size > MAX_GRAMMAR_BYTES:
         raise RequestError(
             f"{field}: the grammar built from this field has {size} bytes, but the limit is "
-            f"{MAX_GRAMMAR_BYTES} bytes. Send a shorter one."
+            f"{MAX_GRAMMAR_BYTES} bytes. Shorten the value of this field."
         )
     is_strict = output is not None and output.is_strict
     strict_schema = _to_json(output.schema) if output is not None and is_strict else ""
@@ -335,9 +361,10 @@ def _check_tool_choice(choice: object) -> None:
 
 
 def _refuse_calls_without_format(choice: object) -> None:
-    """Raise a RequestError if the request demands a tool call, which this checkpoint cannot write.
+    """Raise a RequestError if `tool_choice` requires a tool call or forbids tool calls.
 
-    Tools that are only offered are accepted. The model's output is then plain text.
+    The form in which the checkpoint writes tool calls is not known. A request may still contain
+    tools with the tool_choice "auto". The model's output is then plain text.
     """
     if choice in (None, "auto"):
         return

@@ -3,8 +3,8 @@
 
 Most limits follow from max_model_len. A text of n bytes has at least n / b tokens, where b is the
 number of bytes of the longest token. A prompt that is certainly too long is therefore refused
-without being tokenised. Such an error contains "N tokens ... L (max_model_len)", from which the
-HTTP frontend derives OpenAI's error code `context_length_exceeded`.
+without being tokenised. The error message contains "N tokens ... L (max_model_len)". If N is larger
+than L, the HTTP frontend sets OpenAI's error code `context_length_exceeded`.
 
 The tokenizer publishes the limits in its output `info`, because the HTTP frontend checks the size
 of a body and the number of messages before it sends anything to Triton server.
@@ -23,13 +23,14 @@ from nereid_backend.errors import RequestError
 _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text, such as the reasoning of earlier answers. The texts of a chat may
-# therefore be this many times as long as the longest prompt.
+# therefore together be four times as long as the longest prompt.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
 # The bytes that a request may have in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
-# A tokenizer with short tokens may still normalise longer texts, so b is at least this number.
+# The smallest value of b. Some tokenizers have only short tokens, but accept longer texts, because
+# their normalisation shortens a text before it is divided into tokens.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
@@ -105,7 +106,7 @@ class RequestLimits:
         _check_count(field, "lists and objects", num_brackets, self.max_values, "max_values")
 
     def depth_error(self, field: str) -> RequestError:
-        """Return the error of a field with more than max_depth nested lists and objects."""
+        """Return the error for a field with more than max_depth nested lists and objects."""
         return RequestError(
             f"{field}: the field has more than {self.max_depth} nested levels, which is the limit "
             "(max_depth)."
@@ -118,20 +119,31 @@ class RequestLimits:
             RequestError: the chat exceeds a limit.
         """
         messages, tools = body.get("messages"), body.get("tools")
-        if isinstance(messages, list) and len(messages) > self.max_messages:
-            least = self.max_model_len // self.max_messages
-            raise RequestError(
-                f"messages: the request has {len(messages)} messages, which need at least "
-                f"{max(len(messages) * least, self.max_model_len + 1)} tokens; the limit is "
-                f"{self.max_model_len} (max_model_len). Send at most {self.max_messages} messages "
-                "(max_messages)."
-            )
+        if isinstance(messages, list):
+            self._check_num_messages(len(messages))
         if isinstance(tools, list) and len(tools) > self.max_tools:
             raise RequestError(
                 f"tools: the request has {len(tools)} tools, but the limit is {self.max_tools} "
                 "(max_tools). Send fewer tools."
             )
         self.check_members(body)
+        self._check_chat_text(body)
+
+    def _check_num_messages(self, count: int) -> None:
+        """Raise a RequestError if a chat has more than max_messages messages."""
+        if count <= self.max_messages:
+            return
+        # max_messages follows from the smallest number of tokens of a message (see `derive`).
+        min_message_tokens = self.max_model_len // self.max_messages
+        least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
+        raise RequestError(
+            f"messages: the request has {count} messages, which need at least {least_tokens} "
+            f"tokens; the limit is {self.max_model_len} (max_model_len). Send at most "
+            f"{self.max_messages} messages (max_messages)."
+        )
+
+    def _check_chat_text(self, body: Mapping[str, Any]) -> None:
+        """Raise a RequestError if the texts of a chat are too long together."""
         prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
         num_bytes = measure(prompt, self).num_bytes
         if num_bytes > _DROPPED_TEXT_FACTOR * self.max_prompt_bytes:
@@ -175,12 +187,18 @@ class RequestLimits:
             )
 
     def _refuse_length(self, beginning: str, num_bytes: int) -> None:
-        """Raise the error of a prompt of `num_bytes`, which are too many."""
-        per_token = self.max_prompt_bytes // self.max_model_len
-        least = max(num_bytes // per_token, self.max_model_len + 1)
+        """Raise the error for a prompt that is too long.
+
+        Args:
+            beginning: the beginning of the error message, which gives the size of the prompt.
+            num_bytes: the smallest number of bytes that the prompt has in UTF-8.
+        """
+        token_bytes = self.max_prompt_bytes // self.max_model_len
+        # The number is above the limit even if rounding or dropped text make the quotient smaller.
+        least_tokens = max(num_bytes // token_bytes, self.max_model_len + 1)
         raise RequestError(
-            f"{beginning}, which need at least {least} tokens; the limit is {self.max_model_len} "
-            "(max_model_len). Send a shorter prompt."
+            f"{beginning}, which need at least {least_tokens} tokens; the limit is "
+            f"{self.max_model_len} (max_model_len). Send a shorter prompt."
         )
 
 
@@ -188,7 +206,7 @@ class Size(NamedTuple):
     """The size of a JSON value.
 
     Attributes:
-        num_bytes: the bytes of all its strings and keys in UTF-8.
+        num_bytes: the number of bytes of all its strings and keys in UTF-8.
         num_values: the number of its strings, numbers, lists and objects.
         depth: the number of levels of nested lists and objects.
     """
@@ -214,7 +232,7 @@ def measure(value: object, limits: RequestLimits) -> Size:
             if isinstance(node, str):
                 num_bytes += num_utf8_bytes(node)
             elif isinstance(node, dict):
-                num_bytes += sum(map(len, node))
+                num_bytes += sum(map(num_utf8_bytes, node))
                 members += node.values()
             elif isinstance(node, list):
                 members += node
@@ -244,7 +262,7 @@ def length_limit(config: EngineConfig) -> int:
 
 
 def _lengths_in(config: object) -> list[int]:
-    """Return the length limits in a config.json, also those of the configs inside it."""
+    """Return the length limits in the content of a config.json and in the configs inside it."""
     if not isinstance(config, dict):
         return []
     own = [config[name] for name in _LENGTH_FIELDS if isinstance(config.get(name), int)]
@@ -253,7 +271,7 @@ def _lengths_in(config: object) -> list[int]:
 
 
 def _check_count(field: str, unit: str, count: int, limit: int, name: str) -> None:
-    """Raise a RequestError if `count` exceeds the limit with this name."""
+    """Raise a RequestError if `count` exceeds `limit`. The message contains the limit's `name`."""
     if count > limit:
         raise RequestError(
             f"{field}: the field has too many {unit}; the limit is {limit} ({name})."

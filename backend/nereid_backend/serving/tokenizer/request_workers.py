@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes several requests at once, so that a long prompt does not delay the short ones.
+"""Processes several requests at once, so that a long prompt does not delay short prompts.
 
     execute (the server's thread)  --> loop (one thread): short requests, all responses
                                            |     ^
@@ -7,8 +7,8 @@
                                        threads for long requests
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
-threads send. The tokenizers library releases Python's global lock, so a long prompt occupies one
-processor, and the loop continues on another.
+threads send. The tokenizers library releases Python's global lock, so the loop can continue while
+another thread tokenises a long prompt.
 """
 
 import os
@@ -24,7 +24,7 @@ from nereid_backend.serving import tensors
 
 _NUM_THREADS = 2
 _MAX_LONG = 64
-# The interval at which the loop looks for long requests whose clients have gone.
+# The interval at which the loop looks for long requests whose clients have disconnected.
 _POLL_S = 0.25
 
 
@@ -66,6 +66,7 @@ class RequestWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def _loop(self) -> None:
+        """Process the queued requests until `stop` is called."""
         while True:
             try:
                 job = self._entries.get(timeout=_POLL_S if self._long else None)
@@ -100,7 +101,7 @@ class RequestWorkers:
         self._entries.put(job)
 
     def _drop_abandoned(self) -> None:
-        """Cancel the long requests that wait for a thread and whose clients have gone."""
+        """Cancel long requests that wait for a thread, if their clients have disconnected."""
         for job, future in list(self._long.items()):
             if not future.running() and job.sender.is_cancelled() and future.cancel():
                 del self._long[job]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads how much a model may reason: chat template switches and the reasoning token budget."""
+"""Reads the fields that control reasoning: chat template variables and the token budget."""
 
 import contextlib
 import re
@@ -20,7 +20,8 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# A larger budget is no limit either, and would not fit into the messages to the engine.
+# Larger budgets are reduced to this number, because they do not fit into the messages to the
+# engine. No output is that long, so the reduced budget is no limit either.
 _LARGEST = 2**31 - 1
 # Jinja code between {{ }} or {% %}, and string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -115,7 +116,7 @@ def build_thinking_spec(
         encode: converts text to token ids. Markers become special tokens, and no token is added.
 
     Raises:
-        RequestError: the format has no text that ends reasoning, so a budget cannot be enforced.
+        RequestError: the text that ends reasoning is not known, so a budget cannot be enforced.
     """
     if budget is None:
         return None
@@ -128,7 +129,8 @@ def build_thinking_spec(
         )
     end = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
-        # In these formats reasoning is a message of its own, and the next message must begin.
+        # In these formats, reasoning is a separate message. The tokens that end the reasoning must
+        # therefore also begin the next message.
         end += fmt.layout.start
     return ThinkingSpec(
         start=gate.start if gate.is_open or gate.may_open else "",
@@ -142,8 +144,9 @@ def build_thinking_spec(
 def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
     """Return the template variables for `reasoning_effort`.
 
-    The effort "none" turns the template's switches off; every other effort turns them on. A
-    template with the variable reasoning_effort receives the effort itself, too.
+    The effort "none" sets the template's switches (enable_thinking, thinking) to false. Every other
+    effort sets them to true. A template with the variable reasoning_effort also receives the
+    effort.
     """
     if effort is None:
         return {}
@@ -184,6 +187,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the checked object `custom_params`; {} if the request has none."""
     custom = fields.get("custom_params")
     if custom is None:
         return {}
@@ -201,6 +205,7 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
+    """Return the budget in the field `name`, a number or its text; None for -1 (no limit)."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = int(value)

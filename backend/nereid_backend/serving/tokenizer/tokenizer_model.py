@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `tokenizer`: it turns a request into prompt token ids and a request envelope."""
+"""The Triton model `tokenizer`, which turns a request into token ids and a RequestEnvelope."""
 
 import dataclasses
 import json
@@ -40,7 +40,8 @@ from nereid_backend.serving.tokenizer.thinking_effort import (
 )
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
 
-# Only the end of a prompt determines in which stage of a chat format the output begins.
+# Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
+# call.
 _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
@@ -79,7 +80,7 @@ class TokenizerModel:
         self._workers.stop()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response to a request, or an error response. Several threads may call it."""
+        """Return the response to a request, or an error response. This method is thread-safe."""
         try:
             return self._tokenize(request)
         except NereidError as error:
@@ -89,6 +90,10 @@ class TokenizerModel:
             return tensors.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        """Return the response to a request: the prompt's token ids and the packed RequestEnvelope.
+
+        Requests for the limits or for the text of token ids get a JSON text instead.
+        """
         if self._asks_for_limits(request):
             published = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
             return tensors.response(
@@ -156,9 +161,10 @@ class TokenizerModel:
         )
 
     def _asks_for_limits(self, request: Any) -> bool:  # noqa: ANN401 - the server's own type
-        """Return whether a request has no prompt but the parameter `return_limits`.
+        """Return whether a request has the parameter `return_limits` and no prompt.
 
-        The response then has the limits on requests as JSON text in the output `envelope`.
+        The response to such a request contains the limits on requests, as JSON text in the output
+        `envelope`.
         """
         prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
         if any(tensors.has_tensor(request, name) for name in prompts):
@@ -168,11 +174,11 @@ class TokenizerModel:
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
         """Return the text of the token ids of a request with the parameter `return_text`.
 
-        Return None if the request does not have this parameter. The response has the text as JSON
-        in the output `envelope`, for example `{"text": "Hello"}`.
+        Return None if the request does not have this parameter. The response contains the text as
+        JSON in the output `envelope`, for example `{"text": "Hello"}`.
 
         Raises:
-            RequestError: the request has no token ids, or one that is not in the vocabulary.
+            RequestError: the request has no token ids, or a token id is not in the vocabulary.
         """
         parameters = json.loads(request.parameters() or "{}")
         if not parameters.get("return_text"):
@@ -197,6 +203,7 @@ class TokenizerModel:
         prompt: Prompt,
         tools: list[dict[str, Any]] | None,
     ) -> RequestGrammar:
+        """Return the grammar of a request. `body` is None for a completion."""
         if body is None:
             return build_text_grammar(fields)
         tail = (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
@@ -208,6 +215,17 @@ class TokenizerModel:
         body: dict[str, Any] | None,
         fields: dict[str, Any],
     ) -> Prompt:
+        """Return the prompt, built from a chat's messages, a text or token ids.
+
+        Args:
+            request: the server's request.
+            body: the body of a chat request; None for a completion.
+            fields: the request's fields (see `_sampling_fields`).
+
+        Raises:
+            RequestError: the request has none or several of the three sources, the source is wrong,
+                or the prompt exceeds a limit.
+        """
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         ids = self._input_ids(request)
         if sum(value is not None for value in (text, ids, body)) != 1:
@@ -215,6 +233,7 @@ class TokenizerModel:
                 "a request must have exactly one of text_input, input_ids and chat_request."
             )
         if body is not None:
+            # `from_chat` checks all limits of a chat, including the limits on nested values.
             return self._prompts.from_chat(body)
         self._prompts.limits.check_members(fields)
         if text is not None:
@@ -225,7 +244,10 @@ class TokenizerModel:
         return Prompt(ids, None)
 
     def _input_ids(self, request: Any) -> list[int] | None:  # noqa: ANN401 - the server's own type
-        """Return the token ids of a request; None if it has none. Check their number first."""
+        """Return the token ids of a request; None if it has no tensor with token ids.
+
+        The number of token ids is checked before they are converted to a list.
+        """
         ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
         if ids is None:
             return None
@@ -293,9 +315,10 @@ def _sampling_fields(
     body: dict[str, Any] | None,
     limits: RequestLimits,
 ) -> dict[str, Any]:
-    """Return the request's fields: a chat's body, or a completion's sampling parameters.
+    """Return the request's fields: the body of a chat, or the sampling parameters of a completion.
 
-    A completion has them in the input sampling_parameters, or else in the request's parameters.
+    The sampling parameters of a completion are in the input sampling_parameters. If the request
+    does not have this input, they are in the parameters of the Triton request.
     """
     if body is not None:
         limit = body.get("max_completion_tokens")
@@ -303,7 +326,7 @@ def _sampling_fields(
     fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
     if fields is None:
         fields = json.loads(request.parameters() or "{}")
-        # The server and its clients add parameters of their own, which are not sampling parameters.
+        # The server and its clients add other parameters, whose names begin with "triton_".
         return {
             name: value
             for name, value in fields.items()
@@ -316,9 +339,10 @@ def _sampling_fields(
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return the field `logprobs` if the request wants the output `logprobs` without setting it.
+    """Return a value for the field `logprobs` if only the output `logprobs` is requested.
 
-    Without that field the engine would not report log-probabilities.
+    A request can set `return_logprobs` without the field `logprobs`. The engine would then not
+    compute log-probabilities for the output.
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}
@@ -344,7 +368,7 @@ def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | No
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
-    """Return the names of the optional outputs that the request turns on (`return_...`)."""
+    """Return the names of the optional outputs that the request asks for (`return_...`)."""
     return tuple(
         name
         for name in tensor_names.RETURNABLE

@@ -2,7 +2,7 @@
 """Request fields of vLLM, SGLang and llama.cpp that this server knows but does not support.
 
 A request that uses such a field is refused with the reason. A value that only repeats the default
-(`use_beam_search: false`) is accepted, because it asks for nothing.
+(`use_beam_search: false`) is accepted, because it has no effect.
 """
 
 import json
@@ -16,11 +16,11 @@ from nereid_backend.field_checks import shown
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why the server refuses a field, and which values it accepts nevertheless.
+    """The reason why the server refuses a field, and the values that it accepts nevertheless.
 
     Attributes:
-        reason: a clause without a full stop. docs/reference/request-fields.md is generated from it.
-        accepted: values that ask for nothing, such as the API's default.
+        reason: a clause without a full stop. docs/reference/request-fields.md contains it.
+        accepted: values that have no effect, such as the API's default.
         remedy: an imperative clause. If empty, the message says to leave the field out or to send
             an accepted value.
     """
@@ -41,6 +41,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
+    """Return the refusal of a field that this server has under another name."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 
@@ -151,7 +152,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _is_accepted(value: object, accepted: tuple[Any, ...]) -> bool:
-    """Return whether `value` is accepted. Text counts, too: "false" is accepted like False."""
+    """Return whether `value` is accepted. The text "false" is accepted like the value False."""
     if isinstance(value, str):
         texts = {str(one).lower() for one in accepted}
         return value in accepted or value.strip().lower() in texts
@@ -159,6 +160,7 @@ def _is_accepted(value: object, accepted: tuple[Any, ...]) -> bool:
 
 
 def _remedy(refusal: _Refusal) -> str:
+    """Return the last sentence of an error message, without its full stop."""
     if refusal.remedy:
         return refusal.remedy
     if refusal.accepted:

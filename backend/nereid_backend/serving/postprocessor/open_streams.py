@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams that the postprocessor has open, by the slot that the executor assigned to them."""
+
+from nereid_backend.serving.postprocessor.choices import Choices
+from nereid_backend.serving.wire import StepState
+
+
+class OpenStreams:
+    """The open streams.
+
+    The executor gives each stream a larger serial number than all earlier streams, and a slot that
+    no other stream uses (see feedback.py). Several streams use a slot one after another. Each step
+    contains the slot and the serial number of its stream:
+
+        the serial number in a step     the step belongs to
+        larger than the slot's          a new stream, because the executor has assigned the slot
+        again the slot's                      the current stream of the slot, which may have ended
+        here smaller than the slot's         an earlier stream of the slot, so the step is late
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Choices] = {}
+        # The serial number of the last stream in each slot.
+        self._serials: dict[int, int] = {}
+
+    def is_late(self, state: StepState) -> bool:
+        """Return whether a step belongs to an earlier stream of its slot."""
+        return state.serial < self._serials.get(state.slot, 0)
+
+    def is_new(self, state: StepState) -> bool:
+        """Return whether a step belongs to a stream that has not been started."""
+        return state.serial > self._serials.get(state.slot, 0)
+
+    def start(self, state: StepState) -> None:
+        """Make the stream of a step the current stream of its slot. `add` opens the stream.
+
+        The previous stream of the slot is removed if it ended without a last step.
+        """
+        self._serials[state.slot] = state.serial
+        self._streams.pop(state.slot, None)
+
+    def add(self, state: StepState, choices: Choices) -> None:
+        """Open the stream of a step."""
+        self._streams[state.slot] = choices
+
+    def get(self, state: StepState) -> Choices | None:
+        """Return the stream of a step; None if the stream has ended, for example with an error."""
+        return self._streams.get(state.slot)
+
+    def remove(self, state: StepState) -> None:
+        """Remove the stream of a step, if it is open."""
+        self._streams.pop(state.slot, None)
+
+    def clear(self) -> None:
+        """Remove all streams, because a new executor process numbers its streams from 1 again."""
+        self._streams.clear()
+        self._serials.clear()

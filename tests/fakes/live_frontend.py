@@ -23,11 +23,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def live_frontend(backend: FakeBackend, **values) -> Iterator[int]:  # type: ignore[no-untyped-def]
-    """Run the frontend with the settings `values`, and yield its port."""
+def live_frontend(backend: FakeBackend, pooling=None, **values) -> Iterator[int]:  # type: ignore[no-untyped-def]
+    """Run the frontend with the settings `values`, and yield its port.
+
+    `pooling` is a PoolingBackend. By default, no embedding model and no reranker is served.
+    """
     port = free_port()
     settings = Settings(served_model_name="echo", **values)
     app = create_app(settings, lambda: backend)
+    if pooling is not None:
+        app.state.make_pooling = lambda: pooling
     http = protocol_class(settings.receive_timeout_s)
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", http=http)

@@ -1,0 +1,74 @@
+"""The playground: a page for a browser, with which a user tries the served models.
+
+The page is one HTML document that contains its style and its scripts, so that it loads nothing
+else. Therefore the whole playground needs the API key if the server requires one. A browser cannot
+send a key when it opens a page, so it then receives the sign-in page, which asks for the key and
+requests the playground with it.
+"""
+
+import base64
+import hashlib
+from importlib import resources
+
+from starlette.responses import HTMLResponse
+
+PATH = "/"
+
+SCRIPTS = (
+    "dom",
+    "api",
+    "schema_editor",
+    "options",
+    "message_view",
+    "chat",
+    "embeddings",
+    "rerank",
+    "gauges",
+    "main",
+)
+"""The names of the playground's scripts in the order in which they are joined into one script."""
+
+_FOLDER = resources.files(__name__)
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _page(name: str, style: str, script: str) -> str:
+    """Return an HTML page with its style and its script."""
+    return _read(name).replace("{style}", style).replace("{script}", script)
+
+
+def _hash(text: str) -> str:
+    """Return the source expression for an inline element in a content security policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE = _read("style.css")
+_SCRIPT = "\n".join(_read(f"scripts/{name}.js") for name in SCRIPTS)
+_SIGN_IN_SCRIPT = _read("scripts/sign_in.js")
+_PLAYGROUND = _page("page.html", _STYLE, _SCRIPT)
+_SIGN_IN = _page("sign_in.html", _STYLE, _SIGN_IN_SCRIPT)
+
+# The browser runs only these scripts and connects only to this server. The sign-in page replaces
+# itself by the playground, for which the policy of the sign-in page stays valid. The policy
+# therefore contains the scripts of both pages.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    f"style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)} {_hash(_SIGN_IN_SCRIPT)}; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def playground_page() -> HTMLResponse:
+    """Return the playground."""
+    return HTMLResponse(_PLAYGROUND, headers=_HEADERS)
+
+
+def sign_in_page() -> HTMLResponse:
+    """Return the page that asks for the API key, with the status 401."""
+    return HTMLResponse(_SIGN_IN, status_code=401, headers=_HEADERS)

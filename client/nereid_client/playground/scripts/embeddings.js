@@ -1,0 +1,76 @@
+// The view of the embedding model: the cosine similarities of several texts.
+
+/** Return the cosine of the angle between two vectors. */
+function cosine(a, b) {
+  let dot = 0;
+  let squaresOfA = 0;
+  let squaresOfB = 0;
+  a.forEach((value, index) => {
+    dot += value * b[index];
+    squaresOfA += value * value;
+    squaresOfB += b[index] * b[index];
+  });
+  return dot / Math.sqrt(squaresOfA * squaresOfB || 1);
+}
+
+/** Create a table with the similarity of each pair of texts. Similar pairs are shaded. */
+function similarityTable(texts, vectors, model) {
+  const head = make("tr", {}, make("td"));
+  texts.forEach((_, index) => head.append(make("th", { scope: "col", textContent: index + 1 })));
+  const rows = texts.map((text, index) => {
+    const row = make("tr", {}, make("th", { scope: "row", textContent: `${index + 1}. ${text}` }));
+    for (const vector of vectors) {
+      const similarity = cosine(vectors[index], vector);
+      const cell = make("td", { className: "similarity", textContent: similarity.toFixed(2) });
+      cell.style.setProperty("--similar", `${Math.round(Math.max(0, similarity) * 50)}%`);
+      row.append(cell);
+    }
+    return row;
+  });
+  const caption = `Cosine similarities, ${vectors[0].length} dimensions, model ${model}`;
+  return make(
+    "table",
+    {},
+    make("caption", { textContent: caption }),
+    make("thead", {}, head),
+    make("tbody", {}, ...rows),
+  );
+}
+
+/**
+ * Let a form send a request and show its result.
+ * @param {string} view The id of the view, which contains the form.
+ * @param {function(): object|null} readBody Returns the body of the request, or null to send none.
+ * @param {string} path The path of the request.
+ * @param {function(object, object): HTMLElement} show Creates the result from body and answer.
+ */
+function startForm(view, readBody, path, show) {
+  const form = byId(`${view}-form`);
+  const error = byId(view).querySelector(".error");
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    error.textContent = "";
+    const body = readBody();
+    if (!body) return;
+    const button = form.querySelector("[type=submit]");
+    button.disabled = true;
+    try {
+      const answer = await (await send(path, body)).json();
+      byId(view).querySelector(".result").replaceChildren(show(body, answer));
+      announce("The result is complete.");
+    } catch (problem) {
+      error.textContent = problem.message;
+    }
+    button.disabled = false;
+  });
+}
+
+function startEmbeddings() {
+  const readBody = () => {
+    const input = linesOf(byId("texts").value);
+    return input.length ? { input, encoding_format: "float" } : null;
+  };
+  startForm("embeddings", readBody, "v1/embeddings", (body, answer) =>
+    similarityTable(body.input, answer.data.map((item) => item.embedding), answer.model),
+  );
+}

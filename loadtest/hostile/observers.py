@@ -13,7 +13,7 @@ from loadtest.hostile.attack import chat
 from loadtest.server import processes
 from loadtest.server.served import Served
 
-_SAMPLE_S = 0.2
+_SAMPLE_S = 0.3
 _PAUSE_S = 0.2
 
 
@@ -73,6 +73,10 @@ def first_token_s(port: int, key: str) -> float:
 class MemoryWatch(threading.Thread):
     """Samples the memory of the server's processes.
 
+    The memory of a process is its proportional set size (PSS): a page that several processes share
+    is divided among these processes. The Triton server shares large tensors with its stubs, so the
+    sum of the resident set sizes would count such a tensor several times.
+
     Attributes:
         peaks: for each process the first and the largest memory in MiB.
         total: the first and the largest memory of all processes together, in MiB.
@@ -93,7 +97,7 @@ class MemoryWatch(threading.Thread):
             found = {}
             for role, process in processes.roles(self._served).items():
                 try:
-                    found[role] = process.memory_info().rss / 2**20
+                    found[role] = process.memory_full_info().pss / 2**20
                 except psutil.NoSuchProcess:
                     continue
             for role, mib in found.items():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.body_reader import BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_bodies import ArrayReader, JsonArgumentsReader
@@ -24,7 +22,6 @@ from nereid_parsers.stream.pattern_matching import (
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
 from nereid_parsers.stream.tagged_arguments import TaggedReader, TagsPlan
-from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Call,
@@ -51,26 +48,22 @@ class CallPlan:
     """
 
     def __init__(self, call: Call, section: ToolSection, is_orphan: bool = False) -> None:
+        """Compile one form of a tool call.
+
+        Args:
+            call: The declaration.
+            section: The tool section that contains the tool call.
+            is_orphan: Whether the marker before the head is missing.
+        """
         self.call = call
         self.is_bare = not call.trigger
         self.is_orphan = is_orphan
         self.closing_markers = marker_parts(call.close)
+        self.end_of_broken = Lexer(_markers_after_call(call, section))
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
         self._body_start, self._possible_body_start = _body_start_regexes(call)
-        # These markers cannot be a part of the arguments, so they end the arguments.
-        outer_markers = (*self.closing_markers[-1:], *section.closes, call.open.strip())
-        self.end_of_broken = Lexer(marker for marker in outer_markers if marker)
-        self._tags: TagsPlan | None = None
-        if isinstance(call.body, TaggedArguments):
-            stop_markers = dict.fromkeys((*self.closing_markers[:1], *outer_markers))
-            between = (*self.closing_markers, *section.closes, *map(str.strip, section.opens))
-            self._tags = TagsPlan(
-                call.body,
-                self._head_pattern,
-                tuple(marker for marker in stop_markers if marker),
-                tuple(dict.fromkeys(between)),
-            )
+        self._tags = _compile_tags(call, section, self._head_pattern)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the marker and the head of a tool call at `pos`, and the start of its body.
@@ -158,54 +151,29 @@ class CallPlan:
         return ("[",) if isinstance(body, JsonArray) else ("{",)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedCall:
-    """The tool call that may start at the current position.
+def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers that show that a tool call has ended.
 
-    Attributes:
-        plans: The possible forms, in the order in which they are tried.
-        opening: The text that indicates the tool call: a marker, the first character of a tool call
-            without a marker, or "" inside a tool section. Without a tool call, this text is
-            content.
-        is_certain: Whether a marker proves that the text is a tool call.
+    Arguments that are not valid JSON end at one of these markers. Of the parts of a closing marker,
+    only the last one is returned, because arguments may contain the others. Example: for the
+    markers `<tool_call>` and `</function></tool_call>`, the result is
+    `("</tool_call>", "<tool_call>")`.
     """
+    last_part = marker_parts(call.close)[-1:]
+    markers = (*last_part, *section.closes, call.open.strip())
+    return tuple(marker for marker in markers if marker)
 
-    plans: tuple[CallPlan, ...]
-    opening: str
-    is_certain: bool
 
-    def match(self, buffer: TextBuffer, tools: Tools) -> tuple[CallPlan, Head] | int:
-        """Match the unread text with each form.
-
-        Args:
-            buffer: The text.
-            tools: The tools that the request offers.
-
-        Returns:
-            The form that matches and the matched head, or NEED_MORE or NO_MATCH.
-        """
-        for plan in self.plans:
-            head = plan.match(buffer.text, buffer.pos, buffer.is_final)
-            if isinstance(head, Head):
-                if plan.is_orphan and tools.is_known and head.name not in tools:
-                    continue
-                return plan, head
-            if head == NEED_MORE:
-                return NEED_MORE
-        return NO_MATCH
-
-    def is_incomplete(self, buffer: TextBuffer, with_bare: bool) -> bool:
-        """Return whether more text could complete the start of the tool call.
-
-        Args:
-            buffer: The text at the end of the message.
-            with_bare: Whether tool calls without a marker are considered too.
-        """
-        return any(
-            plan.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
-            for plan in self.plans
-            if with_bare or not plan.is_bare
-        )
+def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> TagsPlan | None:
+    """Return the compiled tagged arguments of a tool call, or None if it has other arguments."""
+    if not isinstance(call.body, TaggedArguments):
+        return None
+    closing = marker_parts(call.close)
+    # The first part of the closing marker directly follows the last argument.
+    stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
+    section_opens = (marker.strip() for marker in section.opens)
+    markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
+    return TagsPlan(call.body, head, tuple(stop_markers), tuple(markers_between_calls))
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -214,24 +182,28 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     Example: a JSON array of tool calls starts with `[{` or `[]`, or with white space between the
     two characters. The text `[` at the end of the text is an incomplete start.
     """
+    if isinstance(call.body, NestedTags):
+        mark = call.body.mark
+        return re.compile(re.escape(mark)), re.compile(marker_prefix_regex(mark))
+    first, second = _first_characters(call)
+    return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
+
+
+def _first_characters(call: Call) -> tuple[str, str]:
+    """Return regexes for the first two visible characters of a body. "" matches any text.
+
+    Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
+    """
     body = call.body
-    if isinstance(body, NestedTags):
-        mark_prefix = marker_prefix_regex(body.mark)
-        start = re.compile(rf"\s*{re.escape(body.mark)}")
-        return start, re.compile(rf"\s*(?:\Z|{mark_prefix})")
-    first_char = r"\{"
-    second_char = ""
     if isinstance(body, PythonCalls):
-        first_char = re.escape(body.open)
-        second_char = r"[^\W\d]"
-    elif isinstance(body, JsonArray):
-        first_char = r"\["
-        second_char = r"[{\]]"
-    elif isinstance(body, JsonObject):
-        second_char = """["'}]"""
-    elif isinstance(body, JsonArguments) and _ends_with_marker(call):
-        first_char = ""  # The markers prove that any text is the body of a tool call.
-    return re.compile(rf"{first_char}\s*{second_char}"), re.compile(rf"{first_char}\s*\Z")
+        return re.escape(body.open), r"[^\W\d]"
+    if isinstance(body, JsonArray):
+        return r"\[", r"[{\]]"
+    if isinstance(body, JsonObject):
+        return r"\{", """["'}]"""
+    if isinstance(body, JsonArguments) and _ends_with_marker(call):
+        return "", ""  # The markers prove that any text is the body of a tool call.
+    return r"\{", ""
 
 
 def _ends_with_marker(call: Call) -> bool:
@@ -253,8 +225,6 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
     `"functions.f:0"`.
     """
-    if template == "{id}":
-        return fields.get("id", "")
     try:
         return template.format(**fields)
     except KeyError:
@@ -278,15 +248,15 @@ class RoutePlan:
             message_call: The form of a tool call that is a message of its own.
         """
         self.stage = route.stage
-        self._message_call = message_call
         self.has_calls = route.has_calls
+        self._message_call = message_call
         # In a pattern, white space matches white space of any length. A header end that consists
         # only of white space must match exactly. `match` compares it after the pattern.
-        is_blank = not layout.header_end.strip()
-        self._blank_header_end = layout.header_end if is_blank else ""
-        self._header_pattern = compile_pattern(
-            route.header if is_blank else route.header + layout.header_end
-        )
+        is_end_blank = not layout.header_end.strip()
+        self._blank_header_end = layout.header_end if is_end_blank else ""
+        pattern_end = "" if is_end_blank else layout.header_end
+        self._header_pattern = compile_pattern(route.header + pattern_end)
+        # The literal by which `has_started` recognises an incomplete header.
         first_part = pattern(route.header)[0]
         self._first_literal = first_part.strip() if isinstance(first_part, str) else ""
 
@@ -307,7 +277,7 @@ class RoutePlan:
             The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
-        if not self._blank_header_end:
+        if not self._blank_header_end:  # Otherwise the white space may be the end of the header.
             pos = skip_blanks(text, pos)
         end = self._header_pattern.match(text, pos, is_final, fields)
         if end < 0:

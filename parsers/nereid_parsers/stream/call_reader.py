@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.body_reader import Head
-from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall
+from nereid_parsers.stream.call_plan import CallPlan
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.format_plan import FormatPlan
+from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
+    NO_MATCH,
     is_special_token,
     looks_like_markup,
     skip_blanks,
+    skip_superfluous,
 )
+from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
-from nereid_parsers.stream.text_buffer import TextBuffer
-from nereid_parsers.stream.text_writer import TextWriter
 from nereid_parsers.tool_declarations import JsonObject
 
-# Ordinary text does not contain a tag that starts in this way.
-_SPECIAL_TOKEN_STARTS = ("<|", "<｜")
-# Some models write superfluous closing brackets before the closing marker of a tool call.
-_SUPERFLUOUS_CHARS = "}])`"
-_MAX_SUPERFLUOUS_CHARS = 16
 # Text that looked like a tool call was returned as content. The event gives one of these reasons.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
@@ -39,37 +35,27 @@ class CallReader:
 
     __slots__ = (
         "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section", "_last_plan",
-        "_open_call", "_plan", "_section_closes", "_separator", "_text", "_writer",
+        "_open_call", "_plan", "_section_closes", "_separator", "_starts", "_text", "_writer",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        plan: FormatPlan,
-        buffer: TextBuffer,
-        text: TextWriter,
-        writer: CallWriter,
-        calls_first: bool,
-    ) -> None:
+    def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader for the tool calls of one message.
 
         Args:
-            plan: The compiled format.
-            buffer: The buffer that contains the text.
-            text: The writer of content.
+            context: The objects that all readers of the message share.
             writer: The writer of tool calls.
-            calls_first: Whether all text after the first content is content, see
-                `TextRule.CALLS_FIRST`.
         """
-        self._plan = plan
-        self._buffer = buffer
-        self._text = text
+        self._plan = context.plan
+        self._buffer = context.buffer
+        self._text = context.text
         self._writer = writer
-        self._calls_first = calls_first
-        tools = plan.tools
+        self._calls_first = context.calls_first
+        tools = context.plan.tools
         self._section_closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
         self._is_in_section = False
-        self._expected = ExpectedCall(plan.calls.all, "", is_certain=True)
+        self._starts = CallStarts(context.plan.calls, writer)
+        self._expected = self._starts.in_section()
         self._open_call: OpenCall | None = None
         # The form of the last tool call, and the closing markers that may still follow it.
         self._last_plan: CallPlan | None = None
@@ -83,65 +69,39 @@ class CallReader:
         self._text.hold_tentative(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
-    def open_call(self, marker: str) -> State:
+    # The following three methods return None if no tool call can start. The marker is then content.
+
+    def open_call(self, marker: str) -> State | None:
         """Prepare to read a tool call that starts with `marker`."""
-        plans = self._plan.calls.by_trigger[marker]
-        self._expected = ExpectedCall(plans, marker, is_certain=True)
-        return State.CALL_START
+        return self._expect(self._starts.at_marker(marker))
 
     def open_orphan_call(self, marker: str) -> State | None:
         """Prepare to read a tool call whose opening marker is missing.
 
-        Example: `<invoke name="f">` without the marker `<minimax:tool_call>` before it is a tool
-        call only if the request offers the function f.
-
         Args:
             marker: The first literal of the tool call's head.
-
-        Returns:
-            The next state, or None if the request offers no tools and `marker` may be ordinary
-            text. In that case `marker` is content.
         """
-        if not self._writer.tools.parameters and not marker.startswith(_SPECIAL_TOKEN_STARTS):
-            return None
-        plans = self._plan.calls.orphans[marker]
-        self._expected = ExpectedCall(plans, marker, is_certain=True)
-        return State.CALL_START
+        return self._expect(self._starts.at_orphan(marker))
 
     def open_bare_call(self, opening: str) -> State | None:
-        """Prepare to read a tool call that starts without a marker.
+        """Prepare to read a tool call without a marker. Its first text is `opening`."""
+        return self._expect(self._starts.at_bare_opening(opening, self._text.has_content))
 
-        Args:
-            opening: The first text of the tool call, for example `{`.
-
-        Returns:
-            The next state, or None if no tool call can start here. In that case `opening` is
-            content.
-        """
-        if not self._can_start_bare_call():
+    def _expect(self, expected: ExpectedCall | None) -> State | None:
+        """Store the tool call that `read_start` will read. Return None if there is none."""
+        if expected is None:
             return None
-        self._expected = ExpectedCall(self._plan.calls.bare, opening, is_certain=False)
+        self._expected = expected
         return State.CALL_START
-
-    def _can_start_bare_call(self) -> bool:
-        """Return whether a tool call without a marker may start here.
-
-        At the start of the output, any tool call without a marker may start. After other text, a
-        tool call may start only if the offered tools are known, because the name of an offered tool
-        is then the only proof that the text is a tool call.
-        """
-        if not self._text.has_content and not self._writer.num_started:
-            return True
-        if not self._writer.tools.parameters:
-            return False
-        return any(plan.may_follow_content() for plan in self._plan.calls.bare)
 
     def start_message_call(self, head: Head) -> State:
         """Create the reader of a tool call's arguments, after the message header has been read."""
         plan = self._plan.message_call
         assert plan is not None
         body = plan.create_reader(self._writer, head, is_certain=True)
-        self._open_call = OpenCall(plan, body, True, self._buffer, self._text)
+        self._open_call = OpenCall(
+            plan, body, is_certain=True, buffer=self._buffer, text=self._text
+        )
         body.begin()
         return State.CALL_BODY
 
@@ -187,6 +147,10 @@ class CallReader:
 
         If the text contains a tag, the text is removed. Otherwise the text is content. Example: at
         the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
+
+        Args:
+            num_chars: The number of unread characters that are content if the text has no tag.
+            fault: The reason that the event gives for returning this text as content.
         """
         if not looks_like_markup(self._text.tentative_text + self._buffer.unread()):
             return self.reject(num_chars, fault)
@@ -202,26 +166,30 @@ class CallReader:
         """Read the marker and the head of a tool call. Without a head, the marker is content.
 
         Example: `<tool_call>{"` starts a tool call. In `<tool_call> is a tag`, the marker is
-        content.
+        content. If the message ends with `<tool_call>{`, this text is removed.
         """
         expected = self._expected
         match = expected.match(self._buffer, self._writer.tools)
-        if isinstance(match, tuple):
-            return self._start_body(*match, expected.is_certain)
+        if isinstance(match, MatchedCall):
+            return self._start_body(match)
         if match == NEED_MORE:
             return None
         num_chars = len(expected.opening)
-        if self._buffer.is_final and expected.is_incomplete(self._buffer, self._is_in_section):
+        is_cut_off = self._buffer.is_final and expected.is_incomplete(
+            self._buffer, self._is_in_section
+        )
+        if is_cut_off:
             return self._drop_or_reject(num_chars, _NO_CALL_AFTER_MARKER)
         return self.reject(num_chars, _NO_CALL_AFTER_MARKER)
 
-    def _start_body(self, plan: CallPlan, head: Head, is_certain: bool) -> State:
+    def _start_body(self, match: MatchedCall) -> State:
         """Read the head of a tool call, and create the reader of the body."""
+        plan = match.plan
         if plan.is_orphan:
             self._writer.report(_MISSING_MARKER)
-        body = plan.create_reader(self._writer, head, is_certain)
-        self._open_call = OpenCall(plan, body, is_certain, self._buffer, self._text)
-        self._text.hold_tentative(self._buffer.take_until(head.end))
+        body = plan.create_reader(self._writer, match.head, match.is_certain)
+        self._open_call = OpenCall(plan, body, match.is_certain, self._buffer, self._text)
+        self._text.hold_tentative(self._buffer.take_until(match.head.end))
         body.begin()
         if self._buffer.has_unread():
             return State.CALL_BODY
@@ -266,29 +234,36 @@ class CallReader:
         closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
         end the tool call.
         """
-        text = self._buffer.text
-        after_blanks = skip_blanks(text, self._buffer.pos)
-        after_brackets = self._skip_superfluous(after_blanks)
-        for start in (after_blanks, after_brackets):
-            for index, marker in enumerate(self._closing_markers):
-                if text.startswith(marker, start):
-                    self._text.write_markup(self._buffer.take_until(start + len(marker)))
-                    self._closing_markers = self._closing_markers[index + 1 :]
-                    return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
-                if marker.startswith(text[start:]):
-                    return self._wait_or_drop(start)
+        after_blanks = skip_blanks(self._buffer.text, self._buffer.pos)
+        for start in (after_blanks, skip_superfluous(self._buffer.text, after_blanks)):
+            number = self._match_closing_marker(start)
+            if number == NEED_MORE:
+                return self._wait_or_drop(start)
+            if number != NO_MATCH:
+                return self._take_closing_marker(start, number)
         return self._start_next_object(after_blanks) or State.BETWEEN_CALLS
 
-    def _skip_superfluous(self, pos: int) -> int:
-        """Return the position after the superfluous brackets and the white space at `pos`.
+    def _match_closing_marker(self, start: int) -> int:
+        """Return the number of the closing marker at the position `start`, NEED_MORE or NO_MATCH.
 
-        Example: for the text `}} </tool_call>`, the result is the position of `</tool_call>`.
+        At the end of the text, the result is NEED_MORE, because a closing marker may still follow.
+        Example: with the closing markers `</function>` and `</tool_call>`, the text `</tool_call>`
+        gives 1, and `</to` gives NEED_MORE.
         """
         text = self._buffer.text
-        max_end = min(len(text), pos + _MAX_SUPERFLUOUS_CHARS)
-        while pos < max_end and text[pos] in _SUPERFLUOUS_CHARS:
-            pos += 1
-        return skip_blanks(text, pos)
+        for number, marker in enumerate(self._closing_markers):
+            if text.startswith(marker, start):
+                return number
+            if marker.startswith(text[start:]):
+                return NEED_MORE
+        return NO_MATCH
+
+    def _take_closing_marker(self, start: int, number: int) -> State:
+        """Read the closing marker at the position `start`. Expect only the markers after it."""
+        marker = self._closing_markers[number]
+        self._text.write_markup(self._buffer.take_until(start + len(marker)))
+        self._closing_markers = self._closing_markers[number + 1 :]
+        return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
         """Wait for the rest of the marker that begins at `start`.
@@ -310,12 +285,15 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         plan = self._last_plan
-        if plan is None or not self._closing_markers or not self._buffer.text.startswith("{", pos):
+        # The closing marker of the last tool call is still missing, so this text is inside it.
+        is_inside_markers = bool(self._closing_markers)
+        if plan is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
             return None
         if not isinstance(plan.call.body, JsonObject) or not plan.call.open.strip():
             return None
         self._text.hold_blanks(self._buffer.take_until(pos))
-        return self._start_body(plan, Head(pos), is_certain=False)
+        # No marker precedes this object, so only its name can prove that it is a tool call.
+        return self._start_body(MatchedCall(plan, Head(pos), is_certain=False))
 
     def read_between(self) -> State | None:
         """Read white space, a separator or the tool section's closing marker after a tool call.
@@ -330,57 +308,61 @@ class CallReader:
         for close in self._section_closes if self._is_in_section else ():
             if buffer.starts_with(close):
                 return self._end_section(close)
-            # An incomplete closing marker is removed, unless the section contains no tool call.
-            is_empty_section = buffer.is_final and bool(self._text.tentative)
-            if buffer.is_prefix_of(close) and not is_empty_section:
+            if buffer.is_prefix_of(close) and not self._is_empty_section_cut_off():
                 return self._wait_or_drop(buffer.pos)
-        if not self._separator or not self.has_calls():
-            return self._expect_next_call()
-        if buffer.starts_with(self._separator):
-            self._text.write_markup(buffer.take(len(self._separator)))
-            return State.BETWEEN_CALLS
-        # At the end of the message, a short separator such as "," is more likely content.
-        is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
-        if is_markup and buffer.is_prefix_of(self._separator):
-            return self._wait_or_drop(buffer.pos)
-        return self._expect_next_call()
+        if self._separator and self.has_calls():
+            if buffer.starts_with(self._separator):
+                self._text.write_markup(buffer.take(len(self._separator)))
+                return State.BETWEEN_CALLS
+            if self._may_become_separator():
+                return self._wait_or_drop(buffer.pos)
+        if self._is_in_section:
+            return self._expect(self._starts.in_section())
+        return self._expect(self._starts.after_call(buffer)) or State.CONTENT
+
+    def _is_empty_section_cut_off(self) -> bool:
+        """Return whether the message has ended in a section that contains no tool call."""
+        return self._buffer.is_final and bool(self._text.tentative)
+
+    def _may_become_separator(self) -> bool:
+        """Return whether the unread text is the beginning of the separator between tool calls.
+
+        At the end of the message, a short text such as "," is more likely content.
+        """
+        is_markup = not self._buffer.is_final or looks_like_markup(self._buffer.unread())
+        return is_markup and self._buffer.is_prefix_of(self._separator)
 
     def _end_section(self, close: str) -> State:
-        """Leave the tool section.
+        """Leave the tool section, and read its closing marker.
 
-        If the section contains no tool call, its markers are content. Special tokens are removed,
-        because ordinary content never contains them. Example: in `<tool_calls></tool_calls>`, both
-        markers are content, and in `<|calls_begin|><|calls_end|>`, both markers are removed.
+        If the section contains no tool call, its markers are content. They are removed if the
+        closing marker is a special token, because ordinary content never contains such a token. The
+        policy CALLS_FIRST removes no markers of an empty section. Examples: both markers of
+        `<tool_calls></tool_calls>` are content. Both markers of `<|calls_begin|><|calls_end|>` are
+        removed.
         """
         self._is_in_section = False
-        if self._text.tentative:
-            if self._calls_first or not is_special_token(close):
-                return self.reject(len(close), _EMPTY_SECTION)
+        is_empty = bool(self._text.tentative)  # The opening marker is still tentative.
+        if is_empty and (self._calls_first or not is_special_token(close)):
+            return self.reject(len(close), _EMPTY_SECTION)
+        if is_empty:
             self._text.accept_tentative()
         self._text.write_markup(self._buffer.take(len(close)))
-        return State.CONTENT
-
-    def _expect_next_call(self) -> State:
-        """Prepare to read the next tool call.
-
-        Returns:
-            CALL_START if a tool call may start at the current position, otherwise CONTENT.
-        """
-        if self._is_in_section:
-            self._expected = ExpectedCall(self._plan.calls.all, "", is_certain=True)
-            return State.CALL_START
-        bare = self._plan.calls.bare
-        openings = (opening for plan in bare for opening in plan.body_openings())
-        if any(self._buffer.starts_with(opening) for opening in openings):
-            first_char = self._buffer.text[self._buffer.pos]
-            self._expected = ExpectedCall(bare, first_char, is_certain=False)
-            return State.CALL_START
         return State.CONTENT
 
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End a tool call whose body is incomplete at the message's end. Return the next state."""
+        """End a tool call whose body is incomplete at the message's end. Return the next state.
+
+        There are four cases:
+
+        - The stored arguments contain the closing marker. The tool call ends at this marker.
+        - The arguments have started. The tool call ends with incomplete arguments.
+        - The arguments have not started, and the text after the marker was never closed. The
+          incomplete tool call is removed, as in `<tool_call>{"na`.
+        - Otherwise the text is not a tool call. It becomes content.
+        """
         call = self._open_call
         assert call is not None
         if call.end_at_stored_marker():

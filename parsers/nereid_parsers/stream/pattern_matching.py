@@ -15,6 +15,8 @@ NO_MATCH = -2  # No further text could complete the match.
 # The maximum length of a tool call's head, in characters. Longer text is not a head.
 MAX_HEAD_CHARS = 2048
 
+_SUPERFLUOUS_CHARS = "}])`"
+_MAX_SUPERFLUOUS_CHARS = 16
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
@@ -114,6 +116,18 @@ def skip_blanks(text: str, pos: int) -> int:
     """
     match = _BLANKS(text, pos)
     return match.end() if match else pos
+
+
+def skip_superfluous(text: str, pos: int) -> int:
+    """Return the position after the superfluous brackets and the white space at `pos`.
+
+    Some models write superfluous closing brackets before the closing marker of a tool call.
+    Example: for the text `}} </tool_call>`, the result is the position of `</tool_call>`.
+    """
+    max_end = min(len(text), pos + _MAX_SUPERFLUOUS_CHARS)
+    while pos < max_end and text[pos] in _SUPERFLUOUS_CHARS:
+        pos += 1
+    return skip_blanks(text, pos)
 
 
 def _skip_pattern_blanks(text: str, pos: int) -> int:

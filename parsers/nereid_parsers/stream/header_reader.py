@@ -1,0 +1,90 @@
+"""Reads the headers of messages, which define the types of the messages' bodies."""
+
+from __future__ import annotations
+
+from nereid_parsers.declarations import Stage
+from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.call_plan import RoutePlan
+from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.pattern_matching import NEED_MORE
+from nereid_parsers.stream.reader_context import ReaderContext
+from nereid_parsers.stream.state import State
+
+# The description of a deviation from the format, which an event contains.
+_NO_HEADER = "no header follows the marker"
+
+
+class HeaderReader:
+    """Reads the marker that starts a message, and the header after this marker.
+
+    Until the whole header has been read, the marker is the tentative text of the TextWriter.
+    """
+
+    __slots__ = ("_buffer", "_calls", "_calls_first", "_plan", "_text")
+
+    def __init__(self, context: ReaderContext, calls: CallReader) -> None:
+        """Create a reader for the headers of one output.
+
+        Args:
+            context: The objects that all readers of the output share.
+            calls: The reader of tool calls.
+        """
+        self._plan = context.plan
+        self._buffer = context.buffer
+        self._text = context.text
+        self._calls = calls
+        self._calls_first = context.calls_first
+
+    def start(self, marker: str) -> State:
+        """Read the marker that starts a message."""
+        self._text.hold_tentative(self._buffer.take(len(marker)))
+        return State.HEADER
+
+    def read(self) -> State | None:
+        """Read the header of a message, and return the state in which the message's body is read.
+
+        Example: after the marker `<|start|>assistant`, the header `<|channel|>final<|message|>`
+        leads to the state CONTENT. Text that is not a header is content. The result is None if more
+        text is required.
+        """
+        buffer = self._buffer
+        # At the start of the output, the model omits the marker if the prompt contains the marker.
+        has_read_marker = bool(self._text.tentative)
+        marker = self._plan.message_start
+        if not has_read_marker and buffer.starts_with(marker):
+            return self.start(marker)
+        if not has_read_marker and not buffer.is_final and buffer.is_prefix_of(marker):
+            return None
+        for route in self._plan.routes:
+            head = route.match(buffer.text, buffer.pos, buffer.is_final)
+            if isinstance(head, Head):
+                return self._enter_message(route, head)
+            if head == NEED_MORE:
+                return None
+        if buffer.is_final and self._has_header_started():
+            self._text.accept_tentative()
+            self._text.write_markup(buffer.take_unread())
+            return State.CONTENT
+        return self._calls.reject(0, _NO_HEADER)
+
+    def _enter_message(self, route: RoutePlan, head: Head) -> State:
+        """Read a header that matches `route`, and return the state in which the body is read."""
+        self._text.accept_tentative()
+        if route.stage is Stage.CALLS and self._calls_first and self._text.has_content:
+            return State.CONTENT_ONLY
+        self._text.write_markup(self._buffer.take_until(head.end))
+        if route.stage is Stage.CALLS:
+            return self._calls.start_message_call(head)
+        if route.stage is Stage.REASONING:
+            return State.REASONING
+        return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
+
+    def _has_header_started(self) -> bool:
+        """Return whether the unread text starts with the first literal of a header."""
+        buffer = self._buffer
+        return any(route.has_started(buffer.text, buffer.pos) for route in self._plan.routes)
+
+    def finish(self) -> None:
+        """Remove the marker that starts a message, if the output ends after this marker."""
+        if self._text.tentative:
+            self._text.accept_tentative()

@@ -1,0 +1,32 @@
+"""The objects that all readers of one message share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereid_parsers.policy import Policy, TextRule
+from nereid_parsers.stream.format_plan import FormatPlan
+from nereid_parsers.stream.text_buffer import TextBuffer
+from nereid_parsers.stream.text_writer import TextWriter
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderContext:
+    """The objects that all readers of one message share.
+
+    Attributes:
+        plan: The compiled format.
+        policy: The rules for cases that the format does not define.
+        buffer: The buffer that contains the text.
+        text: The writer of reasoning and content.
+    """
+
+    plan: FormatPlan
+    policy: Policy
+    buffer: TextBuffer
+    text: TextWriter
+
+    @property
+    def calls_first(self) -> bool:
+        """Whether all text after the first content is content, see `TextRule.CALLS_FIRST`."""
+        return self.policy.text is TextRule.CALLS_FIRST

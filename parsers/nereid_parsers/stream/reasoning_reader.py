@@ -1,0 +1,342 @@
+"""Reads reasoning, and decides where the reasoning starts and ends."""
+
+from __future__ import annotations
+
+from nereid_parsers.declarations import Opener, Shown
+from nereid_parsers.events import ReasoningDelta
+from nereid_parsers.policy import StrayClose
+from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.format_plan import MarkerKind
+from nereid_parsers.stream.header_reader import HeaderReader
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    NO_MATCH,
+    is_special_token,
+    skip_blanks,
+)
+from nereid_parsers.stream.reader_context import ReaderContext
+from nereid_parsers.stream.state import State
+
+# The description of a deviation from the format, which an event contains.
+_UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
+
+
+class ReasoningReader:
+    """Reads reasoning, and text that may be reasoning.
+
+    Each method `read_...` handles one state of the parser. The method reads text from the buffer
+    and returns the next state, or None if it needs more text.
+
+    Attributes:
+        has_reasoned: Whether the reasoning has ended.
+        is_reasoning_by_default: Whether text in the state UNCLASSIFIED is reasoning if the message
+            ends without a marker.
+    """
+
+    __slots__ = (
+        "_buffer", "_calls", "_calls_first", "_headers", "_is_inline", "_is_interrupted",
+        "_is_never_closed", "_part", "_plan", "_state", "_stored_text", "_stray_close", "_text",
+        "has_reasoned", "is_reasoning_by_default",
+    )  # fmt: skip
+
+    def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
+        """Create a reader for the reasoning of one message.
+
+        Args:
+            context: The objects that all readers of the message share.
+            calls: The reader of tool calls.
+            headers: The reader of message headers.
+        """
+        self.has_reasoned = False
+        self.is_reasoning_by_default = False
+        self._plan = context.plan
+        self._part = context.plan.reasoning
+        self._buffer = context.buffer
+        self._text = context.text
+        self._calls = calls
+        self._headers = headers
+        self._calls_first = context.calls_first
+        self._stray_close = context.policy.stray_close
+        # Whether the client receives the reasoning as content, and the state of such reasoning.
+        self._is_inline = self._part is not None and self._part.shown is Shown.INLINE
+        self._state = State.INLINE_REASONING if self._is_inline else State.REASONING
+        # The text that the states UNCLASSIFIED and INTERRUPTED_REASONING store.
+        self._stored_text: list[str] = []
+        # Whether a tool call has ended the reasoning, so that a closing marker may still follow.
+        self._is_interrupted = False
+        # Whether the message has ended, so that no closing marker of the reasoning can follow.
+        self._is_never_closed = False
+
+    # ---- text before the first marker ------------------------------------------------------------
+
+    def delays_unclassified_text(self) -> bool:
+        """Return whether the parser delays text until a marker shows whether the text is reasoning.
+
+        This method applies only if the prompt is not known.
+        """
+        if self._part is None or self._is_inline:
+            return False
+        is_ambiguous = self._part.opener is Opener.EITHER
+        return is_ambiguous or self._stray_close is StrayClose.REASONING
+
+    def read_unclassified(self) -> State | None:
+        """Store text until a marker shows whether the stored text is reasoning.
+
+        Example: `Let me see.</think>` shows that the text is reasoning.
+        """
+        start, marker = self._plan.content_markers.find(self._buffer)
+        self._stored_text.append(self._buffer.take_until(start))
+        if not marker:
+            return None
+        return self._classify(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
+
+    def finish_unclassified(self) -> State:
+        """Return the stored text to the buffer, because the message has ended without a marker.
+
+        The attribute `is_reasoning_by_default` decides whether the text is then read as reasoning.
+        """
+        return self._classify(self.is_reasoning_by_default)
+
+    def _classify(self, is_reasoning: bool) -> State:
+        """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
+
+        Args:
+            is_reasoning: Whether the text is read as reasoning. Otherwise it is read as content.
+        """
+        self._buffer.push_back(self._take_stored_text())
+        return self.start_opened() if is_reasoning else State.CONTENT
+
+    def num_stored_chars(self) -> int:
+        """Return the number of characters that have been read and not been classified yet."""
+        return sum(map(len, self._stored_text))
+
+    def _take_stored_text(self) -> str:
+        """Return the stored text, and store nothing."""
+        text = "".join(self._stored_text)
+        self._stored_text = []
+        return text
+
+    # ---- reasoning -------------------------------------------------------------------------------
+
+    def start_opened(self) -> State:
+        """Return the first state of an output whose prompt has opened the reasoning."""
+        if self._is_inline:
+            self.repeat_opening_marker()
+        else:
+            self._text.is_after_marker = True
+        return self._state
+
+    def repeat_opening_marker(self) -> None:
+        """Write the opening marker of the reasoning, which the model did not write, as content."""
+        if self._part is not None:
+            self._text.write_generated_content(self._part.open.strip())
+
+    def read(self) -> State | None:
+        """Read reasoning up to a marker, and return the next state.
+
+        Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
+        is removed. The rest, `Hi`, is content.
+        """
+        start, marker = self._plan.reasoning_markers.find(self._buffer)
+        if start > self._buffer.pos:
+            self._text.write(self._buffer.take_until(start), ReasoningDelta)
+        if not marker:
+            return None
+        kind = self._plan.reasoning_kinds[marker]
+        if kind is MarkerKind.INTERRUPT:
+            return self._read_interrupt(marker)
+        if kind is MarkerKind.START_MESSAGE:
+            return self._headers.start(marker)
+        if kind is MarkerKind.WRAP_CONTENT:
+            return self._read_content_opening(marker)
+        if kind is MarkerKind.OPEN_REASONING:
+            return self._read_second_opening(marker)
+        self._text.write_markup(self._buffer.take(len(marker)))
+        if kind is MarkerKind.CLOSE_REASONING:
+            self.has_reasoned = True
+        return State.CONTENT
+
+    def _read_second_opening(self, marker: str) -> State:
+        """Handle an opening marker of the reasoning inside the reasoning. Return the next state.
+
+        Models sometimes repeat the opening marker with which the prompt ends. Such a marker is
+        removed. If the model has already written other reasoning, the marker is a part of it.
+        """
+        if self._text.has_text:
+            return self._continue(marker)
+        self._text.write_markup(self._buffer.take(len(marker)))
+        return State.REASONING
+
+    def _read_content_opening(self, marker: str) -> State:
+        """Handle the content's opening marker, which was found inside the reasoning.
+
+        The marker ends the reasoning if the reasoning is empty, or if the marker is a special
+        token, which a model does not quote. Otherwise the marker is a part of the reasoning.
+        Example: after a prompt that ends with `<think>`, the text `<response>Hi` is content.
+        """
+        if self._text.has_text and not is_special_token(marker):
+            return self._continue(marker)
+        self._text.write_markup(self._buffer.take(len(marker)))
+        self.has_reasoned = True
+        self._is_interrupted = True
+        return State.CONTENT
+
+    def _continue(self, marker: str) -> State:
+        """Write `marker` as a part of the reasoning, and continue to read the reasoning."""
+        self._write(self._buffer.take(len(marker)))
+        return self._state
+
+    def _write(self, text: str) -> None:
+        """Write `text` as reasoning, or as content if the client receives reasoning as content."""
+        if self._is_inline:
+            self._text.write_content_exactly(text)
+        else:
+            self._text.write(text, ReasoningDelta)
+
+    def read_inline(self) -> State | None:
+        """Read reasoning, including its markers, and write all of this text as content."""
+        start, marker = self._plan.reasoning_markers.find(self._buffer)
+        if start > self._buffer.pos:
+            self._text.write_content_exactly(self._buffer.take_until(start))
+        if not marker:
+            return None
+        kind = self._plan.reasoning_kinds[marker]
+        if kind is MarkerKind.INTERRUPT:
+            return self._read_interrupt(marker)
+        self._text.write_content_exactly(self._buffer.take(len(marker)))
+        if kind is not MarkerKind.CLOSE_REASONING:
+            return State.INLINE_REASONING
+        self.has_reasoned = True
+        return State.CONTENT
+
+    # ---- tool calls inside the reasoning ---------------------------------------------------------
+
+    def _read_interrupt(self, marker: str) -> State | None:
+        """Handle a marker of tool calls inside the reasoning. Return the next state.
+
+        Examples: `<tool_call> is a tag` is a part of the reasoning. After `<think>I call it.`, the
+        text `<tool_call>{"name": ` is a tool call if the reasoning is never closed, and otherwise a
+        part of the reasoning, so the text is stored until this is known. Directly after `<think>`,
+        the same text is a tool call. The policy CALLS_FIRST allows no tool call in the reasoning.
+        """
+        if self._calls_first:
+            return self._continue(marker)
+        match = self._match_call_at(marker)
+        if match == NEED_MORE:
+            return None
+        if match == NO_MATCH:
+            return self._continue(marker)
+        is_reasoning_empty = not self._text.has_text and not self._is_inline
+        if is_reasoning_empty or self._is_never_closed:
+            return self._end_at_call()
+        return State.INTERRUPTED_REASONING
+
+    def _match_call_at(self, marker: str) -> Head | int:
+        """Match a tool call at `marker`, or after `marker` if `marker` opens a tool section.
+
+        Returns:
+            The head of the tool call, NEED_MORE or NO_MATCH.
+        """
+        buffer = self._buffer
+        candidates = self._plan.calls.by_trigger.get(marker)
+        pos = buffer.pos
+        if candidates is None:
+            candidates = self._plan.calls.all
+            pos = skip_blanks(buffer.text, pos + len(marker))
+        for plan in candidates:
+            match = plan.match(buffer.text, pos, buffer.is_final)
+            if match != NO_MATCH:
+                return match
+        return NO_MATCH
+
+    def read_interrupted(self) -> State | None:
+        """Store text until the reasoning is closed. The stored text is then reasoning.
+
+        Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
+        call is a part of the reasoning, because the reasoning is closed after the tool call.
+        """
+        start, marker = self._plan.reasoning_closes.find(self._buffer)
+        self._stored_text.append(self._buffer.take_until(start))
+        if not marker:
+            return None
+        self._write(self._take_stored_text())
+        return self._state
+
+    def finish_interrupted(self) -> State:
+        """Read the stored text as a tool call, because the message has ended.
+
+        Example: in `<think>I call it.<tool_call>{"name": "f"}</tool_call>`, the reasoning is never
+        closed, so `<tool_call>` ends the reasoning.
+        """
+        self._is_never_closed = True
+        self._buffer.push_back(self._take_stored_text())
+        return self._end_at_call()
+
+    def _end_at_call(self) -> State:
+        """End reasoning that no closing marker ends, because a tool call follows."""
+        self._text.drop_blanks()
+        self._text.is_after_marker = True
+        self.has_reasoned = True
+        self._is_interrupted = True
+        self._calls.report(_UNCLOSED_REASONING)
+        return State.CONTENT
+
+    # ---- markers of the reasoning inside the content ---------------------------------------------
+
+    def open_in_content(self, marker: str) -> State | None:
+        """Start reasoning at an opening marker that occurs in the content.
+
+        Returns:
+            The next state, or None if the marker is a part of the content.
+        """
+        if not self._may_open(marker):
+            return None
+        if self._is_inline:
+            self._text.drop_blanks()  # `read_inline` reads the marker.
+        else:
+            self._text.write_markup(self._buffer.take(len(marker)))
+        return self._state
+
+    def _may_open(self, marker: str) -> bool:
+        """Return whether an opening marker in the content starts reasoning.
+
+        The marker starts reasoning at the start of the message. It also starts reasoning directly
+        after another marker, and if it is a special token, unless the policy is CALLS_FIRST.
+        Examples: in `<think>Hm` and `</tool_call><think>Hm`, the marker starts reasoning. In
+        `Write <think> first.`, the marker is content.
+        """
+        if not self.has_reasoned and not self._has_output():
+            return True
+        if self._calls_first:
+            return False
+        return self._text.is_after_marker or is_special_token(marker)
+
+    def close_in_content(self, marker: str) -> State | None:
+        """Remove a closing marker that occurs in the content.
+
+        Returns:
+            The next state, or None if the marker is a part of the content.
+        """
+        if not self._may_close(marker):
+            return None
+        self._text.write_markup(self._buffer.take(len(marker)))
+        self.has_reasoned = True
+        self._is_interrupted = False
+        return State.CONTENT
+
+    def _may_close(self, marker: str) -> bool:
+        """Return whether a closing marker in the content is removed. Otherwise it is content.
+
+        Before the first content and the first tool call, the marker is removed. The policy
+        CALLS_FIRST allows only one such marker. Later, the marker is removed if a tool call has
+        ended the reasoning, or if the marker is a special token and the policy is not CALLS_FIRST.
+        Examples: `</think>Hi` becomes `Hi`, and `Hi</think>` stays `Hi</think>`.
+        """
+        if not self._has_output():
+            return not (self.has_reasoned and self._calls_first)
+        return self._is_interrupted or (is_special_token(marker) and not self._calls_first)
+
+    def _has_output(self) -> bool:
+        """Return whether the message has content or a tool call before the current position."""
+        return self._text.has_content or self._calls.has_calls()

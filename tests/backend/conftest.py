@@ -1,9 +1,12 @@
 from pathlib import Path
 
 import pytest
-import torch
-from backend.tiny_models import BY_NAME
-from transformers.utils import logging
+from nereid_backend.fast_imports import importing
+
+with importing():
+    import torch
+    from backend.tiny_models import BY_NAME
+    from transformers.utils import logging
 
 logging.disable_progress_bar()
 # Threads that wait for each other make tiny models slow on a busy machine.

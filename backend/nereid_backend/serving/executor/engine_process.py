@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine process. It contains everything that may crash: torch, drivers and kernels.
 
-Messages, in addition to those of every child process (process_entry.py):
+Messages, in addition to the messages that every child process has (process_entry.py):
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
                       ["abort", id, index or None]
     engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
+                      ["compiled", [[id, monotonic time of the request, of the end], ...]], grammars
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
@@ -17,7 +18,8 @@ from typing import Any, NoReturn
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import CapacityError, EngineError, RequestError
-from nereid_backend.serving.process.process_entry import Send, error_text, importing, serve
+from nereid_backend.fast_imports import importing
+from nereid_backend.serving.process.process_entry import Send, error_text, serve
 from nereid_backend.serving.wire import pack_update, unpack_params
 from nereid_backend.step_engine import StepEngine
 
@@ -74,6 +76,8 @@ class EngineService:
         """Compute one step, and send its updates."""
         engine = self._engine
         updates = engine.step()
+        if engine.compiled:
+            self._send(["compiled", engine.compiled])
         if engine.started:
             self._send(["started", engine.started])
         if updates:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process of a pooling model. It contains everything that may crash, such as torch.
 
-Messages, in addition to those of every child process (process_entry.py):
+Messages, in addition to the messages that every child process has (process_entry.py):
 
     stub -> worker    ["add", id, field, [[name, value], ...], options, query]  ["abort", id]
     worker -> stub    ["done", id, time of the first computation, *outcome]
@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from nereid_backend.fast_imports import importing
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.job_progress import Engine, WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job
-from nereid_backend.serving.process.process_entry import Send, importing, serve
+from nereid_backend.serving.process.process_entry import Send, serve
 
 _ALIVE_INTERVAL_S = 0.25
 

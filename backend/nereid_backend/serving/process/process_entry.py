@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from nereid_backend.errors import NereidError
@@ -82,18 +82,6 @@ def serve(make: MakeService) -> NoReturn:
     # Exit without Python's cleanup. Unloading torch takes one or two seconds, Triton server does
     # not wait that long, and libraries would log messages after the line that explains the exit.
     os._exit(code)
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Turn off garbage collection while large packages are imported.
-
-    Importing torch creates about a hundred thousand permanent objects and no garbage.
-    """
-    gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
 
 
 def error_text(error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nereid_parsers import TemplateError
 
 from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.fast_imports import importing
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
@@ -49,7 +50,8 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     # transformers imports torch if torch is installed, which needs much memory and can crash. The
     # entry None in sys.modules makes that import fail, and transformers then works without torch.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     if not Path(model).is_dir():
         raise ModelError(
@@ -106,7 +108,7 @@ class PromptBuilder:
         token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError(
-                "text_input: the text is empty, and this tokenizer adds no token of its own. Send "
+                "text_input: the text is empty, and this tokenizer adds no special token. Send "
                 "at least one character."
             )
         return Prompt(token_ids, text)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes imports of torch and transformers faster.
+
+When transformers is imported, it reads the source files of all of its models to find the names that
+each file defines. That takes about a second of CPU time in each process. The result depends only
+on the version of transformers, so one process stores it and all later processes load it.
+"""
+
+import contextlib
+import gc
+import hashlib
+import marshal
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nereid_backend.cache_folder import cache_folder
+
+# The module of transformers with the function that reads the source files, and the function.
+_MODULE = "transformers.utils.import_utils"
+_FUNCTION = "create_import_structure_from_path"
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Make the imports in this context faster.
+
+    Garbage collection is turned off meanwhile, because importing torch creates about a hundred
+    thousand permanent objects and no garbage.
+    """
+    use_cached_index()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def use_cached_index() -> None:
+    """Let the first import of transformers load its index of models from Nereid's cache folder.
+
+    The import itself is not changed: if the cache has no index, transformers computes the index.
+    Do nothing if transformers has already been imported.
+    """
+    if _MODULE not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module `_MODULE`, whose loader then replaces the module's slow function."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,  # noqa: ARG002 - the method of the base class has it
+    ) -> ModuleSpec | None:
+        """Return the module's specification with the loader of this file."""
+        if fullname != _MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loads the module `_MODULE` and replaces its slow function."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then replace the function if the module has it."""
+        super().exec_module(module)
+        compute = getattr(module, _FUNCTION, None)
+        if compute is not None:
+            setattr(module, _FUNCTION, _with_cache(compute, Path(self.path).parents[1]))
+
+
+def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
+    """Return a function that returns the same as `compute`, but stores the result for all models.
+
+    Args:
+        compute: returns the index of a folder of transformers. The argument is the path of the
+            folder or of a file in the folder.
+        package: the folder of the package transformers.
+    """
+    models = str(package / "models")
+    folders = {models, f"{models}{os.sep}__init__.py"}
+
+    def cached(module_path: Any) -> Any:  # noqa: ANN401 - the types are those of transformers
+        if str(module_path) not in folders:
+            return compute(module_path)
+        path = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
+        index = _read(path)
+        if index is None:
+            index = compute(module_path)
+            _write(path, index)
+        return index
+
+    return cached
+
+
+def _fingerprint(package: Path) -> str:
+    """Return a hash of everything on which the index and the format of its file depend."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    changed = (package / "models").stat().st_mtime_ns
+    parts = (str(package), version, str(changed), sys.version)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the index in a file, or None if the file is missing or damaged."""
+    try:
+        index = marshal.loads(path.read_bytes())
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+    return index if isinstance(index, dict) and index else None
+
+
+def _write(path: Path, index: dict[str, Any]) -> None:
+    """Store the index. If that fails, the next process computes the index again."""
+    with contextlib.suppress(OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read the file at the same time, so the complete file is moved.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_bytes(marshal.dumps(index))
+            written.replace(path)

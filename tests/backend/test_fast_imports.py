@@ -1,0 +1,78 @@
+"""The cached index of transformers' models equals the one that transformers computes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nereid_backend import fast_imports
+
+# Prints whether the stored index is the one that transformers computes, and the name of a class.
+PROGRAM = """
+from nereid_backend.fast_imports import use_cached_index
+use_cached_index()
+use_cached_index()
+import pathlib, transformers
+from transformers.utils import import_utils
+models = pathlib.Path(transformers.__file__).with_name("models")
+cached = import_utils.create_import_structure_from_path
+print(cached(models) == cached.__closure__[0].cell_contents(models), transformers.Qwen3Config)
+"""
+
+
+def test_transformers_works_with_the_cached_index(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("True <class 'transformers.models.qwen3."), done.stderr
+    assert len(list(tmp_path.glob("nereid/transformers-models-*.marshal"))) == 1
+
+
+INDEX = {"qwen3": {frozenset({"torch"}): {"modeling_qwen3": {"Qwen3Model"}}}}
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, calls):
+    """The function with a cache, for a package with the index INDEX; `calls` lists computations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "package" / "models").mkdir(parents=True)
+
+    def compute(path):
+        calls.append(path)
+        return INDEX
+
+    return fast_imports._with_cache(compute, tmp_path / "package")
+
+
+def test_index_is_computed_once(cached, calls, tmp_path):
+    models = tmp_path / "package" / "models"
+    assert cached(models) == cached(str(models)) == cached(str(models / "__init__.py")) == INDEX
+    assert len(calls) == 1
+
+
+def test_index_of_another_folder_is_not_cached(cached, calls, tmp_path):
+    folder = tmp_path / "package" / "models" / "qwen3"
+    assert cached(folder) == cached(folder) == INDEX
+    assert len(calls) == 2
+
+
+def test_damaged_file_is_replaced(cached, calls, tmp_path):
+    models = tmp_path / "package" / "models"
+    cached(models)
+    (file,) = (tmp_path / "cache" / "nereid").iterdir()
+    file.write_bytes(file.read_bytes()[:9])
+    assert cached(models) == cached(models) == INDEX
+    assert len(calls) == 2
+
+
+def test_cache_that_cannot_be_written_is_no_error(cached, calls, tmp_path):
+    Path(tmp_path / "cache").write_text("a file where the folder would be")
+    models = tmp_path / "package" / "models"
+    assert cached(models) == cached(models) == INDEX
+    assert len(calls) == 2

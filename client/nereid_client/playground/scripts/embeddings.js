@@ -13,16 +13,23 @@ function cosine(a, b) {
   return dot / Math.sqrt(squaresOfA * squaresOfB || 1);
 }
 
-/** Create a table with the similarity of each pair of texts. Similar pairs are shaded. */
+/**
+ * Create a table with the similarity of each pair of texts.
+ *
+ * The least similar pair has no shade and equal vectors have the strongest shade, because many
+ * models give all pairs of texts a high similarity.
+ */
 function similarityTable(texts, vectors, model) {
+  const similarities = vectors.map((a) => vectors.map((b) => cosine(a, b)));
+  const lowest = Math.min(...similarities.flat());
   const head = make("tr", {}, make("td"));
   texts.forEach((_, index) => head.append(make("th", { scope: "col", textContent: index + 1 })));
   const rows = texts.map((text, index) => {
     const row = make("tr", {}, make("th", { scope: "row", textContent: `${index + 1}. ${text}` }));
-    for (const vector of vectors) {
-      const similarity = cosine(vectors[index], vector);
+    for (const similarity of similarities[index]) {
       const cell = make("td", { className: "similarity", textContent: similarity.toFixed(2) });
-      cell.style.setProperty("--similar", `${Math.round(Math.max(0, similarity) * 50)}%`);
+      const share = (similarity - lowest) / (1 - lowest || 1);
+      cell.style.setProperty("--similar", `${Math.round(share * 50)}%`);
       row.append(cell);
     }
     return row;

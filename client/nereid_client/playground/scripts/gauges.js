@@ -2,20 +2,20 @@
 
 const READ_EVERY_MS = 2000;
 const NUM_SAMPLES = 60;
-const FIRST_TOKEN = "nereid:time_to_first_token_seconds";
+const FIRST_TOKEN = "time_to_first_token_seconds";
 
 /**
  * The gauges. `read` returns the value for the present and the previous page of metrics, or
  * undefined if the value is not known. The values of a page are sums over all labels.
  */
 const GAUGES = [
-  { label: "Running requests", unit: "", read: (now) => now["nereid:num_requests_running"] },
-  { label: "Waiting requests", unit: "", read: (now) => now["nereid:num_requests_waiting"] },
-  { label: "KV cache in use", unit: "%", read: (now) => now["nereid:kv_cache_usage_perc"] * 100 },
+  { label: "Running requests", unit: "", read: (now) => now["num_requests_running"] },
+  { label: "Waiting requests", unit: "", read: (now) => now["num_requests_waiting"] },
+  { label: "KV cache in use", unit: "%", read: (now) => now["kv_cache_usage_perc"] * 100 },
   {
     label: "Generated tokens per second",
     unit: "",
-    read: (now, then) => increase(now, then, "nereid:generation_tokens_total") / seconds(now, then),
+    read: (now, then) => increase(now, then, "generation_tokens_total") / seconds(now, then),
   },
   {
     label: "Time to the first token",
@@ -43,12 +43,13 @@ function seconds(now, then) {
 /**
  * Return the values of a page in the format of Prometheus, summed over all labels.
  *
- * Example: 'a{x="1"} 2\na{x="2"} 3' returns { a: 5 }.
+ * The metrics of the engine have the prefix "nereid:" or, by a setting, "vllm:". It is removed.
+ * Example: 'nereid:a{x="1"} 2\nnereid:a{x="2"} 3' returns { a: 5 }.
  */
 function parseMetrics(page) {
   const values = {};
   for (const line of page.split("\n")) {
-    const match = /^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)/.exec(line);
+    const match = /^(?:nereid:|vllm:)?([a-zA-Z_]\w*)(?:\{.*\})? (\S+)/.exec(line);
     if (match) values[match[1]] = (values[match[1]] ?? 0) + Number(match[2]);
   }
   return values;
@@ -92,7 +93,7 @@ function startGauges() {
     try {
       const now = parseMetrics(await (await send("metrics")).text());
       now.time = performance.now();
-      const hasEngine = "nereid:num_requests_running" in now;
+      const hasEngine = "num_requests_running" in now;
       byId("server-state").textContent = hasEngine
         ? `The values are read from /metrics every ${READ_EVERY_MS / 1000} seconds.`
         : "The metrics do not contain the values of the engine (setting metrics_url).";

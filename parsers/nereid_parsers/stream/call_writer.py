@@ -236,15 +236,18 @@ class CallWriter:
         Returns:
             The events of the open tool call, with the index 0.
         """
-        has_events = self.is_open and not self.keeps_arguments and not self._is_discarded
-        open_call_events: list[Event] = [
+        open_index = self.last_index
+        self.num_started = 1 if self.is_open else 0
+        self.last_index = -1
+        has_appended_start = not self.keeps_arguments and not self._is_discarded
+        if not self.is_open or not has_appended_start:
+            return []  # The events of a stored or discarded tool call are not in the list.
+        self.last_index = 0
+        return [
             replace(event, index=0)
             for event in events
-            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == self.last_index
+            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == open_index
         ]
-        self.last_index = 0 if has_events else -1
-        self.num_started = 1 if self.is_open else 0
-        return open_call_events if has_events else []
 
 
 def _is_json_object(text: str) -> bool:

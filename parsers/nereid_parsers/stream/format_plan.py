@@ -55,8 +55,9 @@ class CallPlans:
 
     Attributes:
         all: All forms, in the order in which they are tried.
-        by_trigger: The forms, by the marker in the content that starts them.
-        orphans: The forms without their opening marker, by the first literal of their head.
+        by_trigger: The forms that start with a marker. The keys are the markers.
+        orphans: The forms without their opening marker. The keys are the first literals of their
+            heads.
         bare: The forms that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
@@ -152,27 +153,29 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
 def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     """Compile a format with the layout `Sections`.
 
-    If a marker has several meanings, the last meaning that is assigned applies.
+    A format may declare one text as several markers. In each table below, the last of these
+    declarations determines the meaning. So in the content, an end-of-turn token always ends the
+    turn. A marker that both opens and closes the reasoning opens it in the content and closes it in
+    the reasoning.
     """
-    end_kinds = dict.fromkeys(_visible(fmt.ends), MarkerKind.END)
-    outer_kinds = dict(end_kinds)
-    if layout.content is not None:
-        wrapper_markers = _visible((layout.content.open, layout.content.close))
-        outer_kinds.update(dict.fromkeys(wrapper_markers, MarkerKind.WRAP_CONTENT))
+    wrapper = layout.content
+    wrapper_open = (wrapper.open,) if wrapper is not None else ()
+    wrapper_close = (wrapper.close,) if wrapper is not None else ()
+    part = layout.reasoning
+    opens = _kinds(part.opens if part is not None else (), MarkerKind.OPEN_REASONING)
+    closes = _kinds(part.closes if part is not None else (), MarkerKind.CLOSE_REASONING)
+    ends = _kinds(fmt.ends, MarkerKind.END)
+    outer_kinds = ends | _kinds((*wrapper_open, *wrapper_close), MarkerKind.WRAP_CONTENT)
     calls = _compile_calls(layout.tools, allows_bare=True)
-    closes: dict[str, MarkerKind] = {}
-    kinds = dict(calls.kinds)
-    reasoning_kinds = dict(end_kinds)
-    if layout.reasoning is not None:
-        closes = dict.fromkeys(_visible(layout.reasoning.closes), MarkerKind.CLOSE_REASONING)
-        opens = dict.fromkeys(_visible(layout.reasoning.opens), MarkerKind.OPEN_REASONING)
-        interrupts = _interrupting_markers(layout.reasoning, calls)
-        reasoning_kinds |= dict.fromkeys(interrupts, MarkerKind.INTERRUPT)
-        if layout.content is not None and layout.content.open.strip():
-            reasoning_kinds[layout.content.open.strip()] = MarkerKind.WRAP_CONTENT
-        reasoning_kinds |= opens | closes
-        kinds |= closes | opens
-    kinds |= outer_kinds
+    interrupts = _interrupting_markers(part, calls) if part is not None else ()
+    kinds = calls.kinds | closes | opens | outer_kinds
+    reasoning_kinds = (
+        ends
+        | _kinds(interrupts, MarkerKind.INTERRUPT)
+        | _kinds(wrapper_open, MarkerKind.WRAP_CONTENT)
+        | opens
+        | closes
+    )
     return FormatPlan(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
@@ -185,6 +188,11 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     )
 
 
+def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
+    """Return a dict from each marker, without surrounding white space, to its meaning `kind`."""
+    return dict.fromkeys(_visible(markers), kind)
+
+
 def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
@@ -193,7 +201,7 @@ def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
     does not show whether a tool call is a part of the reasoning. In this case, only the declared
     markers are returned.
     """
-    declared = list(_visible(reasoning.interrupted_by))
+    declared = list(reasoning.interrupted_by)
     closes = set(_visible(reasoning.closes))
     if any(closes.intersection(plan.closing_markers) for plan in calls.all):
         return declared
@@ -201,7 +209,7 @@ def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
     return declared + [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
 
 
-def _visible(markers: tuple[str, ...]) -> Iterator[str]:
+def _visible(markers: Iterable[str]) -> Iterator[str]:
     r"""Yield the markers without surrounding white space. Omit markers of only white space.
 
     Example: `("<a>\n", "\n")` yields `"<a>"`.
@@ -219,28 +227,41 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
     """
     if tools is None:
         return CallPlans()
+    has_section = bool(tools.opens)
     plans = tuple(CallPlan(call, tools) for call in _with_json_variants(tools.calls))
     # A model may omit the opening marker of the tool section. The content can then contain tool
     # calls that have an opening marker of their own.
-    may_start = [plan for plan in plans if not tools.opens or plan.call.open.strip()]
+    may_start = [plan for plan in plans if not has_section or plan.call.open.strip()]
     by_trigger = _group_by_trigger(may_start)
-    orphans = _group_by_trigger(
-        CallPlan(replace(call, open=""), tools, is_orphan=True)
-        for call in tools.calls
-        if (call.open.strip() or tools.opens) and _has_tag_in_head(call)
-    )
-    orphans = {trigger: forms for trigger, forms in orphans.items() if trigger not in by_trigger}
-    bare = tuple(plan for plan in plans if plan.is_bare) if allows_bare and not tools.opens else ()
+    orphans = {
+        trigger: forms
+        for trigger, forms in _group_by_trigger(_orphan_plans(tools)).items()
+        if trigger not in by_trigger
+    }
+    may_be_bare = allows_bare and not has_section
+    bare = tuple(plan for plan in plans if plan.is_bare and may_be_bare)
     kinds = dict.fromkeys(orphans, MarkerKind.ORPHAN_CALL)
     kinds |= _call_kinds(tools, plans, by_trigger, bare)
     return CallPlans(plans, by_trigger, orphans, bare, kinds)
 
 
-def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return the forms of a tool call, with an array for each object and an object for each array.
+def _orphan_plans(tools: ToolSection) -> Iterator[CallPlan]:
+    """Yield the forms in which a tool call starts with its head, because a marker is missing.
 
-    Models sometimes write `[{"name": "f", ..}]` where the format declares `{"name": "f", ..}`, and
-    the other way around.
+    The missing marker is that of the tool call or of the section. Example: for the tool call
+    `<tool_call><function={name}>..</tool_call>`, the form that starts with `<function={name}>`.
+    """
+    for call in tools.calls:
+        has_marker = bool(call.open.strip() or tools.opens)
+        if has_marker and _has_tag_in_head(call):
+            yield CallPlan(replace(call, open=""), tools, is_orphan=True)
+
+
+def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
+    """Return the forms of a tool call, and for each JSON object the array, and vice versa.
+
+    Models sometimes write `[{"name": "f", ..}]` where the format declares `{"name": "f", ..}`, or
+    the object where the format declares the array.
     """
     variants: list[Call] = []
     for call in calls:
@@ -264,7 +285,7 @@ def _has_tag_in_head(call: Call) -> bool:
 
 
 def _group_by_trigger(plans: Iterable[CallPlan]) -> dict[str, tuple[CallPlan, ...]]:
-    """Return the forms of a tool call, by the marker in the content that starts them.
+    """Return a dict from each marker to the forms of a tool call that start with this marker.
 
     Example: `{"<tool_call>": (plan,)}`. Each spelling that `blank_variants` returns for a marker
     is a key.

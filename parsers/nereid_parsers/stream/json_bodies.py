@@ -72,6 +72,8 @@ class ArrayReader(BodyReader):
                 self.status = BROKEN
             else:
                 self._member = None
+                # The text after `pos` is content if it is not another tool call. One complete tool
+                # call proves that the other members of the array are tool calls too.
                 self.last_call_end = pos
                 self._is_certain = True
         return pos

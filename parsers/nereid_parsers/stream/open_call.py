@@ -57,38 +57,44 @@ class OpenCall:
         """
         body = self._body
         buffer = self._buffer
-        writer = self._writer
-        text_writer = self._text
-        was_open = writer.is_open
+        was_open = self._writer.is_open
         if buffer.is_final:
             body.is_final = True
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
-        if writer.is_open:
-            if text_writer.tentative:
-                text_writer.accept_tentative()
-            text_writer.write_call(buffer.text[start : buffer.pos], writer.keeps_arguments)
-        elif body.last_call_end is not None:
-            # A tool call of a list has ended. Another tool call may follow, so the text after the
-            # tool call is tentative.
-            self._write_ended_call(start, body.last_call_end)
-            text_writer.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
-        elif was_open or body.status is DONE:
-            self._write_ended_call(start, buffer.pos)
+        if self._writer.is_open:
+            self._write_call_text(buffer.text[start : buffer.pos])
         else:
-            text_writer.hold_tentative(buffer.text[start : buffer.pos])
+            self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
 
-    def _write_ended_call(self, start: int, end: int) -> None:
-        """Classify the text of a tool call that has ended, and accept the tentative text before it.
+    def _classify_outside_call(self, start: int, was_open: bool) -> None:
+        """Classify the text that the body has read, if no tool call is open after this text.
 
         Args:
-            start: The position in the buffer at which the text of the tool call starts.
-            end: The position after the text of the tool call.
+            start: The position in the buffer at which the text starts.
+            was_open: Whether a tool call was open before this text.
         """
-        self._text.accept_tentative()
-        self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
-        self._text.end_call()
+        text = self._buffer.text
+        end = self._buffer.pos
+        if self._body.last_call_end is not None:
+            # A tool call of a list has ended. Another tool call may follow, so the text after the
+            # tool call is tentative.
+            call_end = self._body.last_call_end
+            self._write_call_text(text[start:call_end])
+            self._text.end_call()
+            self._text.hold_tentative(text[call_end:end])
+        elif was_open or self._body.status is DONE:
+            self._write_call_text(text[start:end])
+            self._text.end_call()
+        else:
+            self._text.hold_tentative(text[start:end])
+
+    def _write_call_text(self, text: str) -> None:
+        """Classify `text` as the text of a tool call, and accept the tentative text before it."""
+        if self._text.tentative:
+            self._text.accept_tentative()
+        self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
 
     def _leave_body(self) -> Outcome:
         """Return the outcome of the call when its body is complete or not valid."""
@@ -106,7 +112,8 @@ class OpenCall:
 
         The text from the marker on is put back into the buffer. Example: in `{"a": "x}</call> Hi`,
         a quote is missing, so `</call> Hi` was read as a part of the string. The arguments become
-        `{"a": "x}`, and `</call> Hi` is read again.
+        `{"a": "x}`, and `</call> Hi` is read again. If the closing marker has several parts, the
+        text of the tool call ends at the first part.
 
         Returns:
             Whether the tool call has ended.

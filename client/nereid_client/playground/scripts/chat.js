@@ -92,13 +92,19 @@ async function generate(options) {
   announce(view.error.textContent ? "" : "The answer is complete.");
 }
 
+/** Return the element that scrolls the conversation: the whole page on a narrow screen. */
+function scrollerOfLog() {
+  const log = byId("log");
+  return getComputedStyle(log).overflowY === "auto" ? log : document.scrollingElement;
+}
+
 /** Add one chunk of the stream to the answer and to the page. */
 function addChunk(chunk, answer, view, times) {
   if (chunk.usage) answer.usage = chunk.usage;
   const choice = chunk.choices[0];
   if (!choice) return;
-  const log = byId("log");
-  const isAtEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 40;
+  const scroller = scrollerOfLog();
+  const isAtEnd = scroller.scrollTop + scroller.clientHeight > scroller.scrollHeight - 40;
   const { delta } = choice;
   const reasoning = delta.reasoning ?? delta.reasoning_content;
   if (times.first === null && (reasoning || delta.content || delta.tool_calls)) {
@@ -116,7 +122,7 @@ function addChunk(chunk, answer, view, times) {
   if (delta.tool_calls) view.showCalls(answer.calls);
   if (choice.logprobs?.content) view.tokens.add(choice.logprobs.content);
   if (choice.finish_reason) answer.finish = choice.finish_reason;
-  if (isAtEnd) log.scrollTop = log.scrollHeight;
+  if (isAtEnd) scroller.scrollTop = scroller.scrollHeight;
 }
 
 /** Add a piece of a tool call to the calls. The first piece has the id and the name. */

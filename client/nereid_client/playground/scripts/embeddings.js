@@ -27,7 +27,8 @@ function similarityTable(texts, vectors, model) {
   const rows = texts.map((text, index) => {
     const row = make("tr", {}, make("th", { scope: "row", textContent: `${index + 1}. ${text}` }));
     for (const similarity of similarities[index]) {
-      const cell = make("td", { className: "similarity", textContent: similarity.toFixed(2) });
+      const rounded = Math.round(similarity * 100) / 100 + 0; // "+ 0" converts -0 to 0
+      const cell = make("td", { className: "similarity", textContent: rounded.toFixed(2) });
       const share = (similarity - lowest) / (1 - lowest || 1);
       cell.style.setProperty("--similar", `${Math.round(share * 50)}%`);
       row.append(cell);

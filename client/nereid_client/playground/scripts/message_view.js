@@ -104,15 +104,16 @@ class TokenView {
     this.element.hidden = false;
     for (const entry of entries) {
       const probability = Math.exp(entry.logprob);
-      const token = makeButton(entry.token, () => this.show(entry), {
+      const text = entry.token.replaceAll("\n", "⏎");
+      const token = makeButton(text, () => this.show(entry), {
         className: "token",
-        tabIndex: this.list.childElementCount ? -1 : 0,
+        tabIndex: this.list.firstChild ? -1 : 0,
         aria: { label: `${visible(entry.token)}, ${percent(probability)}` },
       });
       token.style.setProperty("--unlikely", `${Math.round((1 - probability) * 60)}%`);
       token.classList.toggle("improbable", probability < 0.5);
       token.addEventListener("focus", () => this.show(entry));
-      this.list.append(token);
+      this.list.append(token, ...(text === entry.token ? [] : [make("br")]));
     }
   }
 

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-# The names that are imported on first use, each with its module and its name in that module.
+# The names that are imported on first use. The values are the module and the name in that module.
 _LAZY_NAMES = {
     "Embedder": ("nereid_backend.pooling.embedder", "Embedder"),
     "Engine": ("nereid_backend.engine", "Engine"),

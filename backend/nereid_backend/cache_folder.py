@@ -8,7 +8,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return the folder of built kernels, compiled models and chat formats.
 
-    It is in XDG_CACHE_HOME, or else in ~/.cache.
+    The folder is `nereid` in the folder XDG_CACHE_HOME, or in ~/.cache if that is not set.
     """
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "nereid"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the CPU and a GPU that do not block the CPU.
 
-A copy to a GPU is only queued if its source is pinned memory. With other memory, the CPU waits
-until the GPU has finished all earlier work. The same is true for copies from the GPU, whose end is
-signalled by an event. If the device is a CPU, nothing is copied.
+A copy from pinned memory to a GPU is only queued, and the CPU continues at once. For a copy from
+other memory, the CPU waits until the GPU has finished all earlier work. Copies from a GPU into
+pinned memory are queued, too, and an event signals their end. If the device is a CPU, nothing is
+copied.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 
-# The number of int64 values in 64 bytes, the size of a cache line. Arrays are aligned to it,
-# because Triton compiles a second kernel for pointers that are not multiples of 16 bytes.
+# The number of int64 values in 64 bytes, the size of a cache line. Each array starts at a multiple
+# of 64 bytes, because the Triton language compiles a second kernel for addresses that are not
+# multiples of 16 bytes.
 _ALIGNED_VALUES = 64 // 8
 
 
@@ -31,9 +33,9 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Return integer arrays as tensors of their shapes on the device.
+    """Return integer arrays as tensors of the same shapes on the device.
 
-    A GPU gets them in one copy.
+    A single copy transfers all arrays to a GPU.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -41,7 +43,10 @@ def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]
 
 
 def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Return integer arrays as tensors on the device, each at an aligned address, in one copy."""
+    """Copy integer arrays to the device in one copy, and return a tensor for each array.
+
+    Each tensor starts at an aligned address.
+    """
     packed = pack(arrays, pinned=device.type == "cuda")
     return unpack(packed.to(device, non_blocking=True), arrays)
 
@@ -75,7 +80,7 @@ def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
 
 
 class HostCopy:
-    """Copies of tensors to the CPU. The sources may change after the copies were queued."""
+    """Copies of tensors on the CPU. The sources on a GPU may change after the copies are queued."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies on the current stream."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 _HUGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
-# Each tensor starts at a multiple of this many bytes, the size of a cache line. A vector that spans
-# two cache lines would be read twice.
+# Each tensor starts at a multiple of this number of bytes, the size of a cache line. A CPU vector
+# that spans two cache lines would need two reads.
 _ALIGNMENT = 64
 # Smaller tensors are not moved.
 _MIN_BYTES = 64 * 2**10
@@ -38,8 +38,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def move_weights(model: nn.Module) -> None:
     """Move a model's parameters and buffers on a CPU into huge pages, in the model's order.
 
-    Tensors that share memory before the call share memory after it. Tensors on other devices, small
-    tensors, and tensors in the layout of a library such as oneDNN are not moved.
+    Tensors that share memory before the call also share memory after the call. Tensors on other
+    devices, small tensors, and tensors in the layout of a library such as oneDNN are not moved.
 
     Args:
         model: the model, for inference only. Mutated.
@@ -64,7 +64,8 @@ def move_weights(model: nn.Module) -> None:
         mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
         for tensor in tensors:
             offset = (mapped.storage_offset() + start) // tensor.itemsize
-            # Make the new tensor an inference tensor if and only if the old tensor is one.
+            # Make the new tensor an inference tensor exactly if the old tensor is an inference
+            # tensor.
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = torch.tensor([], dtype=tensor.dtype).set_(
                     mapped.untyped_storage(),

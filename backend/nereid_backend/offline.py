@@ -31,8 +31,8 @@ def generate(
         The output of each prompt in order.
 
     Raises:
-        RequestError: if a prompt or a parameter is wrong, or if the engine has other requests. No
-            request of this call is left in the engine.
+        RequestError: a prompt or a parameter is wrong, or the engine has other requests. No request
+            of this call stays in the engine.
     """
     if engine.has_work():
         raise RequestError(
@@ -87,7 +87,7 @@ class _PartialOutput:
         """Store an update of the request.
 
         Raises:
-            RequestError: if the engine refused the request.
+            RequestError: the engine refused the request.
         """
         if update.is_refused:
             raise RequestError(update.error)
@@ -106,7 +106,7 @@ class _PartialOutput:
 
 
 def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutput:
-    """Return the finished sequence that the updates of one sequence describe.
+    """Return the complete output of one sequence, built from its updates.
 
     Example: updates with the tokens [5], [6] and [2], of which the last has the finish_reason
     "stop", give the token ids [5, 6, 2] and the text of the tokens [5, 6].

@@ -13,13 +13,20 @@ class StepEngine(Protocol):
 
     Attributes:
         info: facts about the engine.
+        compiled: the requests whose grammar was compiled before the last step. Each item contains
+            the request id, and the times by time.monotonic() at which the compilation was
+            requested and found to be finished.
     """
 
     info: EngineInfo
+    compiled: list[tuple[str, float, float]]
 
     @property
     def started(self) -> list[tuple[str, float]]:
-        """The requests that left the waiting queue in the last step: ids and monotonic times."""
+        """The requests that left the waiting queue in the last step.
+
+        Each item is a pair of request id and start time of the step (time.monotonic()).
+        """
 
     def warm_up(self) -> None:
         """Load the libraries for grammars in the background."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main loop of the engine: plan a step, run the step, and commit its tokens.
+"""The main loop of the engine, which plans a step, runs the step, and commits its tokens.
 
 With async scheduling, the device starts the next step before the host has read the tokens of the
 current step:
@@ -7,12 +7,12 @@ current step:
     host     plan B, launch its pass | wait for A | commit A, launch B's sampling | report, plan C
     device   A ................................... | B's forward pass .......... | B's sampling | C
 
-The plan of step B assumes that each sampling sequence of step A gets exactly one token. The forward
-pass of B reads these tokens from device memory, where A wrote them. The sampling of B is launched
-after A is committed. By then, the host knows everything that depends on the earlier tokens:
-grammars, penalties, bad words, and which answers have ended. If the assumption was wrong for a
-sequence, B does not sample a token for the sequence, and a later step computes wrong tokens again.
-If a sequence of A ends with an error, B is dropped completely.
+The plan of step B assumes that each sequence for which step A samples gets exactly one token. The
+forward pass of B reads these tokens from device memory, where A wrote them. The sampling of B is
+launched after A is committed. By then, the host knows everything that depends on the earlier
+tokens: grammars, penalties, bad words, and the answers that have ended. If the assumption was wrong
+for a sequence, no token is sampled for the sequence in B, and a later step repeats the computation
+with the correct tokens. If a sequence of A ends with an error, B is discarded completely.
 """
 
 import logging
@@ -60,8 +60,8 @@ class StepLoop:
             runner: executes the plans.
             max_step_failures: the number of consecutive failed steps after which the engine ends.
             is_async: whether the next step starts before the tokens of the current step are read.
-                If True, the scheduler must not propose draft tokens, and the path of the runner
-                must support pending chunks.
+                If True, the scheduler must not propose draft tokens, and the runner's execution
+                path must support pending chunks.
         """
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
@@ -81,7 +81,7 @@ class StepLoop:
             The updates of the sequences that got tokens or ended.
 
         Raises:
-            EngineError: if the device is lost, or if too many steps in a row have failed.
+            EngineError: the device is lost, or too many consecutive steps have failed.
         """
         self.started = []
         step, self._running_step = self._running_step, None
@@ -102,8 +102,8 @@ class StepLoop:
         """Wait for a step and commit its result. With async scheduling, start the next step first.
 
         Returns:
-            The updates of the step. If the next step could not start, the updates that end its
-            sequences follow.
+            The updates of the step, followed by the updates that end the sequences of the next step
+            if that step could not start.
         """
         next_step = self._start_next(step) if self._is_async else None
         result: StepResult | None = None
@@ -156,7 +156,7 @@ class StepLoop:
         """Count a failed step, end its sequences, and return their last updates.
 
         Raises:
-            EngineError: if the GPU is lost, or if too many consecutive steps have failed.
+            EngineError: the GPU is lost, or too many consecutive steps have failed.
         """
         logger.error("A step with %d sequences failed.", len(plan.chunks), exc_info=error)
         message = f"the engine failed: {type(error).__name__}: {error}"
@@ -170,7 +170,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Add the requests whose first tokens are in a plan to `started`."""
+        """Append the requests that a plan starts to `started`."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

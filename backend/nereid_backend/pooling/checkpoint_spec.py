@@ -70,7 +70,7 @@ class CheckpointSpec:
         answer_tokens: the token ids of "yes" and "no" of a generative reranker, if its files name
             them. If the second id is None, the score is the logit of "yes" alone.
         template_kwargs: the variables with which a generative reranker's chat template is rendered.
-        splade: the SPLADE pooling: "max" or "sum", and how many times log1p is applied.
+        splade: the SPLADE pooling: "max" or "sum", and the number of times that log1p is applied.
         skip_words: tokens without a vector in a multi-vector output.
         prompts: the texts of prompts by name.
         default_prompt_name: the name of the prompt for inputs that name no prompt.
@@ -158,37 +158,46 @@ def _read_base(
     Raises:
         UnsupportedModelError: the checkpoint embeds texts with a chat template.
     """
-    settings: dict[str, Any] = {}
-    for path in sorted(folder.glob(_SETTINGS_FILES)):
-        settings = settings or read_json(path)
+    settings = _read_settings(folder)
     if task == "embed" and "message" in (settings.get("modality_config") or {}):
         raise UnsupportedModelError(
             f"{folder} embeds texts with a chat template (modality_config), which is not supported."
         )
-    prompts = {
-        str(name): text
-        for name, text in (saved.get("prompts") or {}).items()
-        if isinstance(text, str)
-    }
+    prompts = saved.get("prompts") or {}
     refused = {}
     if settings.get("query_expansion"):
         refused["query"] = (
             "the checkpoint pads queries with mask tokens (query_expansion), which is not supported"
         )
     length = settings.get("max_seq_length")
-    template = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
     return CheckpointSpec(
         folder,
         config,
         architecture,
         task,
-        prompts=prompts,
+        prompts={str(name): text for name, text in prompts.items() if isinstance(text, str)},
         default_prompt_name=saved.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(settings.get("do_lower_case")),
         refused_prompts=refused,
-        template_kwargs={k: v for k, v in template.items() if k not in _NOT_FOR_TEMPLATES},
+        template_kwargs=_template_kwargs(settings),
     )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of the first file sentence_*_config.json that is not empty; else {}."""
+    contents = (read_json(path) for path in sorted(folder.glob(_SETTINGS_FILES)))
+    return next((content for content in contents if content), {})
+
+
+def _template_kwargs(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables with which the chat template is rendered.
+
+    Example: {"processing_kwargs": {"chat_template": {"add_generation_prompt": true}}} returns
+    {"add_generation_prompt": True}.
+    """
+    arguments = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
+    return {name: value for name, value in arguments.items() if name not in _NOT_FOR_TEMPLATES}
 
 
 def _describe_scoring(
@@ -264,6 +273,9 @@ def _describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
+    There are four kinds: a model with sparse output (SPLADE), a model with a text and an image
+    tower, a model with only multi-vector output, and a model with dense output.
+
     Args:
         base: the fields that every task has.
         settings: the settings.
@@ -327,15 +339,20 @@ def _describe_dense(
     vector_modules = tuple(
         module for module in later if not module.maps_tokens and module.kind != "Pooling"
     )
+    # None means that the files do not determine whether vectors are scaled to length 1.
     normalizes = ends_with_normalize(later) if pooling is not None else None
     if normalizes:
         # The vectors are scaled after they are truncated to `dimensions`, so the last module is not
         # applied as a layer.
         vector_modules = vector_modules[:-1]
-    further_kinds = {"sparse": SPARSE_FILE, "multi_vector": MULTI_VECTOR_FILE}
+    kinds = ["dense"]
+    if (root / SPARSE_FILE).is_file():
+        kinds.append("sparse")
+    if (root / MULTI_VECTOR_FILE).is_file():
+        kinds.append("multi_vector")
     return replace(
         base,
-        kinds=("dense", *(kind for kind, file in further_kinds.items() if (root / file).is_file())),
+        kinds=tuple(kinds),
         poolers=(settings.pooling,) if settings.pooling else _poolers(pooling),
         include_prompt=bool(pooling.config.get("include_prompt", True)) if pooling else True,
         vector_modules=vector_modules,
@@ -353,7 +370,9 @@ def _poolers(pooling: ModuleSpec | None) -> tuple[str, ...]:
     modes = pooling.config.get("pooling_mode")
     if modes is None:
         modes = [name for key, name in _LEGACY_POOLERS.items() if pooling.config.get(key)]
-    names = (modes,) if isinstance(modes, str) else tuple(modes) or ("mean",)
+    if isinstance(modes, str):
+        modes = [modes]
+    names = tuple(modes) or ("mean",)
     for name in names:
         if name not in POOLERS or name == "splade":
             raise UnsupportedModelError(

@@ -179,21 +179,29 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Return texts of random tokens with the lengths `lens`, without special tokens."""
+    special = _special_ids(encoder)
+    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
+    size = min(encoder.vocab_size, max(8, len(encoder.tokenizer)))
+    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
+    plain = [i for i in range(size // 8, size) if i not in special] or list(range(size))
+    rng = random.Random(0)
+    texts = [[rng.choice(plain) for _ in range(n)] for n in lens]
+    types: list[list[int] | None] = [None] * len(lens)
+    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
+    if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
+        # Use both type ids, so that a method that mixes them up is not exact.
+        types = [[0] * (n // 2) + [1] * (n - n // 2) for n in lens]
+    return TokenBatch.of(texts, types, encoder.device)
+
+
+def _special_ids(encoder: Encoder) -> set[int]:
+    """Return the ids of the special tokens that the tokenizer or the config names."""
     special = set(encoder.tokenizer.all_special_ids)
     for config in (encoder.model.config, encoder.model.config.get_text_config()):
         for key, value in config.to_dict().items():
             if key.endswith("token_id") and isinstance(value, int):
                 special.add(value)
-    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
-    size = min(encoder.vocab_size, max(8, len(encoder.tokenizer)))
-    plain = [i for i in range(size // 8, size) if i not in special] or list(range(size))
-    rng = random.Random(0)
-    texts = [[rng.choice(plain) for _ in range(n)] for n in lens]
-    types: list[list[int] | None] = [None] * len(lens)
-    kinds = getattr(encoder.model.config, "type_vocab_size", None) or 0
-    if kinds > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        types = [[0] * (n // 2) + [1] * (n - n // 2) for n in lens]
-    return TokenBatch.of(texts, types, encoder.device)
+    return special
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -288,12 +296,15 @@ def _batch_beyond_windows(
 
     Return None if the model has no windows, or only windows that are too long to test.
     """
+    # A packed forward pass shows the windows, because each attention layer passes its window to
+    # `attention`. The computed vectors are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
     except _MODEL_ERRORS:
+        # The model does not support packed batches, so the method `packed` will not be chosen.
         return None
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)

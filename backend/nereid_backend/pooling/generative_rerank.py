@@ -98,6 +98,8 @@ class GenerativeReranker:
             return ids
         num_other = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
+        # The prompt of a truncated document can have more tokens than expected (see _SPARE_TOKENS).
+        # Retry with a shorter document.
         for num_spare in _SPARE_TOKENS:
             num_kept = limit - num_other - num_spare
             if num_kept <= 0:
@@ -146,6 +148,7 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
+        # A template that copies any role renders the same text, except for the names of the roles.
         unknown_text = self._render_roles(*probes, None, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)

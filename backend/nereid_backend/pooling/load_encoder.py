@@ -3,7 +3,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,22 +262,27 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
     auto classes cannot load a model without a folder.
     """
     auto = _AUTO[spec.loader]
-    config = spec.config
-    if has_folder and spec.loader != BASE:
+    model_class = None if has_folder and spec.loader != BASE else _model_class(auto, spec)
+    if model_class is None:
         return auto.from_pretrained, {"trust_remote_code": False}
-    with suppress(KeyError):
-        mapped = auto._model_mapping[type(config)]
-        # Some configs belong to several classes.
-        classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
-        known = next((c for c in classes if c.__name__ == spec.architecture), classes[0])
-        if spec.loader != BASE:
-            return known.from_pretrained, {}
-        if getattr(config, "is_encoder_decoder", False):
-            known = _encoder_alone(spec, known)
-        # The model's own pooler is not used, and its weights are often untrained.
-        has_pooler = "add_pooling_layer" in inspect.signature(known.__init__).parameters
-        return known.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
-    return auto.from_pretrained, {"trust_remote_code": False}
+    if spec.loader != BASE:
+        return model_class.from_pretrained, {}
+    if getattr(spec.config, "is_encoder_decoder", False):
+        model_class = _encoder_alone(spec, model_class)
+    # The model's own pooler is not used, and its weights are often untrained.
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return model_class.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
+
+
+def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
+    """Return the class that the auto class `auto` has for a config; None if it has no class."""
+    try:
+        mapped = auto._model_mapping[type(spec.config)]
+    except KeyError:
+        return None
+    # Some configs belong to several classes.
+    classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
+    return next((c for c in classes if c.__name__ == spec.architecture), classes[0])
 
 
 def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class

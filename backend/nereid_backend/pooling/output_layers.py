@@ -50,21 +50,30 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
         UnsupportedModelError: the activation of a layer is not supported.
     """
     device = encoder.device
-    skipped: set[int] = set()
-    sparse = None
-    multi_vector = None
-    if "sparse" in spec.kinds and spec.loader != MASKED:
-        sparse = load_linear(root / SPARSE_FILE, device)
-        special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
-        skipped = {token_id for token_id in special_ids if token_id is not None}
-    if "multi_vector" in spec.kinds and "dense" in spec.kinds:
-        multi_vector = load_linear(root / MULTI_VECTOR_FILE, device)
-    vocabulary = encoder.tokenizer.get_vocab() if spec.skip_words else {}
-    skipped |= {vocabulary[word] for word in spec.skip_words if word in vocabulary}
+    has_sparse_layer = "sparse" in spec.kinds and spec.loader != MASKED
+    has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
     return OutputLayers(
         tokens=[load_layer(module, device) for module in spec.token_modules],
         vector=[load_layer(module, device) for module in spec.vector_modules],
-        sparse=sparse,
-        multi_vector=multi_vector,
-        skipped=frozenset(skipped),
+        sparse=load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None,
+        multi_vector=(
+            load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
+        ),
+        skipped=_skipped_tokens(spec, encoder, has_sparse_layer=has_sparse_layer),
     )
+
+
+def _skipped_tokens(
+    spec: CheckpointSpec, encoder: Encoder, *, has_sparse_layer: bool
+) -> frozenset[int]:
+    """Return the ids of the tokens without a weight and without a vector.
+
+    With a sparse layer, these are special tokens. The files of a multi-vector model name further
+    tokens, such as punctuation.
+    """
+    skipped: set[int] = set()
+    if has_sparse_layer:
+        special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
+        skipped = {token_id for token_id in special_ids if token_id is not None}
+    vocabulary = encoder.tokenizer.get_vocab() if spec.skip_words else {}
+    return frozenset(skipped | {vocabulary[word] for word in spec.skip_words if word in vocabulary})

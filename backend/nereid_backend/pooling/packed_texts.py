@@ -83,7 +83,7 @@ class TokenBatch:
         return groups
 
     def split(self) -> list["TokenBatch"]:
-        """Return each text as a batch of its own."""
+        """Return a separate batch for each text."""
         types = self.type_ids
         return [
             TokenBatch(
@@ -140,11 +140,36 @@ class PackedAttention:
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
         num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
         """
-        window = kwargs.get("sliding_window")
-        softcap = kwargs.get("softcap")
+        attention = self._group_attention(module, query, kwargs)
+        if attention.window is not None:
+            self.windows.add(attention.window)
+        # [num_tokens, num_heads, dim] each
+        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        parts = []
+        for start, count, length in self.groups:
+            # [count, num_heads, length, dim] each
+            group_query, group_key, group_value = (
+                r[start : start + count * length].view(count, length, *r.shape[1:]).transpose(1, 2)
+                for r in rows
+            )
+            output = attention.attend(group_query, group_key, group_value)
+            # [count * length, num_heads, value_dim]
+            parts.append(output.transpose(1, 2).flatten(0, 1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+    def _group_attention(
+        self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
+    ) -> "_GroupAttention":
+        """Return the attention with the options that a layer passes to transformers' interface.
+
+        Raises:
+            ValueError: the layer uses an option that is not supported.
+        """
         if kwargs.get("position_bias") is not None:
             raise ValueError("its attention adds a position bias")
-        attention = _GroupAttention(
+        window = kwargs.get("sliding_window")
+        softcap = kwargs.get("softcap")
+        return _GroupAttention(
             scale=scale_of(module, query, kwargs),
             is_causal=self.is_causal,
             window=window if isinstance(window, int) and window > 0 else None,
@@ -152,17 +177,6 @@ class PackedAttention:
             sinks=sinks_of(kwargs),
             masks=self._masks,
         )
-        if attention.window is not None:
-            self.windows.add(attention.window)
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        parts = []
-        for start, count, length in self.groups:
-            q, k, v = (
-                r[start : start + count * length].view(count, length, *r.shape[1:]).transpose(1, 2)
-                for r in rows
-            )
-            parts.append(attention.attend(q, k, v).transpose(1, 2).flatten(0, 1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +288,7 @@ class _GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Compute the attention of a block of queries; shapes as for `attend`."""
+        """Compute the attention of a block of queries. `attend` documents the shapes."""
         if self._is_stepwise(query):
             return self._stepwise(query, key, value, mask)
         return functional.scaled_dot_product_attention(

@@ -27,8 +27,9 @@ _READ_ERRORS = (
     *(pickle.UnpicklingError, safetensors.SafetensorError),
 )
 
-# For each text, the index of its first pooled token and the index after its last pooled token. No
-# range is empty. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4, and the tokens 6 to 8.
+# For each text, the index of its first pooled token and the index after its last pooled token. Each
+# range contains at least one token. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4, and the
+# tokens 6 to 8.
 Ranges = list[tuple[int, int]]
 
 
@@ -107,7 +108,7 @@ class Layer:
     residual: bool = False
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Map vectors [..., in_features] to vectors [..., out_features], both float32."""
+        """Map float32 vectors [..., in_features] to float32 vectors [..., out_features]."""
         if self.kind == "Normalize":
             return functional.normalize(vectors, dim=-1)
         weight = self.weights
@@ -157,7 +158,7 @@ def load_layer(module: ModuleSpec, device: torch.device) -> Layer:
 
 
 def load_linear(path: Path, device: torch.device) -> Layer:
-    """Load a linear layer that has a file of its own, such as sparse_linear.pt.
+    """Load a linear layer that is stored in a separate file, such as sparse_linear.pt.
 
     Raises:
         ModelError: the file is broken, or contains something other than tensors.

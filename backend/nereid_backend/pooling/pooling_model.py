@@ -224,13 +224,12 @@ class PoolingModel:
         if self._chosen is None:
             vectors = text_vectors(self._encoder, batch)
             return dense_outputs(vectors, items, normalizes=self._normalizes)
-        if self._head is not None and self._head.rows == "whole":
-            logits = self._head.logits(None, batch)
-            return score_outputs(logits.float(), items, activation=self._spec.activation)
-        hidden = self._chosen.forward(batch)
         if self._head is not None:
-            logits = self._head.logits(hidden, batch)
-            return score_outputs(logits.float(), items, activation=self._spec.activation)
+            needs_hidden = self._head.rows != "whole"
+            hidden = self._chosen.forward(batch) if needs_hidden else None
+            logits = self._head.logits(hidden, batch).float()
+            return score_outputs(logits, items, activation=self._spec.activation)
+        hidden = self._chosen.forward(batch)
         if self._reranker is not None:
             logits = self._answer_logits(self._reranker, hidden, batch)
             return score_outputs(logits, items, activation=self._spec.activation)
@@ -263,16 +262,7 @@ class PoolingModel:
         for layer in self._layers.tokens:
             hidden = layer(hidden.float())
         starts = batch.starts
-        outputs: dict[int, Value | None] = {}
-        dense = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
-        if dense:
-            pooled_tokens = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in dense]
-            vectors = pool(hidden, pooled_tokens, self._poolers)
-            for layer in self._layers.vector:
-                vectors = layer(vectors)
-            dense_items = [items[i] for i in dense]
-            vector_outputs = dense_outputs(vectors, dense_items, normalizes=self._normalizes)
-            outputs.update(zip(dense, vector_outputs, strict=True))
+        outputs = self._dense_outputs(hidden, starts, items)
         for i, prepared in enumerate(items):
             token_vectors = hidden[starts[i] : starts[i + 1]].float()
             if prepared.item.kind == "sparse":
@@ -280,6 +270,27 @@ class PoolingModel:
             elif prepared.item.kind == "multi_vector":
                 outputs[i] = multi_vector_output(token_vectors, prepared, self._layers)
         return [outputs[i] for i in range(len(items))]
+
+    def _dense_outputs(
+        self, hidden: Tensor, starts: list[int], items: list[Prepared]
+    ) -> dict[int, Value | None]:
+        """Compute the outputs of the items with the kind "dense", by the index of the item.
+
+        Args:
+            hidden: the token vectors after the token layers, [num_tokens, size].
+            starts: the index of each item's first token, followed by the number of all tokens.
+            items: all items of the batch.
+        """
+        dense = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
+        if not dense:
+            return {}
+        pooled_tokens = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in dense]
+        vectors = pool(hidden, pooled_tokens, self._poolers)
+        for layer in self._layers.vector:
+            vectors = layer(vectors)
+        dense_items = [items[i] for i in dense]
+        outputs = dense_outputs(vectors, dense_items, normalizes=self._normalizes)
+        return dict(zip(dense, outputs, strict=True))
 
     def _describe(
         self, config: PoolingConfig, max_len: int, difference: float, *, load_seconds: float
@@ -330,8 +341,8 @@ class PoolingModel:
         """Return the pooling methods, and whether vectors are scaled to length 1.
 
         If the checkpoint's files do not determine the methods, a causal model uses the last token,
-        and any other model uses the mean. If the files do not determine the scaling, the dense
-        vectors of a causal model are scaled, and those of other models are not.
+        and any other model uses the mean. If the files do not determine the scaling, only the dense
+        vectors of a causal model are scaled.
         """
         spec = self._spec
         is_causal = self._chosen is not None and self._chosen.is_causal
@@ -410,14 +421,10 @@ def _length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder)
     limit = model_limit(spec.config.get_text_config())
     largest = limit.num_tokens
     reason = limit.reason
-    table = position_table(encoder)
-    if table is not None:
-        positions = int(table.weight.shape[0])
-        if table.padding_idx is not None:
-            positions -= table.padding_idx + 1
-        if positions < largest:
-            largest = positions
-            reason = "the number of position embeddings"
+    num_positions = _num_positions(encoder)
+    if num_positions is not None and num_positions < largest:
+        largest = num_positions
+        reason = "the number of position embeddings"
     configured = config.max_model_len
     if configured is not None:
         if configured > largest:
@@ -428,3 +435,15 @@ def _length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder)
         return configured
     file_limit = spec.max_seq_length or encoder.tokenizer.model_max_length
     return min(largest, file_limit) if 0 < file_limit < _NO_LIMIT else largest
+
+
+def _num_positions(encoder: Encoder) -> int | None:
+    """Return the number of position embeddings for tokens; None if the model has no table of them.
+
+    If the table has a padding embedding, the positions of tokens begin after it.
+    """
+    table = position_table(encoder)
+    if table is None:
+        return None
+    size = int(table.weight.shape[0])
+    return size if table.padding_idx is None else size - table.padding_idx - 1

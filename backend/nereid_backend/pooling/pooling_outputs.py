@@ -82,7 +82,7 @@ def splade_outputs(
             tokens: pairs of the index of a slice's first token and the logits [n, vocab_size].
         batch: the texts. There is at least one.
         strategy: how the weights of a text's tokens are combined: "max" or "sum".
-        num_log1p: how many times log1p is applied to the logits.
+        num_log1p: the number of times that log1p is applied to the logits.
 
     Returns:
         One mapping for each text; None if a weight is not finite.
@@ -105,6 +105,7 @@ def splade_outputs(
                 weights[number] += _log1p(text_logits.relu(), num_log1p).sum(0)
     assert weights is not None
     if strategy == "max":
+        # log1p is an increasing function, so it can be applied after the maximum, which is faster.
         weights = _log1p(weights, num_log1p)
     return [_nonzero_weights(row) for row in weights]
 

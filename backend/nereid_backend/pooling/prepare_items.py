@@ -231,19 +231,16 @@ class ItemPreparer:
             items: the items by their index in the request. Each has a text or a pair.
         """
         if self._reranker is not None:
-            for index, item in items.items():
-                assert item.pair is not None
-                limit = self._info.max_model_len if item.truncate else None
-                instruction = item.instruction or item.prompt
-                yield index, self._reranker.tokens(item.pair, instruction, limit), None
+            yield from self._rerank_tokens(self._reranker, items)
             return
         # A call of the tokenizer accepts either texts or pairs.
         for has_pair in (False, True):
             some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
             if some:
-                columns = zip(*(_texts_of(item) for item in some.values()), strict=True)
+                # One list of texts, or a list of first texts and a list of second texts.
+                lists = zip(*(_texts_of(item) for item in some.values()), strict=True)
                 encoded: Any = self._tokenizer(
-                    *(list(column) for column in columns),
+                    *map(list, lists),
                     return_attention_mask=False,
                     return_token_type_ids=self._wants_types,
                     verbose=False,
@@ -251,11 +248,23 @@ class ItemPreparer:
                 types = encoded.get("token_type_ids") or [None] * len(some)
                 yield from zip(some, encoded["input_ids"], types, strict=True)
 
+    def _rerank_tokens(
+        self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
+    ) -> Iterator[_Tokens]:
+        """Yield the tokens of pairs for a generative reranker. `_tokenise` documents the items."""
+        for index, item in items.items():
+            assert item.pair is not None
+            limit = self._info.max_model_len if item.truncate else None
+            instruction = item.instruction or item.prompt
+            yield index, reranker.tokens(item.pair, instruction, limit), None
+
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
         """Truncate or refuse a text that is too long, and return the prepared item."""
         limit = self._info.max_model_len
         if len(ids) > limit:
             self._refuse_length(item, len(ids))
+            # Tokenise the text again, because the first `limit` ids would lack the special token at
+            # the end. Of a pair, the tokenizer truncates the longer text.
             encoded: Any = self._tokenizer(
                 *_texts_of(item),
                 truncation="longest_first",

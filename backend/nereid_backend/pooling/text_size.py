@@ -75,6 +75,8 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
+            # The message gives tokens, because the limit is a setting in tokens. The number is
+            # above the limit even if short texts are allowed to be longer (_MIN_TEXT_BYTES).
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the items of the next step from all requests in turn, within a token budget."""
+"""Chooses the items of the next step within a token budget. The requests take turns."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -62,6 +62,8 @@ class TokenQueue:
 
     def take(self, budget: int) -> list[QueuedItem]:
         """Remove the items of the next step from the queue, and return them.
+
+        The requests take turns, beginning with the request whose turn was next in the last call.
 
         Args:
             budget: the largest number of tokens of the items together. If the first item alone has

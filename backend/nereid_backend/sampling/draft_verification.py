@@ -62,15 +62,15 @@ def sampling_of(plan: StepPlan) -> Sampling:
     rows: list[int] = []
     counts: list[int] = []
     end = 0
-    for chunk in plan.chunks:
-        end += chunk.num_logits
-        if not chunk.samples:
+    for sequence, _, _, samples, _, num_logits in plan.chunks:
+        end += num_logits
+        if not samples:
             continue
-        drafts = chunk.sequence.draft_token_ids
+        drafts = sequence.draft_token_ids
         if drafts:
-            positions += [Position(chunk.sequence, drafts[:i]) for i in range(len(drafts))]
+            positions += [Position(sequence, drafts[:i]) for i in range(len(drafts))]
             rows += range(end - len(drafts) - 1, end - 1)
-        positions.append(Position(chunk.sequence, drafts))
+        positions.append(Position(sequence, drafts))
         rows.append(end - 1)
         counts.append(len(drafts) + 1)
     return Sampling(positions, rows, counts)

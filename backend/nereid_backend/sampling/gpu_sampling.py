@@ -90,24 +90,34 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-@torch.inference_mode()
-def num_differing(device: torch.device) -> int:
-    """Return how many tokens of a test batch differ from the reference implementation's tokens."""
+def _test_batch() -> tuple[Tensor, SamplingBatch]:
+    """Return random logits [16, 9000] float32, and the sampling parameters of the 16 rows.
+
+    The rows combine four kinds of logits with four kinds of parameters.
+    """
     random = np.random.default_rng(0)
-    logits = torch.from_numpy(
-        random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32) * 3
-    )
+    normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
+    logits = torch.from_numpy(normal * 3)
+    # The kind of the logits is the index of the row modulo 4. Kind 0 has the random logits.
     logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
-    quarters = np.arange(_NUM_CHECKED_ROWS) // 4
+    # The kind of the parameters is the index of the row divided by 4.
+    kind = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
-        temperature=np.where(quarters % 2, 1.0, 0.7).astype(np.float32),
-        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[quarters % 4],
-        top_k=np.array([0, 0, 50, 400])[quarters % 4],
-        min_p=np.where(quarters == 0, 0.01, 0.0).astype(np.float32),
+        temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[kind],
+        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[kind],
+        top_k=np.array([0, 0, 50, 400])[kind],
+        min_p=np.array([0.01, 0.0, 0.0, 0.0], dtype=np.float32)[kind],
         uniform=random.random(_NUM_CHECKED_ROWS),
     )
+    return logits, batch
+
+
+@torch.inference_mode()
+def num_differing(device: torch.device) -> int:
+    """Return the number of tokens of a test batch that differ from the reference implementation."""
+    logits, batch = _test_batch()
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
     token_ids, logprobs, has_allowed = sample(device_logits, device_logits, settings)

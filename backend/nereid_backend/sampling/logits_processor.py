@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies the sampling parameters of requests to the logits before a token is sampled.
 
-The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler):
+The parameters are applied in the same order as in vLLM (docs.vllm.ai, vllm.v1.sample.sampler):
 
     the grammar's mask and allowed_token_ids -> bad_words_token_ids -> min_tokens
     -> logit_bias -> repetition, frequency, presence penalty -> (temperature, min_p, top_k, top_p)
@@ -83,10 +83,6 @@ class LogitsParams:
         """Prepare the logits parameters of a request."""
         params = sequence.params
         bias = _bias_pairs(params)
-        words: dict[int, list[tuple[list[int], int]]] = {}
-        for *before, last in params.bad_words_token_ids:
-            if before:
-                words.setdefault(before[-1], []).append((before, last))
         allowed = params.allowed_token_ids
         return cls(
             sequence,
@@ -96,7 +92,7 @@ class LogitsParams:
             bad_tokens=np.array(
                 [word[0] for word in params.bad_words_token_ids if len(word) == 1], np.int64
             ),
-            bad_words=words,
+            bad_words=_longer_bad_words(params),
             stops=np.array([t for t in sequence.stop_token_ids if t < vocab_size], np.int64),
             has_penalties=asks_for_penalties(params),
         )
@@ -216,6 +212,15 @@ class LogitsProcessor:
         penalised_logits = logits[logits_rows]
         apply_penalties(penalised_logits, ids, counts, params)
         logits.index_copy_(0, logits_rows, penalised_logits)
+
+
+def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
+    """Return the bad words of several tokens (see LogitsParams.bad_words)."""
+    words: dict[int, list[tuple[list[int], int]]] = {}
+    for *before, last in params.bad_words_token_ids:
+        if before:
+            words.setdefault(before[-1], []).append((before, last))
+    return words
 
 
 def explain_no_token(sequence: Sequence) -> str:

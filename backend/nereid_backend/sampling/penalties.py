@@ -56,7 +56,7 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._requests: dict[int, _CountedTokens] = {}
-        # [rows, width]: the token ids, and how many times the output contains each token.
+        # [rows, width]: the token ids, and the number of times that the output contains each token.
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
@@ -77,17 +77,18 @@ class TokenCounts:
         Returns:
             Token ids [n, width] int64 and counts [n, width] float32. Both are copies.
         """
-        sizes = [
-            self._count(row, position.sequence)
-            for row, position in zip(rows, positions, strict=True)
-        ]
-        extra = max(len(position.drafts) for position in positions)
-        width = max(1, max(sizes) + extra)
+        max_distinct = 0
+        for row, position in zip(rows, positions, strict=True):
+            max_distinct = max(max_distinct, self._count(row, position.sequence))
+        max_drafts = max(len(position.drafts) for position in positions)
+        width = max(1, max_distinct + max_drafts)
         self._widen(width)
+        # Indexing with a list of rows copies the rows.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
+                # Count draft tokens only in the copies, because they may be rejected.
                 columns = dict(self._requests[rows[index]].columns)
                 _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts
@@ -107,20 +108,27 @@ class TokenCounts:
 
     def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
         """Clear a row for a request, and add the request's prompt tokens if they are needed."""
-        if row >= len(self._ids):
-            missing = max(row + 1, 2 * len(self._ids)) - len(self._ids)
-            self._ids = np.pad(self._ids, ((0, missing), (0, 0)))
-            self._counts = np.pad(self._counts, ((0, missing), (0, 0)))
+        self._lengthen(row + 1)
         counted = self._requests[row] = _CountedTokens(sequence, sequence.num_prompt_tokens)
         self._ids[row] = 0
         self._counts[row] = 0
         if sequence.params.repetition_penalty != 1:
             prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
             self._widen(len(prompt))
-            self._ids[row] = prompt[0]
             self._ids[row, : len(prompt)] = prompt
+            # The unused end of the row repeats the first token, whose count is 0 (see the class).
+            self._ids[row, len(prompt) :] = prompt[0]
             counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
         return counted
+
+    def _lengthen(self, num_rows: int) -> None:
+        """Extend the tables to at least `num_rows` rows. The number of rows at least doubles."""
+        old_num_rows = len(self._ids)
+        missing = num_rows - old_num_rows
+        if missing > 0:
+            padding = ((0, max(missing, old_num_rows)), (0, 0))
+            self._ids = np.pad(self._ids, padding)
+            self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
         """Extend all rows to at least `width` elements. The width at least doubles."""
@@ -186,9 +194,12 @@ def _add(
         column = columns.get(token_id)
         if column is None:
             column = columns[token_id] = len(columns)
-            # The first token of a row also fills the unused end of the row.
-            ids[column if column > 0 else slice(None)] = token_id
+            if column == 0:
+                ids[:] = token_id
+            else:
+                ids[column] = token_id
             counts[column] = 0
         counts[column] += 1
         if column == 0:
+            # The unused end of the row repeats the first token and its count.
             counts[len(columns) :] = counts[0]

@@ -146,15 +146,19 @@ def sample_or_defer(
         token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
     else:
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        index = upload(filtered, logits.device)
+        filtered_index = upload(filtered, logits.device)
         filtered_ids, is_certain = _sample_filtered(
-            logits[index], batch.rows(filtered), defers=defers
+            logits[filtered_index], batch.rows(filtered), defers=defers
         )
-        token_ids[index] = filtered_ids
+        token_ids[filtered_index] = filtered_ids
         unfiltered = np.flatnonzero(~is_filtered)
-        index = upload(unfiltered, logits.device)
-        token_ids[index] = _sample_unfiltered(logits[index], batch.rows(unfiltered))
-    return token_ids, None if is_certain is None else UncertainRows(filtered, is_certain)
+        unfiltered_index = upload(unfiltered, logits.device)
+        token_ids[unfiltered_index] = _sample_unfiltered(
+            logits[unfiltered_index], batch.rows(unfiltered)
+        )
+    if is_certain is None:
+        return token_ids, None
+    return token_ids, UncertainRows(filtered, is_certain)
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -187,13 +191,12 @@ def _sample_filtered(
         return token_ids, is_certain
     token_ids, is_certain, total_probs = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
+        # The second attempt examines more tokens, but not all. It is skipped for very flat rows.
         rows = (~is_certain & (total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
         if len(rows) > 0:
-            second_ids, second_is_certain, _ = _sample_from_likeliest(
+            token_ids[rows], is_certain[rows], _ = _sample_from_likeliest(
                 logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND
             )
-            token_ids[rows] = second_ids
-            is_certain[rows] = second_is_certain
     rows = (~is_certain).nonzero().squeeze(1)
     if len(rows) > 0:
         uncertain = batch.rows(rows.cpu().numpy())
@@ -243,28 +246,43 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
         The second tensor is False for each row of which the filters may keep tokens outside
         `probs`.
     """
-    width = probs.shape[1]
-    top_k = _column(batch.top_k, probs)
     top_p = _column(batch.top_p, probs)
-    # top_k and min_p remove the tokens below `floor`. Without these filters, `floor` is 0.
-    kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
-    floor = torch.maximum(
-        torch.where((top_k > 0) & (top_k <= width), kth_largest, 0),
-        probs[:, :1] * _column(batch.min_p, probs),
-    )
+    smallest = probs[:, -1:]
+    floor, is_certain = _floor(probs, batch)
     kept = probs * (probs >= floor)
     # top_p refers to the total probability of the tokens that the other filters keep. If the other
     # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
     # includes all tokens that the other filters keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
-    smallest = probs[:, -1:]
-    is_certain = ((floor == 0) & (top_k <= 0)) | (smallest < floor)
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
     # Tokens whose probability equals the threshold are kept, too. If the least likely token in
     # `probs` reaches the threshold, tokens outside `probs` may reach the threshold as well.
     return threshold, is_certain & (smallest < threshold)
+
+
+def _floor(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Return the probability below which top_k and min_p remove tokens, for each row.
+
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        batch: the filters of the rows.
+
+    Returns:
+        The probability, [n, 1] float32, which is 0 without these filters, and a tensor [n, 1] bool.
+        The second tensor is True if top_k and min_p remove no token, or keep only tokens in
+        `probs`.
+    """
+    width = probs.shape[1]
+    top_k = _column(batch.top_k, probs)
+    kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
+    floor = torch.maximum(
+        torch.where((top_k > 0) & (top_k <= width), kth_largest, 0),
+        probs[:, :1] * _column(batch.min_p, probs),
+    )
+    removes_nothing = (floor == 0) & (top_k <= 0)
+    return floor, removes_nothing | (probs[:, -1:] < floor)
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
@@ -301,22 +319,35 @@ def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
     Returns:
         Indices [n] int64.
     """
-    num_blocks = weights.shape[1] // _BLOCK
     uniform = _column(batch.uniform, weights)
-    if num_blocks < _MIN_BLOCKS:
-        cumulated = weights.cumsum(-1)
-        return _search(cumulated, _scaled_to_total(uniform, cumulated))
-    # The last block also contains the remainder of the row.
-    width = weights.shape[1] - (num_blocks - 1) * _BLOCK
+    if weights.shape[1] // _BLOCK >= _MIN_BLOCKS:
+        return _select_by_blocks(weights, uniform)
+    cumulated = weights.cumsum(-1)
+    return _search(cumulated, _scaled_to_total(uniform, cumulated))
+
+
+def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the same indices as `_select`, for wide rows.
+
+    Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
+    """
+    num_blocks = weights.shape[1] // _BLOCK
+    # Sum the weights of each block. The last block also contains the remainder of the row.
     blocks = weights[:, : num_blocks * _BLOCK]
     sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
     sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
+    # Find the block with the result.
     cumulated = sums.cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
     sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    block_weights = weights.gather(1, block * _BLOCK + torch.arange(width, device=weights.device))
+    # Read the block. All rows get the width of the last block, because a tensor has only one width.
+    # The additional weights of the other blocks are set to 0.
+    last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
+    columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
+    block_weights = weights.gather(1, columns)
     block_weights[:, _BLOCK:] *= block == num_blocks - 1
+    # Find the result in the block.
     return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
 
 

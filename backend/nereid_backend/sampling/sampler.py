@@ -299,13 +299,10 @@ class Sampler:
             defers=defers,
         )
         column = token_ids[:, None]
-        sampled_logits = model_logits.gather(1, column)
+        # The log-probabilities are those of the model's own distribution.
+        logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
         # If every token of a row is forbidden, the sampled token is forbidden, too.
-        changed_logits = sampled_logits
-        if processed is not model_logits:
-            changed_logits = processed.gather(1, column)
-        has_allowed = changed_logits.squeeze(1) > float("-inf")
-        logprobs = sampled_logits.squeeze(1).float() - logsumexp
+        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
         sampled = _SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # Uncertain rows need a copy, because the next forward pass may overwrite the logits.

@@ -54,6 +54,8 @@ class SamplingTable:
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
         """Return the sampling parameters at each position, [num_positions] ROW.
 
+        The parameters of a sequence are stored at the first call. Later calls read the stored row.
+
         Either all sequences of the positions have rows, or no sequence has a row. Sequences outside
         a scheduler have no rows. For them, the index of a position is used as the row.
         """

@@ -76,7 +76,7 @@ class MaskingGuide(Guide, Protocol):
             places: for each guide, the index of its row in `rows`.
 
         Returns:
-            The result of `fill` for each guide.
+            The result of `fill` for each guide: False if every token is allowed.
         """
 
     def forced(self) -> list[int]:
@@ -244,14 +244,13 @@ class MaskFiller:
 
         If filling takes long, the positions are divided into jobs, which threads run. Example: 40
         sequences with a grammar on a machine with 4 CPUs are divided into 4 jobs of 10 sequences.
-        The masks are views of one buffer, which the next call overwrites.
+        Otherwise the masks are filled in one job when `join` is called. The masks are views of one
+        buffer, which the next call overwrites.
         """
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
             return []
-        width = mask_width(vocab_size)
-        if len(guided) > len(self._buffer) or self._buffer.shape[1] != width:
-            self._buffer = np.zeros((max(len(guided), 2 * len(self._buffer)), width), np.int32)
+        self._extend_buffer(len(guided), mask_width(vocab_size))
         groups = _by_sequence(guided, positions)
         rows = {index: row for row, index in enumerate(guided)}
         if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
@@ -265,7 +264,10 @@ class MaskFiller:
         return [self._threads.submit(job.result) for job in jobs]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
-        """Wait for the jobs that `start` returned and return their masks."""
+        """Wait for the jobs that `start` returned, and return their masks.
+
+        The measured time updates the average with which `start` decides about threads.
+        """
         masks: dict[int, TokenMask] = {}
         errors: dict[int, str] = {}
         seconds = 0.0
@@ -278,6 +280,11 @@ class MaskFiller:
             change = seconds / len(masks) - self._seconds_per_mask
             self._seconds_per_mask += _NEWEST_WEIGHT * change
         return StepMasks(masks, errors, seconds)
+
+    def _extend_buffer(self, num_masks: int, width: int) -> None:
+        """Make the buffer large enough for `num_masks` masks of `width` words."""
+        if num_masks > len(self._buffer) or self._buffer.shape[1] != width:
+            self._buffer = np.zeros((max(num_masks, 2 * len(self._buffer)), width), np.int32)
 
 
 def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
@@ -297,22 +304,39 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
         return logits.clone()
     rows = sorted(masks)
     packed = np.stack([masks[row] for row in rows])
-    vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
-        # Adding 0 or -inf has no branches. The addition takes the same time for any mask and is
-        # several times faster than `masked_fill_`.
-        bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
-        row_biases = torch.from_numpy(bias[:, :vocab_size])
-        if len(rows) == len(logits):
-            return row_biases.add_(logits)
-        logits = logits.clone()
-        for row, row_bias in zip(rows, row_biases, strict=True):
-            logits[row] += row_bias
-        return logits
+        return _with_masks_on_cpu(logits, rows, packed)
+    return _with_masks_on_gpu(logits, rows, packed)
+
+
+def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
+    """Return the logits with -inf for every token that is not allowed, for a CPU.
+
+    Adding 0 or -inf has no branches. The addition takes the same time for any mask and is several
+    times faster than `masked_fill_`.
+
+    Args:
+        logits: [n, vocab_size] float32. Not changed.
+        rows: the rows with a mask.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, their masks.
+    """
+    # Every byte is a valid index of the table. mode="clip" only omits numpy's check of the indices.
+    bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
+    row_biases = torch.from_numpy(bias[:, : logits.shape[1]])
+    if len(rows) == len(logits):
+        return row_biases.add_(logits)
+    logits = logits.clone()
+    for row, row_bias in zip(rows, row_biases, strict=True):
+        logits[row] += row_bias
+    return logits
+
+
+def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
+    """Return the same logits as `_with_masks_on_cpu`, for a GPU."""
     device = logits.device
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1
-    forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
+    forbidden = bits.view(len(rows), -1)[:, : logits.shape[1]] == 0
     limited = upload(np.array(rows), device)
     return logits.index_copy(0, limited, logits[limited].masked_fill_(forbidden, float("-inf")))
 
@@ -322,6 +346,10 @@ def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -
 
     The first position of a sequence has no draft tokens. Example: positions with 0, 1, 2 and 0
     draft tokens give the groups [[0, 1, 2], [3]].
+
+    Args:
+        guided: the indices of all positions whose sequences have a guide.
+        positions: all positions of the step. The positions of a sequence are adjacent.
     """
     groups: list[list[int]] = []
     for index in guided:

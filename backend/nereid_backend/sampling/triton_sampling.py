@@ -110,14 +110,19 @@ def search(
             is_1, is_2, is_3 = counts_1 >= wanted, counts_2 >= wanted, counts_3 >= wanted
         else:
             is_1, is_2, is_3 = sums_1 >= wanted, sums_2 >= wanted, sums_3 >= wanted
-        too_few = tl.where(
-            is_3, too_few, tl.where(is_2, counts_3, tl.where(is_1, counts_2, counts_1))
-        )
-        high = tl.where(is_3, high, tl.where(is_2, third, tl.where(is_1, second, first)))
-        count = tl.where(is_3, counts_3, tl.where(is_2, counts_2, tl.where(is_1, counts_1, count)))
-        total = tl.where(is_3, sums_3, tl.where(is_2, sums_2, tl.where(is_1, sums_1, total)))
-        low = tl.where(is_3, third, tl.where(is_2, second, tl.where(is_1, first, low)))
+        # Continue between the highest threshold that keeps enough and the next higher threshold.
+        too_few = of_highest_true(is_1, is_2, is_3, counts_1, counts_2, counts_3, too_few)
+        high = of_highest_true(is_1, is_2, is_3, first, second, third, high)
+        count = of_highest_true(is_1, is_2, is_3, count, counts_1, counts_2, counts_3)
+        total = of_highest_true(is_1, is_2, is_3, total, sums_1, sums_2, sums_3)
+        low = of_highest_true(is_1, is_2, is_3, low, first, second, third)
     return low, count, total
+
+
+@triton.jit
+def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
+    """Return the value with the number of the highest true condition; value_0 if none is true."""
+    return tl.where(is_3, value_3, tl.where(is_2, value_2, tl.where(is_1, value_1, value_0)))
 
 
 @triton.jit
@@ -152,10 +157,14 @@ def sample_token(
 ):
     """Sample a token after applying min_p, top_k and top_p.
 
-    `max_logit` is the largest logit of the row, which must be finite.
+    `max_logit` is the largest logit of the row, which must be finite. Thresholds of weights are the
+    bit patterns of float32 numbers, and sums of weights are integers in units of 2 ** -40 (see the
+    module's docstring).
     """
     factor = LOG2E / temperature
-    # A token with a weight of 0 is never sampled, so the smallest threshold is 1.
+    # The smallest threshold is the bit pattern 1, which excludes only the weight 0. A token with
+    # the weight 0 is never sampled. The weight of the likeliest token is 1, so the bit pattern of
+    # min_p itself is the threshold of min_p.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE

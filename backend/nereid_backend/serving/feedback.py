@@ -88,7 +88,7 @@ class FeedbackReader:
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Return how many steps of the stream `serial` the postprocessor has consumed."""
+        """Return the number of steps of the stream `serial` that the postprocessor has consumed."""
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
@@ -185,7 +185,7 @@ class FeedbackWriter:
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Write how many steps of the stream `serial` have been consumed.
+        """Write the number of steps of the stream `serial` that have been consumed.
 
         Raises:
             RequestError: the memory has no such slot.

@@ -51,9 +51,9 @@ class Detokenizer:
     """Converts the tokens of one answer into text, a few tokens at a time.
 
     The new text is the difference of two decodings: the text of the last returned tokens, and the
-    text of these tokens followed by the new ones. Some tokenizers change the start of a text, for
-    example by dropping its first space. Both decodings have this change, so the difference does
-    not.
+    text of these tokens followed by the new tokens. Some tokenizers change the start of a text, for
+    example by dropping its first space. Both decodings have this change, so the difference is not
+    affected.
 
     Text that ends in the middle of a character is kept until the rest of the character arrives.
     Example: if two tokens spell the bytes of "é", the first `feed` returns "" and the second "é".
@@ -103,8 +103,8 @@ class Detokenizer:
         """Return a part of the text of too many tokens that were kept back.
 
         The returned text ends after the last token that completes a character. If none of the last
-        four tokens completes a character, their bytes are invalid. In that case, the returned text
-        is that of all tokens except the last four, with U+FFFD for invalid bytes.
+        four tokens completes a character, their bytes are invalid. In that case, return the text of
+        all tokens except the last four, with U+FFFD for invalid bytes.
 
         Args:
             before: the text of the tokens before `_start`.

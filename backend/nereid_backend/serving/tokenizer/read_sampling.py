@@ -31,8 +31,8 @@ class RequestOptions:
         stop: strings at which generation ends.
         include_stop_str_in_output: whether the text keeps the stop string that ended it.
         skip_special_tokens: whether special tokens are removed from the text.
-        separate_reasoning: whether reasoning is a field of its own. If False, reasoning stays in
-            the content, with its markers.
+        separate_reasoning: whether responses contain reasoning in a separate field. If False,
+            reasoning stays in the content, with its markers.
         include_reasoning: whether responses contain reasoning at all.
         return_token_ids: whether responses contain the token ids of the prompt and of the output.
         timeout_s: the time limit of the request in seconds. 0 means no limit, and None means the

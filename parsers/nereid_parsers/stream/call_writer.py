@@ -11,7 +11,8 @@ from dataclasses import replace
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
 from nereid_parsers.stream.argument_types import Tools, loads
-from nereid_parsers.stream.python_literals import PYTHON, LiteralReader
+from nereid_parsers.stream.python_literals import LiteralReader
+from nereid_parsers.stream.python_strings import PYTHON
 from nereid_parsers.stream.status import DONE
 from nereid_parsers.stream.wrapped_arguments import WrapperFilter, may_be_wrapped, unwrap
 
@@ -264,10 +265,9 @@ def _read_as_literal(text: str) -> str | None:
     Example: `{'a': True,}` gives `{"a": true}`.
     """
     reader = LiteralReader(PYTHON)
-    json_parts: list[str] = []
-    end = reader.read(text, 0, True, json_parts)
+    end = reader.read(text, 0, is_final=True)
     is_complete = reader.status is DONE and not text[end:].strip()
-    return "".join(json_parts) if is_complete else None
+    return reader.take_json() if is_complete else None
 
 
 def _repair(text: str) -> str | None:

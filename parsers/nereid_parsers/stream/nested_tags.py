@@ -18,7 +18,7 @@ from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
-from nereid_parsers.stream.python_literals import escape_json
+from nereid_parsers.stream.python_strings import escape_json
 from nereid_parsers.stream.status import BROKEN, DONE
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match

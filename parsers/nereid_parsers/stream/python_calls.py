@@ -13,7 +13,8 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     skip_blanks,
 )
-from nereid_parsers.stream.python_literals import PYTHON, Dialect, LiteralReader
+from nereid_parsers.stream.python_literals import LiteralReader
+from nereid_parsers.stream.python_strings import PYTHON, Dialect
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import PythonCalls
 
@@ -126,10 +127,10 @@ class PythonCallsReader(StepReader):
 
         Example: for `'Paris'`, `"Paris"` is written.
         """
-        json_parts: list[str] = []
-        end = self._literal.read(text, pos, self.is_final, json_parts)
-        if json_parts:
-            self.writer.write("".join(json_parts))
+        end = self._literal.read(text, pos, self.is_final)
+        json_text = self._literal.take_json()
+        if json_text:
+            self.writer.write(json_text)
         if self._literal.status is DONE:
             self._step = self._read_comma_or_end
         elif self._literal.status is BROKEN:
@@ -211,10 +212,10 @@ class BareKeyReader(BodyReader):
                 return pos
             if text[pos] != "{" or not self._start_named_call(self._head):
                 return self._reject(pos)
-        json_parts: list[str] = []
-        end = self._literal.read(text, pos, self.is_final, json_parts)
-        if json_parts:
-            self.writer.write("".join(json_parts))
+        end = self._literal.read(text, pos, self.is_final)
+        json_text = self._literal.take_json()
+        if json_text:
+            self.writer.write(json_text)
         self.status = self._literal.status
         if self.status is DONE:
             self.writer.end()

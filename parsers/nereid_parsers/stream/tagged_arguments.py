@@ -22,7 +22,7 @@ from nereid_parsers.stream.pattern_matching import (
     compile_pattern,
     skip_blanks,
 )
-from nereid_parsers.stream.python_literals import escape_json
+from nereid_parsers.stream.python_strings import escape_json
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.tool_declarations import TaggedArguments
 

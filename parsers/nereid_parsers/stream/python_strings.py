@@ -1,0 +1,186 @@
+"""Reads one string of a Python literal in pieces, and converts its text to JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from json.encoder import encode_basestring as quote_json
+
+_Matcher = Callable[[str, int, int], re.Match[str] | None]
+
+# A quote inside a string closes the string only if the text after the quote can follow a string.
+# This text is examined up to this number of characters.
+_MAX_LOOKAHEAD_CHARS = 256
+_ESCAPED_CHARS = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
+    "\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"',
+}  # fmt: skip
+# The number of hexadecimal digits after \x, \u and \U.
+_NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_MAX_CODE_POINT = 0x10FFFF
+_FIRST_SURROGATE = 0xD800
+_LAST_SURROGATE = 0xDFFF
+
+
+def escape_json(text: str) -> str:
+    r"""Return `text` with the escape sequences of a JSON string, but without enclosing quotes.
+
+    Example: `escape_json('a"b')` returns `a\"b`.
+    """
+    return quote_json(text)[1:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The rules for strings in the text of a model.
+
+    Attributes:
+        quotes: The markers around strings. The same marker opens and closes a string. Longer
+            markers precede their own prefixes.
+        escaping: The quotes that enclose strings with backslash escape sequences.
+        nesting: The quotes that may also occur inside their own strings: `'sed 's/a/b/' f'`. Such a
+            quote ends the string only if the text after the quote can follow a string.
+        has_bare_strings: Whether a string without quotes is allowed: `{city:New York}`.
+    """
+
+    quotes: tuple[str, ...]
+    escaping: tuple[str, ...]
+    nesting: tuple[str, ...] = ()
+    has_bare_strings: bool = False
+
+
+_PYTHON_QUOTES = ('"""', "'''", '"', "'")
+PYTHON = Dialect(_PYTHON_QUOTES, escaping=_PYTHON_QUOTES, nesting=('"', "'"))
+
+
+class StringReader:
+    """Reads one string, from the text after the opening quote to the closing quote.
+
+    Attributes:
+        is_closed: Whether the closing quote has been read.
+    """
+
+    __slots__ = ("_can_follow", "_find_end", "_is_nesting", "_pieces", "_quote", "is_closed")
+
+    def __init__(self, quote: str, dialect: Dialect, can_follow: _Matcher) -> None:
+        """Create a reader for the string that `quote` has opened.
+
+        Args:
+            quote: The quote.
+            dialect: The rules for strings.
+            can_follow: A function that matches the texts which can follow the string, and the
+                beginnings of such texts.
+        """
+        self.is_closed = False
+        self._quote = quote
+        self._is_nesting = quote in dialect.nesting
+        self._can_follow = can_follow
+        self._find_end = _string_end_regex(quote, quote in dialect.escaping).search
+        self._pieces: list[str] = []
+
+    def take_json(self) -> str:
+        """Return the new JSON text of the string, without quotes, and forget this text."""
+        text = "".join(self._pieces)
+        self._pieces = []
+        return text
+
+    def read(self, text: str, pos: int, is_final: bool) -> int:
+        r"""Read a piece of the string, up to the closing quote or the next escape sequence.
+
+        Example: in a string between single quotes, for the text `it"s'`, the JSON text is `it\"s`.
+
+        Returns:
+            The position after the piece. It is `pos` if more text is required.
+        """
+        match = self._find_end(text, pos)
+        start = match.start() if match else len(text)
+        if start > pos:
+            self._pieces.append(escape_json(text[pos:start]))
+        if match is None:
+            return start
+        if match.group() == self._quote:
+            return self._read_quote(text, start, is_final)
+        if match.group() == "\\":
+            return self._read_escape(text, start, is_final)
+        # The text ends with the first characters of the quote, and more text may complete them.
+        if not is_final:
+            return start
+        self._pieces.append(escape_json(match.group()))
+        return match.end()
+
+    def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
+        """Read the quote at `pos`, which may close the string or be a part of the string.
+
+        The quote is a part of the string if the text after the quote cannot follow a string.
+        Examples: in `f(a='sed 's/x/y/' b')`, only the last quote closes the string, because the
+        text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
+
+        Returns:
+            The position after the quote, or `pos` if more text is required.
+        """
+        end = pos + len(self._quote)
+        if self._is_nesting:
+            max_end = end + _MAX_LOOKAHEAD_CHARS
+            following = self._can_follow(text, end, max_end)
+            if following is None:
+                self._pieces.append(escape_json(self._quote))
+                return end
+            is_cut_off = following.end() == len(text) and len(text) < max_end
+            if is_cut_off and not is_final:
+                return pos
+        self.is_closed = True
+        return end
+
+    def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
+        r"""Read the escape sequence at `pos`.
+
+        Examples: for `\n`, `\n` is written, for `\x41`, `A`, and for the unknown sequence `\d`,
+        `\\d`.
+
+        Returns:
+            The position after the escape sequence, or `pos` if more text is required.
+        """
+        if pos + 1 == len(text):
+            return len(text) if is_final else pos
+        char = text[pos + 1]
+        num_digits = _NUM_HEX_DIGITS.get(char, 0)
+        if num_digits:
+            end = pos + 2 + num_digits
+            digits = text[pos + 2 : end]
+            is_hexadecimal = _HEX_DIGITS.issuperset(digits)
+            if is_hexadecimal and len(digits) < num_digits and not is_final:
+                return pos
+            if is_hexadecimal and len(digits) == num_digits:
+                code_point = int(digits, 16)
+                if code_point <= _MAX_CODE_POINT:
+                    self._pieces.append(_json_char(code_point))
+                    return end
+        self._pieces.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
+        return pos + 2
+
+
+@lru_cache(maxsize=64)
+def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
+    """Return a regex that finds a quote, an escape sequence, or a part of a quote at the end.
+
+    Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`.
+    """
+    options = [re.escape(quote)]
+    if has_escapes:
+        options.append(r"\\")
+    options += [f"{re.escape(quote[:size])}\\Z" for size in range(len(quote) - 1, 0, -1)]
+    return re.compile("|".join(options))
+
+
+def _json_char(code_point: int) -> str:
+    r"""Return the text that represents a character inside a JSON string.
+
+    Examples: `_json_char(0x41)` returns `A`. `_json_char(0xD83D)` returns the six characters
+    `\ud83d`, because a surrogate is only one half of a character.
+    """
+    if _FIRST_SURROGATE <= code_point <= _LAST_SURROGATE:
+        return f"\\u{code_point:04x}"
+    return escape_json(chr(code_point))

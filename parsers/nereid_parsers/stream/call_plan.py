@@ -21,7 +21,8 @@ from nereid_parsers.stream.pattern_matching import (
     skip_blanks,
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
-from nereid_parsers.stream.tagged_arguments import TaggedReader, TagsPlan
+from nereid_parsers.stream.tag_plan import TagsPlan
+from nereid_parsers.stream.tagged_arguments import TaggedReader
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Call,

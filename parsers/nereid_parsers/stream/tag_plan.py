@@ -1,0 +1,229 @@
+"""The compiled declaration of tagged arguments, which matches the tags in the model's text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.stream.argument_types import Tools
+from nereid_parsers.stream.lexer import marker_prefix_regex
+from nereid_parsers.stream.pattern_matching import (
+    NEED_MORE,
+    NO_MATCH,
+    Pattern,
+    compile_pattern,
+    skip_blanks,
+)
+from nereid_parsers.tool_declarations import TaggedArguments
+
+# A value may contain a marker that ends tool calls. The reader waits for at most this number of
+# characters after such a marker, to see whether the value's own closing marker follows.
+_MAX_UNDECIDED_CHARS = 2048
+_NEVER = "(?!)"  # A regex that matches no text.
+
+
+class MarkerRole(Enum):
+    """The role of a marker that occurs inside a value, but is not the closing marker of the value.
+
+    PART_OF_VALUE  The value contains the marker.
+    AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
+    UNDECIDED      More text is required.
+    """
+
+    PART_OF_VALUE = "part_of_value"
+    AFTER_VALUE = "after_value"
+    UNDECIDED = "undecided"
+
+
+class TagPlan:
+    """The compiled declaration of one form of a tagged value.
+
+    Attributes:
+        key: The pattern before the value.
+        padding: The white space between the pattern and the value. It is not a part of the value.
+        close: The closing marker, without white space.
+        find_end: A function that finds the closing marker or an early end. The match includes the
+            declared white space before the marker. The group "early" is the early end.
+        find_possible_end: A function that also finds a prefix of such a match at the end of the
+            text.
+    """
+
+    def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
+        r"""Compile one form of a tagged value.
+
+        Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
+        `a`. With the early end `</call>`, `a</call>` has this value if `</p>` is missing.
+
+        Args:
+            part: The declaration.
+            early_ends: The markers that follow the value if its closing marker is missing.
+        """
+        opening = part.open.rstrip()
+        self.key: Pattern = compile_pattern(opening)
+        self.padding = part.open[len(opening) :]
+        self.close = part.close.strip()
+        blanks_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
+        markers = (self.close, *early_ends)
+        # Most text contains no marker. For that case, the look-ahead reduces the work to one test
+        # of a character class for each character.
+        lookahead = _first_char_lookahead((*markers, blanks_before_close))
+        end = (
+            f"(?:{re.escape(blanks_before_close)})?"
+            f"(?:{re.escape(self.close)}|(?P<early>{_any_of(early_ends)}))"
+        )
+        prefixes = [marker_prefix_regex(marker) for marker in markers]
+        if blanks_before_close:
+            prefixes += [marker_prefix_regex(blanks_before_close + marker) for marker in markers]
+        self.find_end = re.compile(lookahead + end).search
+        self.find_possible_end = re.compile(f"{lookahead}(?:{'|'.join([end, *prefixes])})").search
+
+
+def _any_of(markers: Iterable[str]) -> str:
+    """Return a regex that matches any of the markers. Without markers, it matches no text."""
+    return "|".join(map(re.escape, markers)) or _NEVER
+
+
+def _first_char_lookahead(texts: Iterable[str]) -> str:
+    """Return a regex look-ahead that accepts the first characters of the texts.
+
+    Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
+    """
+    first_chars = "".join(re.escape(text[0]) for text in texts if text)
+    return f"(?=[{first_chars}])"
+
+
+@dataclass(frozen=True, slots=True)
+class TagOpening:
+    """The matched opening of a tagged value, for example `<parameter=city>`.
+
+    Attributes:
+        form: The form of the tagged value.
+        end: The position after the opening.
+        fields: The values of the pattern's fields, for example `{"key": "city"}`.
+    """
+
+    form: TagPlan
+    end: int
+    fields: dict[str, str]
+
+
+class TagsPlan:
+    """The compiled declaration of tagged arguments.
+
+    Attributes:
+        forms: The forms of a tagged value, in the order in which they are tried.
+        stop_markers: The markers that end the body. They do not belong to the body.
+    """
+
+    def __init__(
+        self,
+        part: TaggedArguments,
+        head: Pattern,
+        stop_markers: tuple[str, ...],
+        markers_between_calls: tuple[str, ...],
+    ) -> None:
+        """Compile tagged arguments.
+
+        Args:
+            part: The declaration.
+            head: The marker and the head of a tool call.
+            stop_markers: The markers that end the body.
+            markers_between_calls: The markers between the last value of a tool call and the head of
+                the next tool call.
+        """
+        forms = (part, *part.also)
+        openings = tuple(dict.fromkeys(_first_literal(form) for form in forms))
+        self.stop_markers = stop_markers
+        self.forms = tuple(TagPlan(form, (*stop_markers, *openings)) for form in forms)
+        self._head = head
+        closes = _any_of(form.close for form in self.forms)
+        self._find_close_or_opening = re.compile(
+            f"(?P<close>{closes})|{_any_of(openings)}"
+        ).finditer
+        markers = _any_of(markers_between_calls)
+        self._match_markers = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
+
+    def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
+        """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
+
+        Example: `<parameter=city>` matches the form `<parameter={key}>` with the fields
+        `{"key": "city"}`. The text `<param` gives NEED_MORE.
+        """
+        for form in self.forms:
+            fields: dict[str, str] = {}
+            end = form.key.match(text, pos, is_final, fields)
+            if end == NEED_MORE:
+                return NEED_MORE
+            if end != NO_MATCH:
+                return TagOpening(form, end, fields)
+        return NO_MATCH
+
+    def match_start(self, text: str, pos: int, is_final: bool) -> int:
+        """Return `pos` if the body can start at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+        A marker that ends the body is accepted too, because a tool call may have no arguments.
+        Example: with the values `<parameter={key}>`, the body can start with `<parameter=city>` or
+        with `</function>`.
+        """
+        if pos == len(text) or self.is_at_stop_marker(text, pos):
+            return pos
+        opening = self.match(text, pos, is_final)
+        if isinstance(opening, TagOpening):
+            return pos
+        may_become_marker = not is_final and self.may_become_stop_marker(text, pos)
+        return NEED_MORE if opening == NEED_MORE or may_become_marker else NO_MATCH
+
+    def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
+        """Return the role of a stop marker inside a value.
+
+        The stop marker is a part of the value if the value's closing marker follows before the next
+        tool call. If neither follows within `_MAX_UNDECIDED_CHARS` characters, or before the end of
+        the message, the closing marker is missing. Examples: in `a</function>b</parameter>`, the
+        stop marker `</function>` is a part of the value. In `a</function></call>` and
+        `a</function></call><call><function=f>`, the stop marker follows the value.
+
+        Args:
+            text: The text.
+            pos: The position of the stop marker.
+            is_final: Whether no more text follows.
+            tools: The tools that the request offers.
+        """
+        end = pos + _MAX_UNDECIDED_CHARS
+        for match in self._find_close_or_opening(text, pos, end):
+            if match.group("close") is not None:
+                return MarkerRole.PART_OF_VALUE
+            if self._is_next_call(text, pos, match.start(), tools):
+                return MarkerRole.AFTER_VALUE
+        is_decided = is_final or len(text) >= end
+        return MarkerRole.AFTER_VALUE if is_decided else MarkerRole.UNDECIDED
+
+    def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
+        """Return whether the text contains only markers and the head of another tool call.
+
+        Example: `</function></call><call><function=f>` contains the head of a call of f.
+        """
+        markers = self._match_markers(text, start, end)
+        fields: dict[str, str] = {}
+        head_end = self._head.match(text, markers.end() if markers else start, False, fields)
+        is_offered = not tools.is_known or fields.get("name") in tools.parameters
+        return head_end >= 0 and skip_blanks(text, head_end) == end and is_offered
+
+    def is_at_stop_marker(self, text: str, pos: int) -> bool:
+        """Return whether a marker that ends the body is at `pos`."""
+        return any(text.startswith(marker, pos) for marker in self.stop_markers)
+
+    def may_become_stop_marker(self, text: str, pos: int) -> bool:
+        """Return whether `text[pos:]` is a prefix of a marker that ends the body.
+
+        Example: `</fun` is a prefix of `</function>`.
+        """
+        return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
+
+
+def _first_literal(form: TaggedArguments) -> str:
+    """Return the literal with which a tagged value starts. Example: `<parameter=`."""
+    first_part = pattern(form.open)[0]
+    return first_part.strip() if isinstance(first_part, str) else ""

@@ -91,7 +91,13 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Compute the blocks that the decodes attend to, and their bias."""
+        """Compute the blocks that the decodes attend to, and their bias.
+
+        Example: with blocks of 4 tokens and a window of 4 tokens, a decode with 11 tokens attends
+        to the positions 7 to 10. The window covers at most 2 blocks, so of the block table
+        [8, 3, 6], the blocks [3, 6] are read. They contain the positions 4 to 11. The bias is -inf
+        for the positions 4, 5, 6 and 11.
+        """
         size = self.block_size
         lens = self.lens[:, None]
         blocks = self.blocks
@@ -99,13 +105,15 @@ class DecodeGroup:
         first = torch.zeros_like(lens)
         if not window.is_full:
             first = _first_visible(lens - 1, window)
+        # The index of the first block that is read, [num_decodes, 1].
         offset = torch.zeros_like(lens)
-        # A window of `limit` tokens covers at most this many blocks, wherever it starts.
+        # The largest number of blocks that a window of `limit` tokens covers, wherever it starts.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             offset = torch.div(first, size, rounding_mode="floor")
             columns = offset + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
+        # The position of each token in the blocks that are read, [num_decodes, n * block_size].
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:

@@ -224,10 +224,13 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
     """
     if not isinstance(cache, gpu_attention.GpuKVCache):
         return 0
-    block_size = cache.values[0].shape[2] if cache.values else 0
-    arguments = (type(cache), tuple(dict.fromkeys(layers)), block_size, cache.dtype, cache.device)
-    # mypy does not accept a class as a hashable argument.
-    cache.backends = _fastest_backends(*arguments)  # type: ignore[arg-type]
+    cache.backends = _fastest_backends(
+        type(cache),  # type: ignore[arg-type]  # mypy does not accept a class as hashable
+        layers=tuple(dict.fromkeys(layers)),
+        block_size=cache.values[0].shape[2] if cache.values else 0,
+        dtype=cache.dtype,
+        device=cache.device,
+    )
     return len(cache.backends)
 
 
@@ -239,7 +242,7 @@ def _fastest_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
-    """Measure each kind of layer once in a process; see `fastest_backends`."""
+    """Return the result of `fastest_backends`, which is cached, so a process measures only once."""
     return fastest_backends(kind, layers, block_size, dtype, device)
 
 

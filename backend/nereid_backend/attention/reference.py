@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nereid_backend.attention.attention_batch import AttentionBatch
+from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
@@ -76,20 +76,11 @@ def _attend_prefills(
     sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention of a step's prefills, of which there must be at least one."""
-    query, key, value = inputs
-    number, spec = layer
+    query = inputs[0]
+    spec = layer[1]
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
-        # If the cache stores rounded keys and values, even the new ones are read back from the
-        # cache. The answer then does not depend on how the prompt was divided into chunks.
-        is_exact = cache.keys[number].dtype == query.dtype
-        if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
-            keys = key[None, :, prefill.start : prefill.end]
-            values = value[None, :, prefill.start : prefill.end]
-        else:
-            keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
-            keys = keys[:, :, : prefill.seq_len]
-            values = values[:, :, : prefill.seq_len]
+        keys, values = _prefill_keys(inputs, layer, cache, prefill)
         mask = None
         limit = spec.window.limit
         has_hidden_tokens = limit is not None and prefill.seq_len > limit
@@ -99,6 +90,26 @@ def _attend_prefills(
         out = _prefill((rows, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _prefill_keys(
+    inputs: StepInputs, layer: tuple[int, LayerSpec], cache: KVCache, prefill: Prefill
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of all tokens of a prefill's sequence.
+
+    Returns:
+        The keys, [1, num_kv_heads, seq_len, key_dim], and the values with value_dim.
+    """
+    query, key, value = inputs
+    number, spec = layer
+    # If the cache stores rounded keys and values, even the new ones are read back from the cache.
+    # The answer then does not depend on how the prompt was divided into chunks.
+    is_exact = cache.keys[number].dtype == query.dtype
+    if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
+        tokens = slice(prefill.start, prefill.end)
+        return key[None, :, tokens], value[None, :, tokens]
+    keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
+    return keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
 
 
 def _prefill(

@@ -72,26 +72,32 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
 
 
 def _four_bit_decoder(state_name: str) -> Decoder:
+    """Return the decoder of 4-bit weights: weight[i] = quant_map[code i] * factor[i // blocksize].
+
+    Args:
+        state_name: the suffix of the tensor with the JSON, which has the shape and the block size.
+    """
+
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         state = _read_state(tensors[state_name])
-        size = int(state["blocksize"])
+        block_size = int(state["blocksize"])
         factors = _block_factors(tensors, state)
         packed = tensors[".weight"].flatten()
         shape = torch.Size(state["shape"])
-        if shape.numel() > 2 * len(packed) or shape.numel() > len(factors) * size:
+        if shape.numel() > 2 * len(packed) or shape.numel() > len(factors) * block_size:
             raise ValueError(
                 f"the packed weight or its factors are too short for the shape {tuple(shape)}"
             )
-        codes = tensors[_MAP].float()
+        number_of_code = tensors[_MAP].float()
         weight = torch.empty(shape.numel(), dtype=dtype)
-        step = max(1, PART_NUMBERS // size) * size
-        for start in range(0, len(weight), step):
-            result = weight[start : start + step]
-            numbers = codes[
-                unpack_nibbles(packed[start // 2 :][: step // 2], high_first=True).int()
-            ]
-            blocks = torch.arange(start, start + len(result)) // size
-            result.copy_(numbers[: len(result)] * factors[blocks])
+        # The weight is decoded in parts of whole blocks, which limits the memory for float32.
+        part_size = max(1, PART_NUMBERS // block_size) * block_size
+        for start in range(0, len(weight), part_size):
+            part = weight[start : start + part_size]
+            part_bytes = packed[start // 2 : (start + part_size) // 2]
+            codes = unpack_nibbles(part_bytes, high_first=True)[: len(part)]
+            blocks = torch.arange(start, start + len(part)) // block_size
+            part.copy_(number_of_code[codes.int()] * factors[blocks])
         return weight.view(shape)
 
     return decode

@@ -206,9 +206,9 @@ def _rope(
         UnsupportedModelError: if the scaling is not supported.
     """
     parameters = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
-    kind = values.get("rope.scaling.type", "none")
     if factors is not None:
         return _llama3_rope(file, parameters, factors)
+    kind = values.get("rope.scaling.type", "none")
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):
@@ -218,6 +218,7 @@ def _rope(
         )
     parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
     if kind == "yarn":
+        # If the file lacks the original length, the length of the model replaces it.
         original = values.get("rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = original or values.get("context_length")
     return parameters

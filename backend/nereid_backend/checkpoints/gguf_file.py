@@ -31,7 +31,12 @@ _MAX_DIMENSIONS = 4
 # have fewer entries than _MAX_STRINGS.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
+# The metadata types without a fixed size.
 _STRING, _ARRAY = 8, 9
+# The struct formats of the numbers that describe the header.
+_UINT32, _UINT64 = "I", "Q"
+# The size of a string's length, which precedes the string.
+_STRING_LENGTH_BYTES = 8
 # The struct format of each metadata type with a fixed size.
 _FORMATS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -105,16 +110,16 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     if content[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     reader = _Reader(content)
-    version = reader.number("I")
+    version = reader.number(_UINT32)
     if version not in _VERSIONS:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
-    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    num_tensors, num_values = reader.number(_UINT64), reader.number(_UINT64)
     # A metadata value has at least 13 bytes, and a tensor at least 24.
     reader.check(num_values * 13 + num_tensors * 24)
     metadata = {}
     for _ in range(num_values):
         name = reader.string()
-        metadata[name] = reader.value(reader.number("I"))
+        metadata[name] = reader.value(reader.number(_UINT32))
     entries = [reader.tensor() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
@@ -155,7 +160,7 @@ class _Reader:
 
     def string(self) -> str:
         """Return the next string."""
-        length = self.number("Q")
+        length = self.number(_UINT64)
         self.check(length)
         self._num_strings += 1
         if self._num_strings > _MAX_STRINGS:
@@ -172,24 +177,24 @@ class _Reader:
             return self.string()
         if kind != _ARRAY:
             raise ValueError(f"a metadata value has the unknown type {kind}")
-        element, count = self.number("I"), self.number("Q")
+        element, count = self.number(_UINT32), self.number(_UINT64)
         if element in _FORMATS:
             return list(self._numbers(_FORMATS[element], count))
         if element != _STRING:
             raise ValueError(f"an array has elements of the unknown type {element}")
-        self.check(count * 8)
+        self.check(count * _STRING_LENGTH_BYTES)
         return [self.string() for _ in range(count)]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return the next tensor: the name, the shape, the type and the offset."""
-        name, num_dimensions = self.string(), self.number("I")
+        name, num_dimensions = self.string(), self.number(_UINT32)
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(
                 f"the tensor {name} has {num_dimensions} dimensions, but at most {_MAX_DIMENSIONS} "
                 "are supported"
             )
-        dimensions = self._numbers("Q", num_dimensions)
-        return name, tuple(reversed(dimensions)), self.number("I"), self.number("Q")
+        dimensions = self._numbers(_UINT64, num_dimensions)
+        return name, tuple(reversed(dimensions)), self.number(_UINT32), self.number(_UINT64)
 
     def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{code}") * count

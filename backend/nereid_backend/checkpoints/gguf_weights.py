@@ -284,12 +284,12 @@ def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> 
     scales are the upper 2 bits of a to d. The minimums of these groups are the high 4 bits of i to
     l and the upper 2 bits of e to h.
     """
-    packed = blocks[:, 4:16]
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    parts = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=1)
-    minimums = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=1)
-    scales = (_half(blocks, 0) * parts.float()).view(num_rows, -1)
-    lows = (_half(blocks, 2) * minimums.float()).view(num_rows, -1)
+    a_to_d, e_to_h, i_to_l = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    group_scales = torch.cat((a_to_d & 63, (i_to_l & 15) | ((a_to_d >> 6) << 4)), dim=1)
+    group_minimums = torch.cat((e_to_h & 63, (i_to_l >> 4) | ((e_to_h >> 6) << 4)), dim=1)
+    # A block begins with the float16 factors of its scales and of its minimums.
+    scales = (_half(blocks, 0) * group_scales.float()).view(num_rows, -1)
+    minimums = (_half(blocks, 2) * group_minimums.float()).view(num_rows, -1)
     values = values.reshape(num_rows, -1)
     is_constant = scales == 0
     if is_constant.any():
@@ -298,7 +298,8 @@ def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> 
         groups = is_constant.repeat_interleave(32, dim=1)
         values = values.masked_fill(groups, 0)
         scales = scales.masked_fill(is_constant, 1.0)
-    return IntegerWeight(values, scales, lows / scales, 32, bits)
+    # weight = scale * q - minimum = (q - minimum / scale) * scale
+    return IntegerWeight(values, scales, minimums / scales, 32, bits)
 
 
 _INTEGERS: dict[str, Callable[[Tensor, int], IntegerWeight]] = {

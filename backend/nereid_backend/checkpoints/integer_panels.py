@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.errors import ModelError
 from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
+from nereid_backend.linear.prepack import change_class
 
 # The panels store scales and zeros as float16. A scale that float16 represents less exactly, such
 # as a very small one, is not stored in panels.
@@ -85,9 +86,12 @@ def use_placeholders(
     replaced: dict[str, LazyWeight | Placeholder] = {}
     for name, weight in weights.items():
         layer = layers.get(name)
+        # Shared weights, such as tied embeddings, are also read by modules that need floats.
         if layer is None or name in shared or not weight.has_integers:
             replaced[name] = weight
             continue
+        # One number, expanded to the shape of the weight, takes no memory. It is NaN, so that
+        # the self-check detects a weight that was never filled.
         tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
         replaced[name] = Placeholder(weight, tensor)
     return replaced
@@ -144,12 +148,9 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
         numbers = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantise(dtype)
         layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
-    # Changing the class, instead of replacing the object, preserves the layer's bias and the
-    # references to the layer in other modules. The assertion only informs the type checker.
-    layer.__class__ = GroupedLinear
-    assert isinstance(layer, GroupedLinear)
+    grouped = change_class(layer, GroupedLinear)
     bits = 4 if weight.bits <= 4 else 8
-    layer.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
+    grouped.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
     return True
 
 

@@ -84,10 +84,12 @@ def scale_blocks(
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
+    # All forms become a stack of matrices: values [n, rows, columns] and scales [n, row blocks,
+    # column blocks].
     *stack, num_rows, num_columns = values.shape
     values = values.reshape(-1, num_rows, num_columns)
     if scales.dim() < 2 or scales.numel() == 1:
-        scales = scales.reshape(1, -1, 1)
+        scales = scales.reshape(1, -1, 1)  # one scale for each row, or one scale in total
     scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(values), -1, -1)
     height, width = block or (-(-num_rows // scales.shape[1]), -(-num_columns // scales.shape[2]))
     if scales.shape[1:] != (-(-num_rows // height), -(-num_columns // width)):
@@ -99,11 +101,12 @@ def scale_blocks(
     columns = torch.arange(num_columns) // width
     weight = torch.empty(values.shape, dtype=dtype)
     step = max(1, PART_NUMBERS // max(1, num_columns))
-    for matrix, of_blocks, result in zip(values, scales, weight, strict=True):
+    for matrix, matrix_scales, result in zip(values, scales, weight, strict=True):
+        block_scales = _as_float(matrix_scales)
         for start in range(0, num_rows, step):
             part = matrix[start : start + step].float()
             rows = torch.arange(start, start + len(part)) // height
-            result[start : start + step] = part.mul_(_as_float(of_blocks)[rows][:, columns])
+            result[start : start + step] = part.mul_(block_scales[rows][:, columns])
     return weight.view(*stack, num_rows, num_columns)
 
 

@@ -141,9 +141,8 @@ def lazy_weights(
         layout = _find_layout(tensor, layouts, stored)
         if layout is None:
             continue
-        stem = name[: len(name) - len(layout.main)]
-        suffixes = (layout.main, *layout.others, *layout.optional)
-        parts = {suffix: stored[stem + suffix] for suffix in suffixes if stem + suffix in stored}
+        stem = name.removesuffix(layout.main)
+        parts = _parts(stem, layout, stored)
         weights[stem + layout.target] = LazyWeight(parts, layout, dtype)
         used.update(part.name for part in parts.values())
     for name, tensor in stored.items():
@@ -218,10 +217,21 @@ def _find_layout(
             continue
         if layout.main_dtypes is not None and tensor.dtype not in layout.main_dtypes:
             continue
-        stem = tensor.name[: len(tensor.name) - len(layout.main)]
+        stem = tensor.name.removesuffix(layout.main)
         if all(stem + suffix in stored for suffix in layout.others):
             return layout
     return None
+
+
+def _parts(
+    stem: str, layout: Layout, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of one weight by suffix. The main tensor comes first.
+
+    `stem` is the common beginning of the tensors' names, such as "model.layers.0.mlp.up_proj".
+    """
+    suffixes = (layout.main, *layout.others, *layout.optional)
+    return {suffix: stored[stem + suffix] for suffix in suffixes if stem + suffix in stored}
 
 
 def _is_leftover(tensor: StoredTensor) -> bool:

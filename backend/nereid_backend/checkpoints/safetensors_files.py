@@ -7,6 +7,7 @@ overlaps. A file is mapped into memory, so opening needs little memory and time.
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,16 @@ def _conversion(folder: Path) -> str:
     pickles = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
         return "Download the checkpoint's .safetensors files."
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        "p = sys.argv[1]; "
+        "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
+        "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
+    )
     return (
         f"{pickles[0].name} is a pickle file, which can run code when it is loaded. If you trust "
         "its author, convert the checkpoint with this command, and set model to the new folder: "
-        'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-        f"p='{folder}'; "
-        "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
-        "T.from_pretrained(p).save_pretrained(p + '-safetensors')\""
+        f'python -c "{code}" {shlex.quote(str(folder))}'
     )
 
 

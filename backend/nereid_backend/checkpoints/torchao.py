@@ -73,13 +73,16 @@ def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    scales = tensors[_SCALE]
-    if scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"4-bit weights with scales of {scales.dtype} are not supported")
+    """Decode an Int4Tensor, whose weight is integer * scale + zero.
+
+    An IntegerWeight is (integer - zero) * scale instead, so the zeros are converted.
+    """
+    if tensors[_SCALE].dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"4-bit weights with scales of {tensors[_SCALE].dtype} are not supported")
     nibbles = unpack_nibbles(tensors[_MAIN]).to(torch.int8)
     # The integers are signed: the nibbles 8 to 15 mean -8 to -1.
     values = ((nibbles ^ 8) - 8).to(torch.int8)
-    scales = scales.T.float()
+    scales = tensors[_SCALE].T.float()  # [out_features, groups]
     if values.shape[1] % scales.shape[1]:
         raise ValueError(
             f"{values.shape[1]} inputs cannot be divided into {scales.shape[1]} groups"

@@ -45,7 +45,11 @@ def count_weights(folder: Path) -> WeightCounts:
 
 
 def _weights(folder: Path) -> list[LazyWeight]:
-    """Return the weights of a checkpoint."""
+    """Return the weights of a checkpoint, without reading their numbers.
+
+    Only the names and sizes of the weights are used, so the numbers of heads and the data type in
+    the calls below have no effect.
+    """
     if (folder / GGUF_LINK).is_file():
         # Only GGUF files need the gguf library.
         from nereid_backend.checkpoints.gguf_file import read_gguf

@@ -77,10 +77,12 @@ class BlockTables:
         if request.block_table and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
         cached: list[int] = []
+        # Cached tokens are not computed, so there are no logits from which the log-probabilities of
+        # the prompt could be computed.
         if self.cache is not None and not sequence.wants_prompt_logprobs:
             cached = self.cache.find(sequence)
-        num_tokens = self._num_tokens_with_blocks(sequence, len(cached) * self._block_size)
-        num_new = self._num_blocks(num_tokens) - len(cached)
+        num_reused = len(cached) * self._block_size
+        num_new = self._num_blocks(self._num_tokens_with_blocks(sequence, num_reused)) - len(cached)
         num_dropped = self._num_null(cached)
         shared = cached[num_dropped:]
         # An idle block counts as free, but it cannot be shared and allocated at the same time.
@@ -88,13 +90,17 @@ class BlockTables:
             return False
         self._pool.hold(shared)
         sequence.block_table = cached + self._pool.allocate(num_new)
-        self._set_reused(sequence, len(cached) * self._block_size, num_dropped)
+        self._set_reused(sequence, num_reused, num_dropped)
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_reused_tokens
-            if self.cache is not None:
-                self.cache.num_queried_tokens += len(sequence.token_ids)
-                self.cache.num_hit_tokens += sequence.num_reused_tokens
+            self._count_cached_tokens(sequence)
         return True
+
+    def _count_cached_tokens(self, sequence: Sequence) -> None:
+        """Record how many tokens of a new sequence were found in the prefix cache."""
+        sequence.num_cached_tokens = sequence.num_reused_tokens
+        if self.cache is not None:
+            self.cache.num_queried_tokens += len(sequence.token_ids)
+            self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
         """Return whether a sequence has a block for the token at `position`."""
@@ -155,18 +161,20 @@ class BlockTables:
         self._set_reused(sequence, 0)
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks that `leader` has computed, so that its followers can share them.
+        """Keep the prompt blocks that `leader` has computed for the other sequences of a request.
 
-        The followers are the other sequences of the request.
+        The other sequences are called followers.
 
         Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
         [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
+        # The blocks before this index are null blocks, because they were freed.
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
-            # The followers, which reuse the prompt, compute only its last token again. They do not
-            # need the blocks before the attention window of that token.
+            # The other sequences compute only the last prompt token again, so they do not need the
+            # blocks before the attention window of this token. The leader has freed at most these
+            # blocks, because the window only moves forward.
             last_position = leader.num_prompt_tokens - 1
             first_needed = self._attention_window.first_visible(last_position) // self._block_size
             table[first:first_needed] = [self._pool.null_block] * (first_needed - first)

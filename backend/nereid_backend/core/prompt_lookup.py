@@ -41,6 +41,15 @@ class _Index:
     acceptance: float = 1.0
     pause: int = 0
 
+    def add(self, tokens: list[int]) -> None:
+        """Index the n-grams that were added since the last call, except the n-gram at the end.
+
+        No token follows the n-gram at the end yet.
+        """
+        for end in range(self.num_indexed + _NGRAM, len(tokens)):
+            self.ends[tuple(tokens[end - _NGRAM : end])] = end
+        self.num_indexed = len(tokens) - _NGRAM
+
 
 class PromptLookup:
     """Proposes draft tokens and counts how many of them are accepted.
@@ -80,9 +89,7 @@ class PromptLookup:
             index.pause -= 1
             return []
         tokens = sequence.token_ids
-        for end in range(index.num_indexed + _NGRAM, len(tokens)):
-            index.ends[tuple(tokens[end - _NGRAM : end])] = end
-        index.num_indexed = len(tokens) - _NGRAM
+        index.add(tokens)
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []

@@ -91,6 +91,7 @@ class StepPlanner:
         if has_several_clients and waiting:
             self._make_room(waiting.first())
         self.shares = self._prefill_shares() if has_several_clients else {}
+        # An overdue prompt did not fit into the budget of the last step, so it comes first now.
         if not self.has_overdue_prompt:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
@@ -102,6 +103,7 @@ class StepPlanner:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         if num_tokens > len(chunks):
+            # Attention computes the chunks of one token together, so these chunks come first.
             chunks.sort(key=_has_many_tokens)
         return StepPlan(chunks, num_tokens, self.tables.take_copies())
 
@@ -170,7 +172,9 @@ class StepPlanner:
         """
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+        # With whole_prefill, a running sequence has computed its whole prompt in its first step.
         num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
+        # A client with long prompts gets only its share of the budget.
         num_tokens = self._take_share(sequence, num_tokens)
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
@@ -212,7 +216,8 @@ class StepPlanner:
         """Give a row and blocks to a waiting sequence.
 
         Returns:
-            Whether there were enough free blocks.
+            Whether the sequence got a row and blocks. False if there are not enough free blocks, or
+            if the sequence might need a block copy and the plan is made ahead.
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
@@ -222,7 +227,7 @@ class StepPlanner:
             return False
         while not self.tables.try_admit(sequence, request):
             # If no sequence is running, all used blocks belong to prompts that requests keep for
-            # followers. Such prompts can be computed again, so they are dropped.
+            # their waiting sequences. Such prompts can be computed again, so they are dropped.
             if self.running or not self.tables.drop_oldest_prompt():
                 return False
         self.requests.admit(sequence)
@@ -235,12 +240,17 @@ class StepPlanner:
         See `_fair_victim` for the sequences that may be preempted.
         """
         num_blocks = self.tables.num_missing_blocks(sequence, len(sequence.token_ids))
-        while not self.running.free_rows or self.pool.num_free < num_blocks:
-            by_rows = not self.running.free_rows
-            victim = self._fair_victim(sequence, 1 if by_rows else num_blocks, by_rows=by_rows)
+        while True:
+            if not self.running.free_rows:
+                victim = self._fair_victim(sequence, 1, by_rows=True)
+            elif self.pool.num_free < num_blocks:
+                victim = self._fair_victim(sequence, num_blocks, by_rows=False)
+            else:
+                return
             if victim is None:
                 return
             if self.pending_plans.is_planning:
+                # A plan that is made ahead must not preempt a sequence.
                 self.is_held_up = True
                 return
             self.preempt(victim)
@@ -298,12 +308,14 @@ class StepPlanner:
         if self.running.free_rows:
             sequences += self.requests.waiting.firsts()
         for sequence in sequences:
-            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
-            if num_known > 1:
-                demands[sequence.params.client_id] += num_known
+            num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+            # A sequence with one remaining token is a decode, which is always computed.
+            if num_remaining > 1:
+                demands[sequence.params.client_id] += num_remaining
                 weights[sequence.params.client_id] = sequence.params.client_weight
         if len(demands) < 2:
             return {}
+        # Each running sequence gets at least one token of the budget.
         return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:

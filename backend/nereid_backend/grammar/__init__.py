@@ -12,9 +12,9 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     xgrammar_backend.py     structural tags and EBNF grammars
     compile_grammar.py      chooses the grammar library that compiles a grammar
     compile_cost.py         rejects grammars that would take too long to compile
-    quick_grammars.py       decides which grammars need no trial
-    compile_pool.py         compiles quick grammars in threads, and others after a trial
-    trial_compiler.py       compiles on trial in a process that can be killed
+    quick_grammars.py       decides which grammars certainly compile quickly
+    compile_pool.py         compiles quick grammars at once, and all others after a trial
+    trial_compiler.py       tries to compile a grammar in a process that can be killed
     trial_process.py        the program of that process
     byte_cache.py           the cache of compiled grammars
     vocabulary.py           the tokens of a tokenizer, and token masks

@@ -35,10 +35,10 @@ class Matcher(Protocol):
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
-        """Call fill for several matchers of this class in one call.
+        """Fill the rows of several matchers of this class; see `fill`.
 
-        One call is faster than several, because the processor's caches are cold after the forward
-        pass and each switch between Python and the library is then expensive.
+        One call is faster than several calls. After the forward pass, the processor's caches do not
+        contain the library, so each switch between Python and the library takes long.
 
         Args:
             matchers: the matchers, all of this class.

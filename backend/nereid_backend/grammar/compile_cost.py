@@ -15,7 +15,7 @@ _MAX_JSON_DEPTH = 2 * MAX_DEPTH
 
 # A repetition in a regular expression or grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# Bounds are cut to this many digits, because int() of a very long text is slow.
+# Only this number of digits of a bound is read, because int() of a very long text is slow.
 _MAX_DIGITS = 9
 
 # The keywords of JSON Schema that contain one schema, a list of schemas, or a map of schemas.
@@ -29,8 +29,9 @@ _LENGTH_KEYWORDS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
 
-# Seconds that xgrammar 0.2.8 takes on one core for each repetition and each token of the
-# vocabulary: in patterns, and in the lengths of JSON schemas. The measurements are in
+# Seconds that xgrammar 0.2.8 takes on one core for each pair of a repetition and a token of the
+# vocabulary. A repetition in a pattern takes _PATTERN_S, and a repetition that the length in a JSON
+# schema allows takes _LENGTH_S. The measurements are in
 # docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
@@ -114,18 +115,17 @@ def load(name: str, source: str) -> object:
 
 
 def _json_depth(value: object) -> int:
-    """Return how many levels of objects and lists a JSON value has. A number has none."""
-    depth = -1
-    level: list[object] = [value]
-    while level:
+    """Return how many levels of objects and lists a JSON value has.
+
+    Examples: 5 has no levels, [] has one, and {"a": [1, 2]} has two.
+    """
+    depth = 0
+    nodes = [value]
+    while containers := [node for node in nodes if isinstance(node, dict | list)]:
         depth += 1
-        next_level: list[object] = []
-        for node in level:
-            if isinstance(node, Mapping):
-                next_level += node.values()
-            elif isinstance(node, list):
-                next_level += node
-        level = next_level
+        nodes = []
+        for container in containers:
+            nodes += container.values() if isinstance(container, dict) else container
     return depth
 
 

@@ -17,6 +17,9 @@ from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.vocabulary import Vocabulary
 
+# The fields of a structural tag's schema that change the text of its JSON. Only xgrammar has them.
+_XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
+
 
 @dataclass(frozen=True)
 class Libraries:
@@ -31,7 +34,8 @@ def load_libraries(
     vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
 ) -> Libraries:
     """Create the backends of both grammar libraries."""
-    # Imported here, because these libraries load slowly and most servers never need them.
+    # The modules are imported here, because the libraries load slowly and most servers never use
+    # them.
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
     from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
@@ -48,7 +52,7 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     Args:
         libraries: the vocabulary and the grammar libraries.
         spec: the grammar.
-        limit_s: xgrammar gets no grammar whose estimated time to compile exceeds this limit.
+        limit_s: the largest estimated time to compile a grammar with xgrammar, in seconds.
 
     Raises:
         RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
@@ -72,7 +76,8 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """
     simple = _simple_grammar(load("structural_tag", source))
     if simple is not None:
-        # xgrammar is tried next, because it ignores some keywords that llguidance rejects.
+        # If llguidance rejects the grammar, xgrammar compiles it, because xgrammar ignores some
+        # of the keywords that llguidance rejects.
         with contextlib.suppress(RequestError):
             return libraries.llguidance.compile(*simple)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
@@ -100,7 +105,7 @@ def _simple_grammar(tag: object) -> tuple[str, str] | None:
     node = tag.get("format") if isinstance(tag, Mapping) else None
     if not isinstance(node, Mapping):
         return None
-    if node.get("type") == "json_schema" and not {"style", "excludes", "any_order"} & set(node):
+    if node.get("type") == "json_schema" and _XGRAMMAR_OPTIONS.isdisjoint(node):
         return "json_schema", json.dumps(node.get("json_schema"))
     if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
         return "regex", node["pattern"]

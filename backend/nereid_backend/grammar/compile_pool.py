@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars: quick ones at once in threads, all others after a trial that can be killed.
+"""Compiles grammars: quick grammars at once, and all others after a trial that can be killed.
 
 A compilation in a thread cannot be stopped. Only grammars that certainly compile within a fraction
 of a second are therefore compiled in the threads at once. Any other grammar is first compiled in a
@@ -31,7 +31,7 @@ class CompilePool(Generic[T]):
 
         Args:
             num_threads: the largest number of quick grammars that are compiled at the same time.
-            trials: compiles grammars on trial.
+            trials: compiles grammars tentatively in a process that can be killed.
         """
         self._trials = trials
         self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
@@ -46,7 +46,7 @@ class CompilePool(Generic[T]):
 
         Returns:
             A future with the result of `work`, or with a RequestError. Cancelling the future stops
-            a compilation that waits or that is on trial.
+            a compilation that is waiting or that is running in the trial process.
         """
         result: Future[T] = Future()
         if is_quick(spec):
@@ -85,10 +85,15 @@ class CompilePool(Generic[T]):
         except RuntimeError:  # the executor is shut down
             _fail(result, _closing_error())
             return
+
+        def fail_if_cancelled(done: "Future[None]") -> None:
+            # The job was cancelled because `result` was cancelled, or because the pool was closed.
+            # `_fail` does nothing in the first case.
+            if done.cancelled():
+                _fail(result, _closing_error())
+
         _cancel_with(result, job)
-        job.add_done_callback(
-            lambda done: _fail(result, _closing_error()) if done.cancelled() else None
-        )
+        job.add_done_callback(fail_if_cancelled)
 
 
 def _complete(work: Callable[[], T], result: "Future[T]") -> None:
@@ -100,15 +105,20 @@ def _complete(work: Callable[[], T], result: "Future[T]") -> None:
     except NereidError as error:
         result.set_exception(error)
     except BaseException as error:
-        # Boundary: a job ends here. The grammar libraries are written in C++ and Rust, and their
-        # panics are not subclasses of Exception.
+        # The job ends here, so every error must be stored in the future. The grammar libraries are
+        # written in C++ and Rust, and their panics are not subclasses of Exception.
         log.exception("The compiler of grammars failed.")
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 
 
 def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
     """Cancel `step` as soon as `result` is cancelled."""
-    result.add_done_callback(lambda done: step.cancel() if done.cancelled() else None)
+
+    def cancel_step(done: "Future[T]") -> None:
+        if done.cancelled():
+            step.cancel()
+
+    result.add_done_callback(cancel_step)
 
 
 def _fail(result: "Future[T]", error: RequestError) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creation of guides: compiles the grammar of a request, and creates the guide of its sequences."""
+"""Compiles the grammar of a request, and creates the guides of its sequences.
+
+A guide stores which tokens a sequence may contain next; see core/grammar.py.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -52,7 +55,7 @@ _Maker = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
 
 
 class Guides:
-    """Creates the guides of all requests to one model."""
+    """A factory that creates the guides of all requests to one model."""
 
     def __init__(  # noqa: PLR0913 - each is a limit of its own
         self,
@@ -68,7 +71,8 @@ class Guides:
         """Create a factory. Nothing is loaded before the first request or `warm_up`.
 
         Args:
-            model: the folder of the checkpoint. Its tokenizer is loaded; no code from it is run.
+            model: the folder of the checkpoint. Its tokenizer is loaded, but no code from the
+                folder is run.
             vocab_size: the number of the model's logits. It may exceed the tokenizer's vocabulary.
             eos_token_ids: the checkpoint's stop tokens.
             num_threads: the largest number of quick grammars that are compiled at the same time.
@@ -108,7 +112,9 @@ class Guides:
     ) -> "Future[TokenGuide]":
         """Start to create the guide of a request's first sequence, without blocking.
 
-        The other sequences of the request use forks of the guide.
+        The libraries are loaded first, then the grammar is compiled, and then the guide is created.
+        Each stage begins in a callback of the stage before. The other sequences of the request use
+        forks of the guide.
 
         Args:
             params: the request's grammar and thinking specifications are read.
@@ -194,6 +200,14 @@ class Guides:
         if compiled_spec is not None:
             _succeed(answer, make(libraries, compiled_spec))
             return
+        compilation = self._join_compilation(libraries, key)
+        answer.add_done_callback(partial(self._leave, key, compilation))
+        _when_done(
+            compilation.future, answer, lambda result: _succeed(answer, make(libraries, result))
+        )
+
+    def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
+        """Return the running compilation of a grammar. Start one if there is none."""
         assert self._pool is not None
         with self._lock:
             compilation = self._compiling.get(key)
@@ -204,11 +218,9 @@ class Guides:
                 self._compiling[key] = compilation
             compilation.num_waiting += 1
         if is_new:
+            # The callback may run at once, and needs the lock, so it is added without the lock.
             compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
-        answer.add_done_callback(partial(self._leave, key, compilation))
-        _when_done(
-            compilation.future, answer, lambda result: _succeed(answer, make(libraries, result))
-        )
+        return compilation
 
     def _leave(
         self, key: GrammarSpec, compilation: _Compilation, answer: "Future[TokenGuide]"
@@ -244,10 +256,12 @@ class Guides:
         """Create a guide from the libraries and the compiled grammar."""
         special_ids = compiled_spec.special_ids if compiled_spec is not None else frozenset[int]()
         after = params.grammar.after if params.grammar is not None else ""
+        # Requests with the same stop tokens, special tokens and marker share their rules.
         key = (stops, special_ids, after)
         rules = self._rules.get(key)
         if rules is None:
             rules = rules_for(libraries.vocabulary, stops, special_ids, after)
+            # The limit of this cache is a number of rules, so the size of each is 1.
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         matcher = compiled_spec.compiled.matcher() if compiled_spec is not None else None
@@ -257,7 +271,7 @@ class Guides:
 def _when_done(
     first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]
 ) -> None:
-    """Call `follow` with the result of `first`: at once if there is one, otherwise when it arrives.
+    """Call `follow` with the result of `first` as soon as `first` is done.
 
     An error of `first` or of `follow` is stored in `answer`.
     """

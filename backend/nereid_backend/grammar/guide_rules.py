@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nereid_backend.grammar.vocabulary import TokenMask, Vocabulary, mask_of
 
-# The bytes that count as white space around a marker.
+# The bytes that count as white space before or after a marker.
 WHITE_SPACE = b" \t\r\n"
 
 
@@ -21,7 +21,7 @@ class GuideRules:
         free_mask: the mask of all tokens except the stop tokens.
         grammar_mask: the mask of the tokens that a grammar may allow. It contains no stop tokens,
             and only those special tokens that the grammar contains.
-        grammar_bits: `grammar_mask` as bytes, in which looking up one token is fastest.
+        grammar_bits: `grammar_mask` as bytes. Looking up one token is faster in bytes.
         white_space_mask: the mask of the tokens that are white space.
         marker: the bytes after which the grammar applies, without white space around them. b"" if
             the grammar applies from the first token on.
@@ -77,16 +77,22 @@ def rules_for(
 
 
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
-    """Return the tokens that contain the end of the marker; see GuideRules.spanning."""
+    """Return the tokens that contain the end of the marker; see GuideRules.spanning.
+
+    Example: for the marker "</think>", the token 5 `>{` gives {7: [(5, b"{")]}, and the token 9
+    `</think>[` gives {0: [(9, b"[")]}.
+    """
     if not marker:
         return {}
     table: dict[int, list[tuple[int, bytes]]] = {}
+    # Tokens that begin with the end of the marker.
     for num_before in range(1, len(marker)):
         ending = marker[num_before:]
         for data, number in vocabulary.starting_with(ending):
             rest = data[len(ending) :].lstrip(WHITE_SPACE)
             if rest:
                 table.setdefault(num_before, []).append((number, rest))
+    # Tokens that contain the whole marker.
     for data, number in vocabulary.sorted_tokens:
         rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
         if rest:

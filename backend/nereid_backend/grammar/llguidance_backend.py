@@ -30,9 +30,10 @@ _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
 # The distance between an excluded bound and the inclusive bound that replaces it.
 _BOUND_DISTANCE = 1e-9
-# The largest length of a library's message that is passed on.
+# The largest number of characters of a library's message in an error.
 _MAX_MESSAGE = 300
-# The largest number of schemas inside a schema that are compiled to find the wrong one.
+# To find the part of a schema that is not valid, at most this number of its inner schemas is
+# compiled.
 _MAX_LOCATED = 200
 # Each line of the library's error excerpts begins with this many characters that are not source.
 _EXCERPT_INDENT = 3
@@ -89,11 +90,7 @@ class LLGuidanceBackend:
             grammar = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind](source)
             matcher = self._matcher(grammar)
             if matcher.is_error():
-                if kind == "regex":
-                    # The error then refers to the text of the request, not to a converted text.
-                    matcher = self._matcher(LLMatcher.grammar_from_regex(source))
-                problem = _problem(matcher, has_pattern=kind == "regex")
-                raise RequestError(f"{kind}: the grammar is not valid: {problem}")
+                raise self._grammar_error(kind, source, matcher)
         # The matcher stores its first mask, and all its copies share this mask. The first masks of
         # 64 sequences with one regular expression then take 0.4 ms instead of 70 ms at 151k tokens.
         matcher.compute_bitmask()
@@ -102,6 +99,16 @@ class LLGuidanceBackend:
     def _matcher(self, grammar: str) -> LLMatcher:
         """Return llguidance's matcher of a grammar, which reports the error of a wrong grammar."""
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
+        """Return the error of a regular expression, choice or EBNF grammar that is not valid."""
+        is_regex = kind == "regex"
+        if is_regex:
+            # `matcher` was created from a converted text. The columns in the error of this matcher
+            # are those of the request's text.
+            matcher = self._matcher(LLMatcher.grammar_from_regex(source))
+        problem = _problem(matcher, has_pattern=is_regex)
+        return RequestError(f"{kind}: the grammar is not valid: {problem}")
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
         """Return the error of a schema that llguidance rejects with the message `problem`."""
@@ -121,22 +128,22 @@ class LLGuidanceBackend:
         Example: if "not" cannot be enforced, the schema `{"properties": {"a": {"not": {}}}}` gives
         `$.properties.a`.
         """
-        # References inside a part need the definitions of the whole schema.
-        shared = {
+        definitions = {
             word: schema[word]
             for word in ("$defs", "definitions")
             if isinstance(schema, Mapping) and word in schema
         }
         innermost = "$"
+        # `subschemas` yields each schema before the schemas inside it.
         for count, (part, path) in enumerate(subschemas(schema)):
             if count == _MAX_LOCATED or depth_of(path) <= depth_of(innermost):
                 continue
             if not path.startswith(innermost) or not isinstance(part, Mapping):
                 continue
-            complete = {**shared, **part}
-            for word in shared:
-                if path.startswith(f"$.{word}"):
-                    complete = dict(part)
+            # The definitions of the whole schema are added to a part, because the part may refer to
+            # them. They are not added to a part of the definitions themselves.
+            is_definition = any(path.startswith(f"$.{word}") for word in definitions)
+            complete = dict(part) if is_definition else {**definitions, **part}
             if _problem(self._matcher(_schema_grammar(complete))) == problem:
                 innermost = path
         return innermost
@@ -210,10 +217,18 @@ class LLGuidanceMatcher:
 def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
     """Return the library's message in one line.
 
-    If `has_pattern`, the message of a regular expression gets the column of the error. Example: the
-    library's message for `(ab` gives "unclosed group (column 1)".
+    If `has_pattern`, the message of a regular expression gets the column of the error. Example: for
+    `(ab`, the result is "unclosed group (column 1)", and the library's message is
+
+        at 1(8): invalid regex "(ab" (in regex): regex parse error:
+            (ab
+            ^
+        error: unclosed group
+           1 | start: /(ab/
+                      ^
     """
     text = str(matcher.get_error())
+    # The first line with only "^" marks the position in the regular expression.
     column = re.search(r"^( +)\^", text, re.MULTILINE)
     messages = re.findall(r"^error: (.*)$", text, re.MULTILINE)
     if messages:
@@ -221,6 +236,7 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
         if column and has_pattern:
             place = f" (column {len(column[1]) - _EXCERPT_INDENT})"
         return f"{messages[-1]}{place}"
+    # Other messages have one line, such as 'at 1(8): unknown name: "x"'.
     if has_pattern:
         text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
     return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
@@ -252,8 +268,10 @@ def _with_inclusive_bounds(schema: object) -> object:
             continue
         low = part.get("exclusiveMinimum")
         high = part.get("exclusiveMaximum")
+        # The other bound may be inclusive or exclusive.
         largest = part.get("maximum", high)
         smallest = part.get("minimum", low)
+        # The error occurs only for lower bounds from 0 on, and for upper bounds up to 0.
         if _is_integer(low) and _is_number(largest) and low >= 0 and largest < low + 1:
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
         elif _is_integer(high) and _is_number(smallest) and high <= 0 and smallest > high - 1:

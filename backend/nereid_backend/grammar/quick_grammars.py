@@ -9,7 +9,8 @@ from nereid_backend.core.grammar import GrammarSpec
 # A schema of this size compiles in at most a tenth of a second.
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
-# Larger repetitions can take long, and so can a repetition of a group, such as `(a{9}){9}`.
+# A bound of three or more digits can take long to compile, and so can a repetition of a group, such
+# as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
 # Keywords whose cost is more than proportional to the size of the schema, because the libraries
 # combine their parts with each other.
@@ -61,7 +62,7 @@ def _has_slow_part(value: object) -> bool:
 
 
 def _is_quick_pattern(pattern: str) -> bool:
-    """Return whether a regular expression is short and has only small repetitions of no groups.
+    """Return whether a regular expression is short, repeats no group, and has only small bounds.
 
     Examples: `[a-z]{1,99}` is quick. `[a-z]{1,100}` and `(ab)*` need a trial.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reasoning part of an answer: its start, its end, and the budget after which it is ended."""
+"""Finds the reasoning part of an answer, and ends it when the thinking budget is used up."""
 
 from enum import Enum, auto
 from typing import Self
@@ -31,7 +31,7 @@ class Thinking:
     """
 
     def __init__(self, spec: ThinkingSpec) -> None:
-        """Start before the first token of an answer.
+        """Create an instance for an answer without tokens.
 
         Args:
             spec: the markers and the budget.
@@ -96,7 +96,7 @@ class Thinking:
         return copy
 
     def _find_start(self, data: bytes) -> None:
-        """Look for the start marker in the text so far, of which `data` are the last bytes."""
+        """Append `data` to the text so far, and look for the start marker in the text."""
         self._text = (self._text + data).lstrip()
         if self._text.startswith(self._start):
             rest = self._text[len(self._start) :]
@@ -116,7 +116,7 @@ class Thinking:
             self._state = _State.CLOSED
             self._text = b""
             return
-        # Only the last bytes can be the beginning of the end marker.
+        # Only the last bytes can be the beginning of an end marker that later tokens complete.
         num_kept = max(len(self._end) - 1, 0)
         self._text = self._text[-num_kept:] if num_kept else b""
         self.num_tokens += 1

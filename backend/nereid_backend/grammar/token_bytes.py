@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of the entries of a tokenizer's vocabulary into bytes.
 
-Vocabularies write bytes in one of three ways: byte-level BPE, SentencePiece, or SentencePiece with
-entries for single bytes (byte fallback).
+A vocabulary represents bytes in one of three ways: byte-level BPE, SentencePiece, or SentencePiece
+with entries for single bytes (byte fallback).
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def sentence_piece(text: str) -> bytes:
 
 
 def byte_fallback(text: str) -> bytes:
-    r"""Return the bytes of a SentencePiece entry. The entry `<0x0A>`, for example, is one byte.
+    r"""Return the bytes of an entry of a SentencePiece vocabulary with byte fallback.
 
     Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
     """

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 # The largest number of bytes of white space after a marker. Without a limit, a model might generate
 # only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# A tokenizer splits a text into tokens in a way that depends on the text before it. This many
-# tokens before a forced text are therefore tokenised together with the forced text.
+# A tokenizer splits a text into tokens in a way that depends on the text before it. A forced
+# text is therefore tokenised together with this number of tokens before it.
 _NUM_RECENT = 4
 
 
@@ -52,7 +52,7 @@ class TokenGuide:
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
     ) -> None:
-        """Start before the first token of an answer.
+        """Create a guide for an answer without tokens.
 
         Args:
             rules: the rules of the request.
@@ -65,6 +65,7 @@ class TokenGuide:
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
         # The last bytes of the text in the phase BEFORE_MARKER. They may begin the marker.
         self._tail = b""
+        # The number of bytes of white space after the marker.
         self._num_white_space = 0
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
@@ -80,7 +81,8 @@ class TokenGuide:
         rules = self._rules
         matcher = self._matcher
         for token_id in token_ids:
-            # This fast path handles nearly all tokens: only the grammar limits the answer.
+            # In nearly all cases, only the grammar limits the answer. This branch gives the same
+            # result as `_accept` in less time.
             if (
                 self._phase is Phase.GRAMMAR
                 and matcher is not None
@@ -102,7 +104,8 @@ class TokenGuide:
             )
         data = rules.vocabulary.tokens[token_id]
         if self._matcher is not None:
-            self._check(token_id, self._advance(self._matcher, token_id, data))
+            is_allowed = self._advance(self._matcher, token_id, data)
+            self._check(token_id, is_allowed)
         if self._thinking is not None and token_id not in rules.stop_ids:
             self._thinking.feed(token_id, data)
         self._recent.append(token_id)
@@ -126,9 +129,11 @@ class TokenGuide:
         if self._phase is Phase.BEFORE_MARKER:
             return self._advance_before_marker(matcher, data)
         if self._phase is Phase.WHITE_SPACE:
-            if self._num_white_space < _MAX_WHITE_SPACE and data and not data.strip(WHITE_SPACE):
+            is_white_space = bool(data) and not data.strip(WHITE_SPACE)
+            if is_white_space and self._num_white_space < _MAX_WHITE_SPACE:
                 self._num_white_space += len(data)
                 return True
+            # This token is the first token of the text that must match the grammar.
             self._phase = Phase.GRAMMAR
         if self._phase is Phase.ENDED or not _has(self._rules.grammar_bits, token_id):
             return False
@@ -214,7 +219,10 @@ class TokenGuide:
         return self._matcher if decides and not is_forced else None
 
     def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Fill a mask while the grammar does not decide. Return whether any token is forbidden."""
+        """Fill a mask that does not depend on the grammar alone; see `_deciding_matcher`.
+
+        Return whether any token is forbidden.
+        """
         if self._thinking is not None and self._thinking.forced:
             row[:] = mask_of(self._thinking.forced[:1], self._rules.vocabulary.size)
             return True
@@ -233,11 +241,12 @@ class TokenGuide:
         """
         rules = self._rules
         row[:] = rules.free_mask
+        # Each of these tokens completes the marker after its first `num_before` bytes.
         for num_before, tokens in rules.spanning.items():
             if num_before and not self._tail.endswith(rules.marker[:num_before]):
-                continue
-            for token_id, rest in tokens:
-                if not matcher.fork().accept_bytes(rest):
+                continue  # The answer does not end with these bytes.
+            for token_id, text_after_marker in tokens:
+                if not matcher.fork().accept_bytes(text_after_marker):
                     row[token_id >> 5] &= ~_bit(token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
@@ -268,8 +277,8 @@ class TokenGuide:
     def forced(self) -> list[int]:
         """Return the tokens that must come next, or an empty list.
 
-        The tokens are those that the tokenizer would choose for the forced text. The engine appends
-        them without sampling.
+        For a text that the grammar forces, these are the tokens that the tokenizer would choose.
+        The engine appends the tokens without sampling.
         """
         if self._thinking is not None and self._thinking.is_open:
             return list(self._thinking.forced)

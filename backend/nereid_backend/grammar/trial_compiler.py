@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars on trial in another process, which can be killed (trial_process.py).
+"""Compiles grammars tentatively in another process, which can be killed (trial_process.py).
 
-A trial finds out whether the grammar libraries can compile a grammar within the limits of time and
-memory. The compiled grammar itself cannot be sent to the engine: llguidance cannot serialise one,
-and xgrammar takes 60 times as long to serialise one as to compile it. So the engine compiles the
-grammar once more after a successful trial.
+Such a trial finds out whether the grammar libraries can compile a grammar within the limits of time
+and memory. The compiled grammar itself is not sent to the engine: llguidance cannot serialise
+compiled grammars, and xgrammar takes 60 times as long to serialise a grammar as to compile it. The
+engine therefore compiles the grammar once more after a successful trial.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class TrialCompiler:
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
     ) -> None:
-        """Create a compiler. The process starts with the first trial.
+        """Create a compiler. Its process is started when the first grammar is submitted.
 
         Args:
             vocabulary: the tokens of the model.
@@ -57,14 +57,14 @@ class TrialCompiler:
         self._sender = ThreadPoolExecutor(1, "grammar-trials")
 
     def submit(self, spec: GrammarSpec) -> "Future[None]":
-        """Start to compile a grammar.
+        """Start to compile a grammar in the trial process.
 
         Returns:
-            A future without a result, or with a RequestError. Cancelling the future kills the
-            compilation.
+            A future whose result is None, or whose exception is a RequestError. Cancelling the
+            future kills the compilation.
 
         Raises:
-            RequestError: too many grammars are waiting.
+            RequestError: if too many grammars are waiting.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -111,7 +111,7 @@ class TrialCompiler:
         """Start the process and the thread that reads its messages.
 
         Raises:
-            OSError: the process cannot be started, or the compiler is closed.
+            OSError: if the process cannot be started, or if the compiler is closed.
         """
         connection, child_end = Pipe()
         fd = child_end.fileno()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compiles grammars on trial. trial_compiler.py starts this process.
+"""The process that compiles grammars tentatively. trial_compiler.py starts this process.
 
-    python -m nereid_backend.grammar.trial_process FD
+    python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
 
-FD is the inherited end of a connection. The process loads the grammar libraries once. It then forks
-a child for each grammar. A child has limits of time and memory and can be killed, and neither a
-crash nor a hang of a grammar library affects the engine. Messages, as pickled tuples:
+FD is the inherited end of a connection, and TIMEOUT_S is the time limit of a trial in seconds. The
+process loads the grammar libraries once. It then forks a child for each grammar. A child has limits
+of time and memory and can be killed, and neither a crash nor a hang of a grammar library affects
+the engine. Messages, as pickled tuples:
 
     engine -> process   (vocabulary, eos_token_ids)     the first message
                         ("compile", id, kind, source)
@@ -27,7 +28,8 @@ from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-# The children share the processors equally, so a quick grammar ends soon even while others run.
+# The number of grammars that are compiled at the same time. The children share the processors
+# equally, so a quick grammar is compiled soon even while others are still being compiled.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 # The children must not slow down the steps of the engine.
@@ -86,7 +88,7 @@ class TrialServer:
         self._running: list[_Job] = []
 
     def serve(self) -> None:
-        """Handle messages until the engine closes the connection."""
+        """Handle messages until the engine closes the connection. Then kill all children."""
         while True:
             try:
                 self._step()
@@ -104,9 +106,12 @@ class TrialServer:
         ready = wait([self._connection, *results], timeout_s)
         while self._connection.poll():
             self._handle(*self._connection.recv())
-        for job in [job for job in self._running if job.result in ready]:
+        finished = [job for job in self._running if job.result in ready]
+        for job in finished:
             self._finish(job)
-        for job in [job for job in jobs if job.deadline <= time.monotonic()]:
+        late = [job for job in jobs if job.deadline <= time.monotonic()]
+        for job in late:
+            # `_remove` returns False if the job has been finished or cancelled in this step.
             if self._remove(job):
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
         while self._waiting and len(self._running) < _MAX_CHILDREN:
@@ -164,15 +169,17 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         os.nice(_NICENESS)
         limit = _virtual_bytes() + _MAX_CHILD_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        # The kernel ends the child even if this server is killed.
+        # With a limit on CPU time, the kernel ends the child even if this server has been killed.
         seconds = int(timeout_s) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))
     except MemoryError:
+        # Sending a message would need memory. Without a message, the outcome is CRASHED.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
+        # The class is compared by name, so that this function needs no import of the engine.
         is_refusal = type(error).__name__ == "RequestError"
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         outcome = Outcome.REFUSED if is_refusal else Outcome.CRASHED
@@ -188,7 +195,7 @@ def _virtual_bytes() -> int:
 
 
 class _Unused:
-    """A placeholder for the classes and functions of a module that this process does not use."""
+    """A placeholder for the classes and functions of modules that this process does not use."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept any arguments."""
@@ -224,6 +231,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
+    # The following imports load xgrammar, which would import torch and transformers.
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# The largest length of a problem that is passed on.
+# The largest number of characters of jsonschema's message in the description of a problem.
 _MAX_TEXT = 80
 
 
@@ -41,8 +41,8 @@ def validate_strict(text: str, schema: object) -> str | None:
         errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
         first = next(iter(errors), None)
     except Exception as problem:  # noqa: BLE001
-        # Boundary: the check of an answer ends here. The schema comes from the client, and
-        # jsonschema raises any exception for schemas that are not valid.
+        # The check of this answer ends here. The schema comes from the client, and jsonschema can
+        # raise any exception if a schema is not valid.
         return f"the answer cannot be checked: {problem}"
     if first is None:
         return None

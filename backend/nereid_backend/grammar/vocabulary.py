@@ -42,8 +42,8 @@ class Vocabulary:
     """The tokens of a tokenizer, as the grammar libraries need them.
 
     Attributes:
-        tokens: the bytes of each token, one entry for each of the model's logits. b"" if the
-            tokenizer has no such token.
+        tokens: the bytes of each token, one entry for each of the model's logits. The entry is b""
+            if the tokenizer has no token with this id.
         special_ids: the tokens that are never plain text, such as the token that starts a turn.
         marker_ids: the tokens that the tokenizer recognizes before it splits the rest of a text.
             They include special and other added tokens.
@@ -93,12 +93,14 @@ class Vocabulary:
             yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Return plain tokens that spell `data`. Each of them is the longest token that fits.
+        """Return plain tokens that spell `data`.
+
+        Each token is the longest plain token with which the rest of `data` begins.
 
         The tokenizer might choose other tokens. Use the result only to advance a matcher.
 
         Raises:
-            KeyError: if no token has the next byte.
+            KeyError: if the rest of `data` begins with no plain token.
         """
         token_ids: list[int] = []
         while data:
@@ -139,13 +141,12 @@ class Vocabulary:
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
-        """The ids of the tokens that are not special, by their bytes. b"" maps to -1."""
-        table = {
+        """The ids of the plain tokens, which are not special and have bytes, by their bytes."""
+        return {
             data: number
             for number, data in enumerate(self.tokens)
             if data and number not in self.special_ids
         }
-        return {b"": -1, **table}
 
 
 def _without_tokenizer(
@@ -201,40 +202,61 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
             f"its tokenizer ({type(tokenizer).__name__}) does not define the bytes of its tokens. "
             "Add a tokenizer.json of the tokenizers library to the checkpoint."
         )
-    named = tokenizer.get_vocab()
-    read = _reader(json.loads(backend.to_str()).get("decoder"), named)
-    tokens = [b""] * vocab_size
-    for text, number in named.items():
-        if number < vocab_size:
-            tokens[number] = read(text)
-    special: set[int] = set()
-    markers: set[int] = set()
-    for number, added in tokenizer.added_tokens_decoder.items():
-        if number < vocab_size:
-            tokens[number] = added.content.encode()
-            markers.add(number)
-            if added.special:
-                special.add(number)
+    added_tokens = {
+        token_id: token
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token_id < vocab_size
+    }
+    tokens = _token_bytes(backend, tokenizer.get_vocab(), vocab_size)
+    for token_id, token in added_tokens.items():
+        tokens[token_id] = token.content.encode()  # Added tokens are plain text.
 
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
-    return Vocabulary(tuple(tokens), frozenset(special), frozenset(markers), encode)
+    return Vocabulary(
+        tokens=tuple(tokens),
+        special_ids=frozenset(i for i, token in added_tokens.items() if token.special),
+        marker_ids=frozenset(added_tokens),
+        encode=encode,
+    )
 
 
-def _reader(decoder: object, named: Mapping[str, int]) -> Callable[[str], bytes]:
+def _token_bytes(
+    backend: Any,  # noqa: ANN401 - the tokenizers library has no types
+    ids: Mapping[str, int],
+    vocab_size: int,
+) -> list[bytes]:
+    """Return the bytes of each token; b"" for an id without a token.
+
+    Args:
+        backend: the tokenizer of the tokenizers library.
+        ids: the ids of the tokens, by their texts.
+        vocab_size: the length of the result.
+    """
+    to_bytes = _converter(json.loads(backend.to_str()).get("decoder"), ids)
+    tokens = [b""] * vocab_size
+    for text, token_id in ids.items():
+        if token_id < vocab_size:
+            tokens[token_id] = to_bytes(text)
+    return tokens
+
+
+def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes]:
     """Return the function that converts the text of a token into bytes.
 
     Args:
         decoder: the "decoder" part of tokenizer.json.
-        named: the ids of the tokens, by their texts.
+        ids: the ids of the tokens, by their texts.
     """
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
-    if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in named for byte in range(128, 256)):
+    # SentencePiece vocabularies with byte fallback have a token such as <0x80> for each byte.
+    if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in ids for byte in range(128, 256)):
         return byte_fallback
-    if not kinds and "Ġ" in named:
+    # Byte-level BPE without a decoder: "Ġ" stands for a space.
+    if not kinds and "Ġ" in ids:
         return byte_level
     return sentence_piece
 

@@ -18,7 +18,8 @@ _BOUNDED = re.compile(r'"(?:min|max)Length"')
 # because both classes must have the same length.
 _LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
-# The masks are filled in the calling thread: filling several takes no longer than waking a thread.
+# The masks are filled in the calling thread, because filling several masks takes no longer than
+# waking another thread.
 _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
 
 
@@ -41,7 +42,7 @@ class XGrammarBackend:
             vocab_size=vocabulary.size,
             stop_token_ids=list(eos_token_ids),
         )
-        # Guides caches compiled grammars. A cache here would only store them twice.
+        # The class `Guides` caches compiled grammars. A second cache would only take memory.
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )

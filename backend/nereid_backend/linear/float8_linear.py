@@ -13,23 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.linear.prepack import shared_weights
+from nereid_backend.linear.prepack import change_class, shared_weights
 
 _DTYPE = torch.float8_e4m3fn
 # The largest number of e4m3.
 _LARGEST = 448.0
 # The smallest scale that is used as a divisor, so that a row of zeros is not divided by zero.
 _MIN_SCALE = 1e-12
-# The products need sizes that are multiples of this number.
+# The sizes of the matrices must be multiples of this number.
 _MULTIPLE = 16
-# The largest accepted error of the product at load, relative to the exact product. Rounding to 3
-# mantissa bits causes 0.04, and a wrong scale causes more than 0.3.
+# The largest accepted relative error of a matrix product in the check at load. Rounding to 3
+# mantissa bits causes an error of 0.04, and a wrong scale causes an error of more than 0.3.
 _TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Product:
-    """A way in which a device multiplies matrices of e4m3.
+    """A method of multiplying e4m3 matrices.
 
     Attributes:
         has_row_scales: whether each row has its own scale. If False, each matrix has one scale.
@@ -76,7 +76,7 @@ class Float8Linear(nn.Linear):
     Attributes:
         stored: [out_features, in_features] e4m3.
         scales: the scales of the weight; see `Float8Product.rounded`.
-        product: how the device multiplies.
+        product: the method with which the device multiplies.
     """
 
     stored: Tensor
@@ -92,10 +92,12 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate product of e4m3 that gives right results on a device, or None.
+    """Return the most accurate method of multiplying e4m3 matrices that works on a device, or None.
+
+    Each method is tried on a small product and compared with the exact result.
 
     Args:
-        device: where the product is computed.
+        device: the device that computes the product.
         dtype: the data type of the model.
     """
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +109,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
         try:
             result = product.multiply(rows, *product.rounded(weight)).float()
         except (RuntimeError, NotImplementedError):
-            # The device, or this version of torch, does not support the product.
+            # The device, or this version of torch, does not support the method.
             continue
         if bool((result - exact).norm() <= _TOLERANCE * exact.norm()):
             return product
@@ -123,7 +125,7 @@ def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
 
     Args:
         model: the model. Mutated; it can then neither be trained nor saved.
-        product: how the device multiplies; see `find_product`.
+        product: the method with which the device multiplies; see `find_product`.
 
     Returns:
         The number of converted layers.
@@ -150,8 +152,8 @@ def _convert(layer: nn.Module, product: Float8Product) -> None:
     stored, scales = product.rounded(weight)
     placeholder = torch.full((1, 1), float("nan"), dtype=weight.dtype, device=weight.device)
     layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
-    layer.__class__ = Float8Linear
+    float8_layer = change_class(layer, Float8Linear)
     # The tensors are buffers, so that torch.export treats them as part of the model.
     layer.register_buffer("stored", stored, persistent=False)
     layer.register_buffer("scales", scales, persistent=False)
-    layer.product = product  # type: ignore[assignment]
+    float8_layer.product = product

@@ -5,10 +5,10 @@ A group is `group_size` consecutive weights of one output. Its weights are
 
     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
 
-The integers stay in memory as they are, so a step reads a quarter (4 bits) or half (8 bits) of the
-bytes of bfloat16 weights. The C++ kernel (cpu_grouped.cpp) also converts the inputs of the layer to
-8-bit integers, with one scale for each row and group. The output of a row is the same bit for bit,
-whether the row is computed alone or with other rows.
+The integers are not dequantised in memory, so a step reads a quarter (4 bits) or half (8 bits) of
+the bytes of bfloat16 weights. The C++ kernel (cpu_grouped.cpp) also converts the inputs of the
+layer to 8-bit integers, with one scale for each row and group. The output of a row has the same
+bits whether the row is computed alone or with other rows.
 """
 
 import ctypes
@@ -23,10 +23,11 @@ from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_k
 _DTYPES = (torch.float32, torch.bfloat16)
 # The number of outputs in one panel of packed weights.
 LANES = 16
-# The number of inputs that the kernels multiply at once. Groups consist of whole units.
+# The number of inputs that the kernels multiply at once. The size of a group is a multiple of this
+# number.
 UNIT = 8
-# Activations are quantised with the groups of the weights. Larger groups are divided, so that one
-# large activation does not make the others of a long row inaccurate.
+# Activations are quantised in the same groups as the weights. Larger groups are divided, so that
+# one large activation makes only the other activations of a small group inaccurate.
 _MAX_GROUP_SIZE = 128
 
 
@@ -40,7 +41,7 @@ class GroupedLinear(nn.Linear):
         values: the integers as uint8, in panels of 16 outputs; see `pack_values`.
         scales: float16 [panels, groups, 16].
         zeros: float16 [panels, groups, 16]; None if the zero of every group is the middle of the
-            range, which is 8 or 128.
+            range (8 for 4 bits, 128 for 8 bits).
         bits: the number of bits of an integer, 4 or 8.
         group_size: the number of inputs that share a scale.
     """
@@ -78,15 +79,17 @@ class GroupedLinear(nn.Linear):
             bias: [out_features]; None if the layer has none.
 
         Raises:
-            ValueError: if the shapes or the group size do not fit.
+            ValueError: if the shapes do not match, or if the group size is not supported.
 
         Example: values [[3, -8]] of int8 with scales [[0.5]] and bits=4 are the weights [1.5, -4].
         """
         out_features, in_features = values.shape
         _check(values, scales, zeros, group_size, bits)
+        # The constructor of nn.Linear would allocate and initialise a weight of the given sizes.
         layer = cls(1, 1, bias=False)
         layer.in_features = in_features
         layer.out_features = out_features
+        # One number, expanded to the shape of the weight, takes no memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -104,13 +107,17 @@ class GroupedLinear(nn.Linear):
         bits: int,
     ) -> None:
         """Pack and store integers, scales and zeros; see `from_quantised`. Mutates: the layer."""
+        in_features = values.shape[1]
+        # The layer stores unsigned integers.
         offset = 2 ** (bits - 1) if values.dtype == torch.int8 else 0
         unsigned = (values.to(torch.int16) + offset).to(torch.uint8)
-        used_size = _used_group_size(group_size, values.shape[1])
-        repeats = -(-min(group_size, values.shape[1]) // used_size)
-        num_groups = -(-values.shape[1] // used_size)
+        # Each given group is divided into `repeats` stored groups, which have the same scale.
+        used_size = _used_group_size(group_size, in_features)
+        repeats = -(-min(group_size, in_features) // used_size)
+        num_groups = -(-in_features // used_size)
 
         def panels(of_groups: Tensor) -> Tensor:
+            # The last given group may be incomplete and then has fewer than `repeats` parts.
             repeated = of_groups.repeat_interleave(repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
@@ -171,13 +178,15 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
         out_features: the number of outputs, without the padding of the last panel.
 
     Raises:
-        ValueError: if the dtype or the number of features of x does not fit the weights.
+        ValueError: if the dtype of x is not supported, or if x has the wrong number of features.
     """
     dim = x.shape[-1]
-    if x.dtype not in _DTYPES or -(-dim // group_size) != scales.shape[1]:
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"The input must be float32 or bfloat16, but its dtype is {x.dtype}.")
+    if -(-dim // group_size) != scales.shape[1]:
         raise ValueError(
-            f"The input has {dim} features of {x.dtype}, but the weights have {scales.shape[1]} "
-            f"groups of {group_size} features, and the input must be float32 or bfloat16."
+            f"The input has {dim} features, but the weights have {scales.shape[1]} groups of "
+            f"{group_size} features."
         )
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
@@ -246,9 +255,12 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 def _used_group_size(group_size: int, in_features: int) -> int:
     """Return the size of the groups that the layer stores.
 
-    Groups of more than 128 inputs are divided into equal parts, which repeat the scale.
+    Groups of more than 128 inputs are divided into equal parts whose size is a multiple of 8. Each
+    part gets a copy of the scale. A group that covers the whole row may be divided into parts of
+    128 inputs, of which the last part is incomplete.
 
-    Example: for groups of 192 inputs, the stored groups have 96 inputs.
+    Examples: groups of 192 inputs are stored as groups of 96. One group of 300 inputs is stored as
+    groups of 128, and one group of 20 inputs as a group of 24.
     """
     if group_size >= in_features:
         return min(_MAX_GROUP_SIZE, -(-in_features // UNIT) * UNIT)
@@ -261,7 +273,7 @@ def _used_group_size(group_size: int, in_features: int) -> int:
 def _check(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
 ) -> None:
-    """Raise ValueError if the arguments of `GroupedLinear.from_quantised` do not fit together."""
+    """Raise ValueError if the arguments of `GroupedLinear.from_quantised` do not match."""
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, but the value is {bits}.")
     if values.dtype not in (torch.int8, torch.uint8):

@@ -11,33 +11,52 @@ first layer of a group computes the outputs of all layers of the group:
     x -> v_proj   returns the stored v part
 
 A later layer returns its stored part only if its input is the same tensor object. Otherwise the
-layer computes its own output, so the model is correct even if its code calls the layers in a
-different way.
+layer computes its own output, so the model gives correct results even if its code calls the layers
+in another order or with other inputs.
 """
 
 import collections
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.linear.native_linear import LANES, NativeLinear, linear
+from nereid_backend.linear.prepack import change_class
 
-# A call of a layer: the name of the module that contains the layer, the layer, and its input.
-_Call = tuple[str, nn.Linear, Tensor]
+
+class _Call(NamedTuple):
+    """A call of a layer.
+
+    Attributes:
+        parent: the name of the module that contains the layer.
+        layer: the layer.
+        input: the input of the call.
+    """
+
+    parent: str
+    layer: nn.Linear
+    input: Tensor
 
 
 class _Group:
     """Layers that are called one after the other with one input.
 
-    The weights of all layers are in one buffer of the first layer, one after the other. Each
-    layer's own weight is a view of its part.
+    The first layer has a buffer with the weights of all layers, one after the other. The weight of
+    each layer is a view of its part of the buffer.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        """Merge the weights of some layers. Mutates: the layers."""
+        """Merge the weights of some layers.
+
+        Each layer gets the class `_Merged`, a reference to this group, and its index in the group.
+        The first layer computes one product for all layers; see `_Merged.forward`. Mutates: the
+        layers.
+        """
         self._sizes = [layer.out_features for layer in layers]
+        # The outputs of the last product, and its input. `take` removes an output.
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._is_native = isinstance(layers[0], NativeLinear)
@@ -50,16 +69,16 @@ class _Group:
                 layer.packed = part
             else:
                 layer.weight = nn.Parameter(part, requires_grad=False)
-            layer.__class__ = MergedNativeLinear if self._is_native else MergedLinear
-            assert isinstance(layer, _Merged)
-            layer.group = self
-            layer.place = index
+            kind: type[_Merged] = MergedNativeLinear if self._is_native else MergedLinear
+            merged_layer = change_class(layer, kind)
+            merged_layer.group = self
+            merged_layer.place = index
         # The tensors are buffers, so that torch.export treats them as part of the model.
         layers[0].register_buffer("merged", merged, persistent=False)
         layers[0].register_buffer("merged_bias", bias, persistent=False)
 
     def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute and store the outputs of all layers.
+        """Compute the outputs of all layers of the group, and store them until `take` returns them.
 
         Args:
             x: [..., in_features], the input.
@@ -74,6 +93,7 @@ class _Group:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
+        # The stored outputs are valid only for this tensor object; see `take`.
         self._input = x
         self._parts = list(torch.split(output, self._sizes, dim=-1))
 
@@ -144,22 +164,27 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    groups: list[list[_Call]] = []
+    groups = _layers_with_same_input(calls)
+    for layers in groups:
+        _Group(layers)  # This merges the weights. Each layer refers to its group.
+    return len(groups)
+
+
+def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
+    """Return the groups of at least two layers that can be merged, in the order of the calls."""
+    runs: list[list[_Call]] = []
     for call in calls:
-        if groups and _can_merge(groups[-1][-1], call):
-            groups[-1].append(call)
+        if runs and _can_merge(runs[-1][-1], call):
+            runs[-1].append(call)
         else:
-            groups.append([call])
-    counts = collections.Counter(id(layer) for _, layer, _ in calls)
+            runs.append([call])
+    num_calls = collections.Counter(id(call.layer) for call in calls)
     # A layer that is called twice may have different inputs in a later run, so it is not merged.
-    merged = [
-        [layer for _, layer, _ in group]
-        for group in groups
-        if len(group) > 1 and all(counts[id(layer)] == 1 for _, layer, _ in group)
+    return [
+        [call.layer for call in run]
+        for run in runs
+        if len(run) > 1 and all(num_calls[id(call.layer)] == 1 for call in run)
     ]
-    for layers in merged:
-        _Group(layers)
-    return len(merged)
 
 
 def separate_linears(model: nn.Module) -> None:
@@ -169,8 +194,7 @@ def separate_linears(model: nn.Module) -> None:
             if module.place == 0:
                 del module.merged, module.merged_bias
             del module.group
-            is_native = isinstance(module, NativeLinear)
-            module.__class__ = NativeLinear if is_native else nn.Linear  # type: ignore[assignment]
+            change_class(module, NativeLinear if isinstance(module, NativeLinear) else nn.Linear)
 
 
 def _call_recorder(
@@ -186,30 +210,28 @@ def _call_recorder(
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(module, nn.Linear)
         if inputs:
-            calls.append((parent, module, inputs[0]))
+            calls.append(_Call(parent, module, inputs[0]))
 
     return record
 
 
 def _can_merge(last: _Call, call: _Call) -> bool:
     """Return whether two layers have the same input and weights that can be concatenated."""
-    parent, layer, layer_input = last
-    next_parent, next_layer, next_input = call
-    weight = _weight_of(layer)
-    next_weight = _weight_of(next_layer)
+    weight = _weight_of(last.layer)
+    next_weight = _weight_of(call.layer)
     return (
-        parent == next_parent
-        and layer_input is next_input
-        and type(layer) is type(next_layer)
+        last.parent == call.parent
+        and last.input is call.input
+        and type(last.layer) is type(call.layer)
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
         # The weights of the next packed layer must begin at the start of a panel.
-        and (not isinstance(layer, NativeLinear) or layer.out_features % LANES == 0)
+        and (not isinstance(last.layer, NativeLinear) or last.layer.out_features % LANES == 0)
     )
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the tensor with a layer's weights, whose first dimension is that of the outputs."""
+    """Return the tensor that contains a layer's weights, in the order of the outputs."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

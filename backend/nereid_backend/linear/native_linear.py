@@ -3,7 +3,7 @@
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
 is limited by reading the weights. The layout of the weights is the same for any number of rows. The
-output of a row is the same bit for bit, whether the row is computed alone or with other rows. The
+output of a row has the same bits whether the row is computed alone or with other rows. The
 kernel is a torch operator, so models that use it can be traced and compiled. Compiled models call
 the kernel without Python (attention/cpu/cpu_shim.cpp).
 """
@@ -75,13 +75,14 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
         out_features: the number of outputs, without the padding of the last panel.
 
     Raises:
-        ValueError: if the dtype or the number of features of x does not fit the weight.
+        ValueError: if the weight has another dtype or another number of features than x.
     """
     dim = x.shape[-1]
-    if x.dtype != packed.dtype or dim * LANES != packed.stride(0):
+    if x.dtype != packed.dtype:
+        raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
+    if dim * LANES != packed.stride(0):
         raise ValueError(
-            f"The input has {dim} features of {x.dtype}, but the weight has "
-            f"{packed.stride(0) // LANES} features of {packed.dtype}."
+            f"The input has {dim} features, but the weight has {packed.stride(0) // LANES}."
         )
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)

@@ -2,19 +2,23 @@
 """Packs linear layers: converts the weights once after loading into the layout of CPU kernels.
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
-every processor, and that converts the layout of the weight in every call. Packed layers avoid both.
+every processor. The library also converts the layout of the weight in every call. Packed layers
+avoid these costs.
 If the processor has AVX2 or 512-bit vectors, the kernel of native_linear.py computes the products.
 On other processors, oneDNN computes the products.
 docs/history/cpu-kernels.md has the measurements.
 """
 
 import collections
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear
+
+LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # oneDNN chooses the layout for this number of rows. The layer accepts any number.
@@ -91,12 +95,23 @@ def free_weight(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(placeholder.expand(layer.weight.shape), requires_grad=False)
 
 
+def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
+    """Change the class of a layer, and return the layer.
+
+    The object stays the same, so that the layer keeps its bias and its name in the model, and other
+    modules that refer to the layer need no change. Mutates: layer.
+    """
+    layer.__class__ = kind
+    assert isinstance(layer, kind)  # This only informs the type checker.
+    return layer
+
+
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     """Convert one layer, and return whether this was possible.
 
     Args:
         layer: the layer. Mutated.
-        keep: whether other layers share the weight, so that its numbers must stay.
+        keep: whether the weight must remain unchanged, because other layers share it.
     """
     weight = layer.weight.detach()
     kind: type[nn.Linear]
@@ -110,7 +125,7 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
         return False
     if not keep:
         free_weight(layer)
-    layer.__class__ = kind
+    change_class(layer, kind)
     # The tensor is a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)
     return True

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the weights of linear layers to integers of 4 or 8 bits when a model is loaded.
 
-Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and zero is exact. Weights of
+Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and a weight of 0 has no
+rounding error. Weights of
 4 bits have a scale and a zero for each group of 32 inputs.
 docs/history/cpu-kernels.md has the measured errors and speeds.
 """
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.linear.prepack import free_weight, shared_weights
+from nereid_backend.linear.prepack import change_class, free_weight, shared_weights
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _GROUP_SIZES = {4: 32, 8: 64}
 # The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
 # this scale, so that no number is divided by zero.
 _MIN_SCALE = 2.0**-24
-# Rows that are quantised at a time, which limits the memory for float32 copies.
+# The number of rows that are quantised at a time. It limits the memory for float32 copies.
 _ROWS = 1024
 
 
@@ -87,11 +88,14 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Quantise some rows of a float32 weight; see `quantise_weight`."""
+    """Quantise some rows of a float32 weight, [num_rows, in_features]; see `quantise_weight`."""
     size = _GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
+    # [num_rows, groups, size]. The padding of the last group does not change its scale, because
+    # both ranges below include 0.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
+    # `_as_float16` replaces scales of 0, so that no number is divided by 0.
     if bits == 8:
         scales = _as_float16(groups.abs().amax(2) / 127)
         values = (groups / scales.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
@@ -118,12 +122,11 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
         bits: 4 or 8.
-        keep: whether other layers share the weight, so that its numbers must stay.
+        keep: whether the weight must remain unchanged, because other layers share it.
     """
     assert isinstance(layer, nn.Linear)
     values, scales, zeros = quantise_weight(layer.weight, bits)
     if not keep:
         free_weight(layer)
-    layer.__class__ = GroupedLinear
-    assert isinstance(layer, GroupedLinear)
-    layer.set_quantised(values, scales, zeros, _GROUP_SIZES[bits], bits=bits)
+    grouped = change_class(layer, GroupedLinear)
+    grouped.set_quantised(values, scales, zeros, _GROUP_SIZES[bits], bits=bits)

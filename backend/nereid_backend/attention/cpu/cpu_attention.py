@@ -89,7 +89,7 @@ class CpuKVCache(KVCache):
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
         key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
             empty.
-        value_scales: the factors of the values, under the same condition.
+        value_scales: the factors of the values, if the cache stores integers; otherwise empty.
         kernel_times: the time that compiled models have spent in the kernels, which the kernels add
             up; None if the time is not measured.
     """
@@ -149,14 +149,26 @@ class CpuKVCache(KVCache):
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
         """Build one layer in the form that the kernels read."""
+        # In the struct, 0 means that the layer has no window, no chunk or no softcap.
         shape = NativeShape(
-            *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, block_size),
-            *(spec.window.size or 0, spec.window.chunk or 0, scale, spec.softcap or 0.0),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            block_size=block_size,
+            window=spec.window.size or 0,
+            chunk=spec.window.chunk or 0,
+            scale=scale,
+            softcap=spec.softcap or 0.0,
         )
-        scales = (self.key_scales[number], self.value_scales[number]) if self.key_scales else ()
-        tensors = (self.keys[number], self.values[number], *scales)
+        has_scales = bool(self.key_scales)
         return NativeLayer(
-            shape, dtype is torch.bfloat16, *(tensor.data_ptr() for tensor in tensors)
+            shape=shape,
+            is_bfloat16=dtype is torch.bfloat16,
+            keys=self.keys[number].data_ptr(),
+            values=self.values[number].data_ptr(),
+            key_scales=self.key_scales[number].data_ptr() if has_scales else None,
+            value_scales=self.value_scales[number].data_ptr() if has_scales else None,
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -164,8 +176,8 @@ class CpuKVCache(KVCache):
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, dim, size = keys.shape
-        # The layout stores the numbers of one key block_size elements apart, so a key is addressed
-        # by the head's part of a block (rows // size) and the token's place in it (rows % size).
+        # The numbers of one key are not contiguous. The key of row r is in part r // size of the
+        # view below, at the place r % size.
         keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -195,7 +207,7 @@ def attend(
 
     The arguments and the result are those of `reference.attend`. Mutates: cache.
     """
-    # These tensors must exist until the kernels have read them.
+    # The kernels get pointers to these tensors, so the tensors must exist until the calls return.
     query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
     spec = layer[1]
@@ -203,18 +215,21 @@ def attend(
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
     native_layer = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
     layer_step = NativeLayerStep(
-        *(_native_rows(tensor) for tensor in (query, key, value)),
-        step.slots,
-        step.num_tokens,
-        None if sink_scores is None else sink_scores.data_ptr(),
-        out.data_ptr(),
+        query=_native_rows(query),
+        keys=_native_rows(key),
+        values=_native_rows(value),
+        slots=step.slots,
+        num_tokens=step.num_tokens,
+        sinks=None if sink_scores is None else sink_scores.data_ptr(),
+        out=out.data_ptr(),
     )
     num_threads = torch.get_num_threads()
     for group in step.groups:
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        layer_step.num_tokens = 0  # The first call has stored the step's keys and values.
+        # The first call has stored the keys and values of all tokens. The later calls store none.
+        layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
             native_layer,
@@ -239,12 +254,19 @@ def serving(
     """
     step = _native_step(batch)
     natives = cache.native_layers(layers, batch.block_size)
+    # The struct contains only addresses. The arrays exist as long as `cache` and `batch`, which the
+    # caller owns.
     forward = NativeForward(
-        *(ctypes.addressof(natives), len(natives)),
-        *(ctypes.addressof(step.groups), len(step.groups)),
-        *(ctypes.addressof(step.prefills), len(step.prefills)),
-        *(step.slots, step.num_tokens, torch.get_num_threads()),
-        None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times),
+        layers=ctypes.addressof(natives),
+        num_layers=len(natives),
+        groups=ctypes.addressof(step.groups),
+        num_groups=len(step.groups),
+        prefills=ctypes.addressof(step.prefills),
+        num_prefills=len(step.prefills),
+        slots=step.slots,
+        num_tokens=step.num_tokens,
+        num_threads=torch.get_num_threads(),
+        times=None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times),
     )
     kernels().nereid_serve(ctypes.byref(forward))
     try:
@@ -273,23 +295,27 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 
 
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
-    """Build a step in the form that the kernels read."""
+    """Build a step in the form that the kernels read.
+
+    The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
+    has been freed.
+    """
     groups = [
         NativeDecodeGroup(
-            None if group.tokens is None else group.tokens.data_ptr(),
-            group.blocks.data_ptr(),
-            group.blocks.stride(0),
-            group.lens.data_ptr(),
-            group.lens.numel(),
+            tokens=None if group.tokens is None else group.tokens.data_ptr(),
+            blocks=group.blocks.data_ptr(),
+            blocks_stride=group.blocks.stride(0),
+            lens=group.lens.data_ptr(),
+            num_seqs=group.lens.numel(),
         )
         for group in batch.decodes
     ]
     prefills = [
         NativePrefill(
-            prefill.start,
-            prefill.end - prefill.start,
-            prefill.num_cached,
-            prefill.blocks.data_ptr(),
+            first=prefill.start,
+            num_tokens=prefill.end - prefill.start,
+            num_cached=prefill.num_cached,
+            blocks=prefill.blocks.data_ptr(),
         )
         for prefill in batch.prefills
     ]

@@ -98,20 +98,14 @@ def _load(compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
 def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """Compile and link the kernels for an instruction set into the file `path`."""
     openmp = _openmp()
+    flags = [*_FLAGS, *instruction_set.flags, *(["-fopenmp"] if openmp else [])]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The library is built in a temporary folder and then moved, because another process may
         # build it at the same time.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+            objects = _compile(compiler, flags, Path(folder))
             built = Path(folder) / path.name
-            flags = [*_FLAGS, *instruction_set.flags, *(["-fopenmp"] if openmp else [])]
-            commands = [
-                [compiler, *flags, "-c", str(source), "-o", target]
-                for source, target in zip(SOURCES, objects, strict=True)
-            ]
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(_run, commands))
             # The library is linked without -fopenmp, because this flag would add the compiler's
             # own OpenMP library. With -Bsymbolic, its functions call each other even if the
             # process has also loaded the library for another instruction set.
@@ -121,6 +115,18 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the kernels could not be built ({error})") from error
     logger.info("The CPU kernels were built: %s.", path)
+
+
+def _compile(compiler: str, flags: list[str], folder: Path) -> list[str]:
+    """Compile the sources in parallel, and return the paths of the object files in `folder`."""
+    objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
+    commands = [
+        [compiler, *flags, "-c", str(source), "-o", target]
+        for source, target in zip(SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
+    return objects
 
 
 def _run(command: list[str]) -> None:

@@ -76,7 +76,9 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
     backends: Sequence[AttentionBackend] | None = None,
     timer: Timer | None = None,
 ) -> ChosenBackends:
-    """Return the libraries that are faster than the project's kernels, by layer kind and situation.
+    """Return the libraries that are faster than the project's kernels.
+
+    The key of each library is a pair of a layer kind and a kind of attention work.
 
     For each library that cannot be used, log a warning with the reason.
 

@@ -52,8 +52,8 @@ _MAX_SPLITS = 128
 # The number of programs that a decode launch has for each multiprocessor, if there is enough work.
 # With this number, the last programs end at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
-# A launch in a CUDA graph also serves steps in which one sequence is much longer than the others,
-# so it has more programs than a launch for one known step: up to this many times as many.
+# The largest number of programs of a launch in a CUDA graph, relative to a launch for one step. The
+# graph also serves steps in which one sequence is much longer than the others.
 _CAPTURED_FACTOR = 2
 # A launch in a CUDA graph has at least this number of parts for each sequence. A program returns at
 # once if its part of the sequence is empty.
@@ -212,7 +212,7 @@ def _largest_dim(spec: LayerSpec) -> int:
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the layout of a model's steps. It uploads the tiles of prefills with each step.
+    """Return the layout of a model's steps, which adds the tiles of prefills to each upload.
 
     Args:
         cache: the KV cache of the model.
@@ -376,10 +376,20 @@ def prefill(
     heads = min(call.group_size, tuning.rows)
     tiles = rows.tiles(_tiling(spec, tuning))
     programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
+    # The kernel needs a valid pointer even if it does not read the sinks.
+    sinks = out if call.sinks is None else call.sinks
+    query_strides = (query.stride(0), query.stride(1))
     prefill_kernel[(tiles.shape[0] * programs_per_tile,)](
-        *(query, *call.cache_tensors, out, out if call.sinks is None else call.sinks),
-        *(rows.table, rows.sequences, tiles),
-        *(query.stride(0), query.stride(1), *call.score_factors, *call.window_limits),
+        query,
+        *call.cache_tensors,
+        out,
+        sinks,
+        rows.table,
+        rows.sequences,
+        tiles,
+        *query_strides,
+        *call.score_factors,
+        *call.window_limits,
         GROUP=call.group_size,
         ROWS=tuning.rows,
         HEADS=heads,
@@ -406,7 +416,8 @@ def split(
     Args:
         rows: the decodes. Only the bounds of their lengths are used.
         window: the attention window of the layer.
-        num_programs: the number of programs that compute one part of a sequence.
+        num_programs: the number of programs that compute one part of one sequence, each for other
+            heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
@@ -418,7 +429,9 @@ def split(
     longest = max(length for _, length in lens)
     total_tokens = sum(count * length for count, length in lens) * num_programs
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    min_tokens = max(-(-total_tokens // wanted_programs), -(-longest // _MAX_SPLITS), 2 * tile)
+    tokens_by_occupancy = -(-total_tokens // wanted_programs)
+    tokens_by_max_splits = -(-longest // _MAX_SPLITS)
+    min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, 2 * tile)
     # The number is rounded up to a power of two times the tile size. Few different numbers then
     # occur, so that many steps can share a graph.
     split_tokens = tile * next_power_of_two(-(-min_tokens // tile))
@@ -437,10 +450,11 @@ def captured_splits(
     if window.limit is not None:
         longest = min(longest, window.limit + tile)
     # A part has at least two tiles, as in `split`.
-    most = -(-longest // (2 * tile))
-    wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    wanted = -(-_CAPTURED_FACTOR * wanted_programs // (rows.count * num_programs))
-    return max(1, min(most, _MAX_SPLITS, max(wanted, _MIN_CAPTURED_SPLITS)))
+    max_splits_by_length = -(-longest // (2 * tile))
+    wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
+    splits_by_occupancy = -(-wanted_programs // (rows.count * num_programs))
+    num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
+    return max(1, min(num_splits, max_splits_by_length, _MAX_SPLITS))
 
 
 @functools.cache

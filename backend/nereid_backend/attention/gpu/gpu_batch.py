@@ -160,10 +160,14 @@ class StepLayout:
     def arrays(
         self, decode_shapes: Sequence[tuple[int, int]], prefills: Sequence[PrefillShape]
     ) -> list[Integers]:
-        """Return the arrays of a step: for the decodes, then for the prefills, if there are any.
+        """Return the arrays of a step.
 
-        Example: two groups of decodes have block tables of shape [2, 3] and [1, 8]. The block
-        tables start at [0, 3, 6] in the flat table of all decodes.
+        If there are decodes, the first array is the index at which each decode's block table starts
+        in the flat table of all decodes. Example: two groups of decodes have block tables of the
+        shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
+
+        If there are prefills, the next array is the description of the sequences (see
+        `triton_prefill.prefill_kernel`), followed by the tiles for each tiling.
 
         Args:
             decode_shapes: the shape of the block table of each group of decodes.
@@ -178,12 +182,12 @@ class StepLayout:
                 offset += count * width
             arrays.append(np.array(starts, dtype=np.int64))
         if prefills:
-            rows: list[int] = []
-            offset = 0
+            sequences = []
+            first_block = 0
             for prefill in prefills:
-                rows += (prefill.start, prefill.num_new, prefill.num_cached, offset)
-                offset += prefill.num_blocks
-            arrays.append(np.array(rows, dtype=np.int64).reshape(-1, 4))
+                sequences.append((prefill.start, prefill.num_new, prefill.num_cached, first_block))
+                first_block += prefill.num_blocks
+            arrays.append(np.array(sequences, dtype=np.int64))
             arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
         return arrays
 
@@ -206,7 +210,10 @@ class PackedRows:
     tensors: list[Tensor]
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Return the metadata of the step `batch`."""
+        """Return the metadata of the step `batch`.
+
+        The tensors are in the order of `StepLayout.arrays`.
+        """
         tensors = iter(self.tensors)
         decodes = None
         prefills = None
@@ -241,7 +248,14 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
 
 
 def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
-    """Build the metadata of decodes."""
+    """Build the metadata of decodes.
+
+    Args:
+        groups: the groups of decodes. A group whose `tokens` are None contains all decodes, which
+            are the first tokens of the step.
+        block_size: tokens in one block.
+        table_starts: [num_decodes] int64; see `DecodeRows`.
+    """
     device = groups[0].lens.device
     tokens = [
         torch.arange(len(group.lens), device=device) if group.tokens is None else group.tokens

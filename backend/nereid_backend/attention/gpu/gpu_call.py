@@ -18,7 +18,10 @@ _MAX_PADDED_KEY = 32
 
 
 class Float8(enum.IntEnum):
-    """How the kernels convert 8-bit floating point numbers, a constant of a compiled kernel."""
+    """How the kernels convert 8-bit floating point numbers.
+
+    Triton compiles a separate kernel for each value.
+    """
 
     NONE = 0
     """The cache contains other numbers: floating point numbers of the model, or integers."""

@@ -203,39 +203,50 @@ def _batch(
     decodes: Sequence[int],
     prefills: Sequence[tuple[int, int]],
 ) -> tuple[AttentionBatch, int]:
-    """Return a step whose sequences use scattered blocks, and the number of blocks."""
-    lens = [*decodes, *(cached + new for cached, new in prefills)]
-    counts = [-(-length // block_size) for length in lens]
-    numbers = list(range(sum(counts)))
-    random.Random(0).shuffle(numbers)
-    tables = [[numbers.pop() for _ in range(count)] for count in counts]
-    null_block = sum(counts)
+    """Return a step whose sequences use scattered blocks, and the number of blocks.
+
+    Args:
+        block_size: tokens in one block.
+        device: the device of the step's tensors.
+        decodes: the length of the sequence of each decode.
+        prefills: the numbers of cached and new tokens of each prefill.
+    """
+    prefill_lens = [cached + new for cached, new in prefills]
+    tables = _scattered_tables([*decodes, *prefill_lens], block_size)
+    decode_tables, prefill_tables = tables[: len(decodes)], tables[len(decodes) :]
+    num_blocks = sum(map(len, tables))
 
     def tensor(values: Sequence[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    # For each sequence, its block table and the positions of its new tokens.
-    new_tokens = [
-        (table, length - 1, length) for table, length in zip(tables, decodes, strict=False)
-    ]
-    chunks: list[Prefill] = []
-    start = len(decodes)
-    for table, (cached, new) in zip(tables[len(decodes) :], prefills, strict=True):
-        chunks.append(Prefill(start, start + new, cached, tensor([table])))
-        new_tokens.append((table, cached, cached + new))
-        start += new
-    slots = [
-        table[position // block_size] * block_size + position % block_size
-        for table, begin, end in new_tokens
-        for position in range(begin, end)
-    ]
+    slots: list[int] = []
+    for table, length in zip(decode_tables, decodes, strict=True):
+        slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        width = max(counts[: len(decodes)])
-        blocks = [table + [null_block] * (width - len(table)) for table in tables[: len(decodes)]]
-        groups.append(DecodeGroup(None, tensor(blocks), tensor(decodes), block_size))
+        width = max(map(len, decode_tables))
+        padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
+        groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))
+    chunks: list[Prefill] = []
+    for table, (cached, new) in zip(prefill_tables, prefills, strict=True):
+        start = len(slots)
+        slots += _slots(table, range(cached, cached + new), block_size)
+        chunks.append(Prefill(start, len(slots), cached, tensor([table])))
     batch = AttentionBatch(tensor(slots), len(decodes), groups, chunks, block_size)
-    return batch, null_block
+    return batch, num_blocks
+
+
+def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
+    """Return a block table for each sequence length. The blocks are in random order."""
+    counts = [-(-length // block_size) for length in lens]
+    blocks = list(range(sum(counts)))
+    random.Random(0).shuffle(blocks)
+    return [[blocks.pop() for _ in range(count)] for count in counts]
+
+
+def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
+    """Return the slots of the tokens at some positions of a sequence."""
+    return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
@@ -247,12 +258,12 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
         dtype=torch.float32,
         device=cache.device,
     )
-    for target, source in ((copy.keys[0], cache.keys[0]), (copy.values[0], cache.values[0])):
-        if not isinstance(cache, ScaledKVCache):
-            target.copy_(source)
-            continue
-        scales = cache.key_scales[0] if source is cache.keys[0] else cache.value_scales[0]
-        target.copy_(cache.restored(source, scales))
+    keys, values = cache.keys[0], cache.values[0]
+    if isinstance(cache, ScaledKVCache):
+        keys = cache.restored(keys, cache.key_scales[0])
+        values = cache.restored(values, cache.value_scales[0])
+    copy.keys[0].copy_(keys)
+    copy.values[0].copy_(values)
     return copy
 
 

@@ -44,12 +44,14 @@ def part_tokens(
     Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
+    # The first part begins with a whole tile, so it can contain up to one tile before the window.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
         length = tl.minimum(length, chunk + TILE)
     num_tiles = (length + TILE - 1) // TILE
-    # A part has at least two tiles, as in `gpu_attention.split`.
+    # A part has at least two tiles, because every part also reads the query and adds a row to the
+    # reduction.
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
@@ -157,7 +159,11 @@ def reduce_kernel(
 ):  # fmt: skip
     """Combine the parts of one sequence and head. Grid: (num_sequences, NUM_HEADS).
 
-    The kernel reads only the parts that decode_kernel wrote; see there for the shapes.
+    Shapes: parts [num_sequences, NUM_HEADS, max_splits, VALUE_DIM] float32, weights_log
+    [num_sequences, NUM_HEADS, max_splits] float32, out [num_tokens, NUM_HEADS, VALUE_DIM]. The
+    kernel reads only the parts that decode_kernel wrote; see there for the meaning of the numbers.
+    The first pass over the logarithms computes the largest one and the total weight. The second
+    pass adds the weighted parts, STEP parts at a time.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

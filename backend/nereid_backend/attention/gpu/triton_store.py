@@ -5,6 +5,10 @@
 import triton
 import triton.language as tl
 
+# Adding 1.5 * 2**23 to a float32 number and subtracting it again rounds the number to the nearest
+# integer, and halves to the even integer.
+ROUNDING = tl.constexpr(12582912.0)
+
 
 @triton.jit
 def float8_bits(scaled):
@@ -22,9 +26,8 @@ def float8_bits(scaled):
     magnitude = bits & 0x7FFFFFFF
     lowest_bit = (magnitude >> DROPPED_BITS) & 1
     rounded = ((magnitude + BELOW_HALF + lowest_bit) >> DROPPED_BITS) - BIAS_DIFFERENCE
-    # e4m3 numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again
-    # rounds a float32 number to the nearest integer, and halves to the even integer.
-    small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
+    # e4m3 numbers below 1/64 are multiples of 1/512.
+    small = tl.abs(scaled) * 512.0 + ROUNDING - ROUNDING
     nearest = tl.where(magnitude < SMALLEST_NORMAL, small.to(tl.int32), rounded)
     return (nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -60,8 +63,7 @@ def store_rows(
         if IS_FLOAT8:
             stored = float8_bits(tl.clamp(scaled, -limit, limit))
         else:
-            # Round to the nearest integer, as in float8_bits.
-            stored = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
+            stored = (scaled + ROUNDING - ROUNDING).to(tl.int8)
         tl.store(cache + cells[:, None] * DIM + columns[None, :], stored, mask=mask)
     else:
         tl.store(cache + cells[:, None] * DIM + columns[None, :], new, mask=mask)

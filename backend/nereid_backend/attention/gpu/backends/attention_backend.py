@@ -88,7 +88,7 @@ class AttentionBackend(Protocol):
         """Compute the attention of the step's decodes, or of its prefills.
 
         Args:
-            situation: the kind of work, one of `situations`. It selects the tokens.
+            situation: one of `situations`. It selects the decodes or the prefills of the step.
             inputs: the inputs of the layer.
             out: [num_tokens, num_heads, value_dim]. The rows of these tokens are written.
 

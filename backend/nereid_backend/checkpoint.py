@@ -30,6 +30,7 @@ from nereid_backend.checkpoints.weight_arguments import (
     weight_arguments,
 )
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
+from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
 from nereid_backend.linear.quantise_weights import model_bytes
 
@@ -60,6 +61,7 @@ class Checkpoint:
         eos_token_ids: the end-of-sequence tokens in generation_config.json and config.json, sorted.
         vocab_size: the number of valid token ids.
         weights_bytes: the memory of the parameters and buffers, in bytes.
+        adapters: the LoRA adapters that change the model's linear layers.
         takes_hook: whether transformers' attention interface can replace the model's attention. If
             False, the model always uses its own attention.
     """
@@ -71,6 +73,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     weights_bytes: int
+    adapters: LoraLayers
     takes_hook: bool = True
 
 
@@ -81,7 +84,7 @@ def choose_device(name: str) -> torch.device:
     there is a GPU, and cpu otherwise.
 
     Raises:
-        ConfigError: if there is no GPU with the requested number.
+        ConfigError: there is no GPU with the requested number.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -120,8 +123,8 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
             they are dequantised.
 
     Raises:
-        ModelError: if the folder is not a checkpoint, or the checkpoint is broken.
-        UnsupportedModelError: if transformers has no code for the model.
+        ModelError: the folder is not a checkpoint, or the checkpoint is broken.
+        UnsupportedModelError: transformers has no code for the model.
     """
     folder = Path(checkpoint_folder(path))
     check_files(folder)
@@ -151,6 +154,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         eos_token_ids=_eos_token_ids(model, config, text_config),
         vocab_size=_num_embeddings(model),
         weights_bytes=model_bytes(model),
+        adapters=LoraLayers(model),
         takes_hook=takes_hook,
     )
 
@@ -159,7 +163,7 @@ def check_files(folder: Path) -> None:
     """Check that a folder has a config.json and all its weights, without reading the weights.
 
     Raises:
-        ModelError: if a file is missing, incomplete or damaged.
+        ModelError: a file is missing, incomplete or damaged.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -213,8 +217,12 @@ def _load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    is_replaceable = model._can_set_attn_implementation() or _model_class(config)
-    return model if is_replaceable else None
+    # `_takes_attention_by_name` has checked a class of transformers. If transformers has no class,
+    # the class is in a Python file of the checkpoint, and is known only after loading.
+    is_class_of_transformers = _model_class(config) is not None
+    if is_class_of_transformers or model._can_set_attn_implementation():
+        return model
+    return None
 
 
 def _load_weights(
@@ -228,8 +236,8 @@ def _load_weights(
     """Load the weights into the class of the model.
 
     Raises:
-        _OwnAttentionError: if the class does not accept the attention implementation `attention`.
-        ModelError: if the weights are broken, or if transformers does not support the model.
+        _OwnAttentionError: the class does not accept the attention implementation `attention`.
+        ModelError: the weights are broken, or transformers does not support the model.
     """
     arguments = weight_arguments(folder, config, dtype)
     if arguments["pretrained_model_name_or_path"] is None and _model_class(config) is None:
@@ -243,8 +251,8 @@ def _load_weights(
             empty_model = _model_class(config)(arguments["config"])
         weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
     try:
-        # With output_loading_info=True, the function returns a pair. Its type annotation lacks
-        # that.
+        # The type annotation of the function does not contain the pair that it returns for
+        # output_loading_info=True.
         load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
             model, report = load(
@@ -266,8 +274,8 @@ def _load_weights(
     except ModelError:
         raise
     except Exception as error:
-        # Broken files cause many kinds of exceptions: safetensors has exceptions of its own, and
-        # torch raises RuntimeError for wrong shapes.
+        # Broken files cause many kinds of exceptions, such as the exceptions of safetensors, or
+        # RuntimeError for wrong shapes.
         raise ModelError(
             f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
@@ -334,8 +342,8 @@ def _choose_dtype(
 ) -> torch.dtype:
     """Return the data type of the weights for the setting `dtype`.
 
-    On a CPU on which bfloat16 is slow, "auto" means float32. Log this, and log a warning if an
-    operator has chosen bfloat16 there.
+    On a CPU with slow bfloat16, "auto" means float32. If float32 replaces the checkpoint's
+    bfloat16, or if the setting is bfloat16, log a warning.
     """
     is_slow = device.type == "cpu" and not has_fast_bfloat16()
     if name != "auto":
@@ -360,7 +368,7 @@ def _choose_dtype(
 def _eos_token_ids(
     model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of all configs, sorted."""
+    """Return the end-of-sequence tokens in all configs of a model, sorted."""
     token_ids: set[int] = set()
     for source in (getattr(model, "generation_config", None), config, text_config):
         value = getattr(source, "eos_token_id", None)

@@ -13,6 +13,7 @@ from nereid_backend.settings_schema import (
     Device,
     Dtype,
     GpuShare,
+    LoraAdapters,
     check_names,
     from_texts,
     setting_names,
@@ -101,6 +102,14 @@ class EngineConfig:
 
     cuda_graphs: bool = True
     """Whether decode steps on a GPU are recorded as CUDA graphs and replayed."""
+
+    lora_adapters: LoraAdapters = Field(default_factory=dict)
+    """The LoRA adapters that requests can select: names and folders in PEFT's layout. As text:
+    `name=/path,other=/path`."""
+
+    lora_memory: Annotated[int, SIZE_IN_BYTES] = 512 * 1024 * 1024
+    """The memory for LoRA adapters. Adapters that do not fit stay on disk until a request needs
+    them. `0` turns adapters off."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same

@@ -7,6 +7,7 @@ The main loop is in step_loop.py.
 import logging
 import operator
 import random
+import time
 from collections import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from nereid_backend.core.pending_grammars import PendingGrammars
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.errors import CapacityError, ConfigError, ModelError, RequestError
 from nereid_backend.model.startup import load
 from nereid_backend.offline import generate
 from nereid_backend.sampling.logits_processor import check_token_ids
@@ -74,6 +75,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
+        self.compiled: list[tuple[str, float, float]] = []
         self._decode: Callable[[list[int]], str] | None = None
         self._pool = BlockPool(self.info.num_blocks)
         self._scheduler = Scheduler(
@@ -90,9 +92,10 @@ class Engine:
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
             report(
                 "Speculative decoding (num_speculative_tokens) is off, because the "
-                f"{self.info.path} path of {self.info.architecture} cannot remove rejected draft "
-                "tokens."
+                f"execution path {self.info.path} of {self.info.architecture} cannot remove "
+                "rejected draft tokens."
             )
+        self._adapters = loaded.make_adapter_store(self._scheduler.adapters)
         obstacle = self._async_obstacle()
         if config.async_scheduling and obstacle is not None:
             report(f"Async scheduling is off, because {obstacle}.")
@@ -102,6 +105,8 @@ class Engine:
             max_step_failures=config.max_step_failures,
             is_async=config.async_scheduling and obstacle is None,
         )
+        for name, path in config.lora_adapters.items():
+            self._load_configured(name, path)
 
     def step(self) -> list[RequestUpdate]:
         """Plan a step, run the step, and return the new tokens of its sequences.
@@ -152,10 +157,55 @@ class Engine:
         else:
             self._scheduler.add(sequence)
 
+    def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter. Requests can then select the adapter with `lora_name`.
+
+        If an adapter with this name exists, the new adapter replaces it for new requests.
+
+        Args:
+            name: the name of the adapter.
+            path: a folder in the layout of the library PEFT.
+
+        Raises:
+            RequestError: if the files are missing or broken, or the adapter does not fit the model.
+            CapacityError: if the adapters of unfinished requests leave too little memory.
+        """
+        if not name or set(name) & set("=,"):
+            raise RequestError(
+                f"lora_name: the name of an adapter must be a text without '=' and ',', but it is "
+                f"{name!r}."
+            )
+        try:
+            self._adapters.load(name, path)
+        except ModelError as error:
+            raise RequestError(f"lora_path: {error}") from error
+
+    def unload_lora(self, name: str) -> None:
+        """Unload a LoRA adapter. Requests that use the adapter continue until they end.
+
+        Raises:
+            RequestError: if no adapter has this name.
+        """
+        self._adapters.unload(name)
+
+    @property
+    def lora_names(self) -> list[str]:
+        """The names of the loaded LoRA adapters."""
+        return self._adapters.names
+
+    def _load_configured(self, name: str, path: str) -> None:
+        """Load an adapter of the setting lora_adapters. Raise a ConfigError if this fails."""
+        try:
+            self.load_lora(name, path)
+        except RequestError as error:
+            self._hook.remove()
+            detail = str(error).removeprefix("lora_path: ").removeprefix("lora_name: ")
+            raise ConfigError(f"lora_adapters: {detail}") from error
+
     def _make_sequence(
         self, request_id: str, prompt_token_ids: abc.Sequence[int], params: SamplingParams
     ) -> Sequence:
-        """Check a request, and return its first sequence; see `add_request` for the errors."""
+        """Check a request, and return its first sequence. `add_request` documents the errors."""
         if request_id in self._scheduler:
             raise RequestError(
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
@@ -172,7 +222,7 @@ class Engine:
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        return Sequence(
+        sequence = Sequence(
             request_id,
             token_ids,
             params,
@@ -180,6 +230,9 @@ class Engine:
             eos_token_ids=self.info.eos_token_ids,
             seed=seed % 2**64,
         )
+        if params.lora_name:
+            sequence.adapter = self._adapters.acquire(params.lora_name)
+        return sequence
 
     def warm_up(self) -> None:
         """Load the grammar libraries in the background. Loading takes some seconds.
@@ -191,8 +244,8 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request, or only its sequence `index`. The next step reports the end.
 
-        The blocks of the request become free at once, or after the running step with
-        async_scheduling. Do nothing if the request is unknown or has ended.
+        The blocks of the request become free immediately. With async_scheduling, they become free
+        after the running step. Do nothing if the request is unknown or has ended.
         """
         self._scheduler.abort(request_id, index)
         if not self._scheduler.is_preparing(request_id):
@@ -266,7 +319,10 @@ class Engine:
         if self._scheduler.lookup is not None:
             return "speculative decoding needs the last token before it can propose draft tokens"
         if self.info.path != "packed":
-            return f"it requires the packed path and this model uses the {self.info.path} path"
+            return (
+                "it requires the execution path packed, but this model uses the execution path "
+                f"{self.info.path}"
+            )
         return None
 
     def _load_guides(self) -> "Guides":
@@ -288,8 +344,10 @@ class Engine:
         return self._guides
 
     def _start_prepared(self) -> None:
-        """Start the requests whose grammars are compiled, and end those whose grammars failed."""
-        for request_id, future in self._pending_grammars.take_done():
+        """Start the requests whose grammar is compiled. End the requests whose grammar failed."""
+        self.compiled = []
+        for request_id, future, added in self._pending_grammars.take_done():
+            self.compiled.append((request_id, added, time.monotonic()))
             error = future.exception()
             if error is None:
                 self._scheduler.start(request_id, future.result())
@@ -320,7 +378,7 @@ class Engine:
         if len(token_ids) == limit:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
-                "leaves no room for an answer. Send a shorter prompt."
+                "leaves no token for the answer. Send a shorter prompt."
             )
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.info.vocab_size:

@@ -43,7 +43,7 @@ _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
-# The phrases of pydantic's messages that our messages replace by shorter ones.
+# Phrases of pydantic's messages, and the shorter phrases that replace them.
 _PHRASES = {
     "a valid integer": "an integer",
     "a valid number": "a number",
@@ -100,10 +100,21 @@ def _check_size(value: object) -> object:
     pattern = r"\s*\d+(\.\d+)?\s*([kmgt]?i?b)?\s*"
     if is_number or (isinstance(value, str) and re.fullmatch(pattern, value.lower())):
         return value
-    raise ValueError("a number of bytes or text such as 2GiB")
+    raise ValueError("a number of bytes, such as 65536 or 64MiB")
+
+
+def _parse_adapters(value: object) -> object:
+    """Return the folders of LoRA adapters by name. Text has the form "name=/path,other=/path"."""
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): path.strip() for name, _, path in pairs}
+    if isinstance(value, dict) and all(value) and all(value.values()):
+        return value
+    raise ValueError("pairs such as name=/path, separated by commas")
 
 
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
+LoraAdapters = Annotated[dict[str, str], BeforeValidator(_parse_adapters)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, AfterValidator(_check_device)]
 GpuShare = Annotated[float, Field(gt=0, le=1)]
@@ -144,7 +155,7 @@ def setting_names(*kinds: type) -> list[str]:
 def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "") -> None:
     """Raise a ConfigError for the first of `names` that is not one of the `known` names.
 
-    The message suggests the most similar known name. `prefix` precedes both names in the message.
+    The message suggests the most similar known name. In the message, `prefix` precedes each name.
     """
     for name in names:
         if name not in known:

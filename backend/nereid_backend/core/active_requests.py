@@ -7,6 +7,7 @@ enter the queue and wait for rows of their own. If the grammar of a request is s
 no sequence of the request is in the queue.
 """
 
+from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.fair_queue import FairQueue
 from nereid_backend.core.grammar import Guide
@@ -56,6 +57,11 @@ class ActiveRequests:
         request = self._requests.get(request_id)
         return [] if request is None else list(request.sequences.values())
 
+    def adapters(self) -> set[Adapter]:
+        """Return the LoRA adapters of all requests that have not ended."""
+        sequences = (s for request in self._requests.values() for s in request.sequences.values())
+        return {sequence.adapter for sequence in sequences if sequence.adapter is not None}
+
     def is_preparing(self, request_id: str) -> bool:
         """Return whether the grammar of a request is still being compiled."""
         request = self._requests.get(request_id)
@@ -102,9 +108,9 @@ class ActiveRequests:
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the followers of a request into the waiting queue once its prompt is computed.
+        """Put the other sequences of a request into the queue, because the prompt is computed.
 
-        `sequence` is the leader, which has computed the prompt. Example: sequence 0 of a request
+        `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
         keeps the blocks of the prompt for these two sequences.
         """
@@ -130,8 +136,8 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.followers and request.is_prepared and not request.is_split:
-            # The leader has ended before the prompt was computed, so a follower becomes the leader.
-            # If the request is not prepared, `_enqueue` will choose the leader later.
+            # The leader has ended before it had computed the prompt, so a follower becomes the
+            # leader. If the request is not prepared, `_enqueue` will choose the leader later.
             self.waiting.add(request.followers.pop(0))
 
     def check(self, num_running: int) -> None:
@@ -160,15 +166,15 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put the followers of a request into the waiting queue, and record that they are there."""
+        """Put the sequences that wait for the prompt of a request into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a follower from a request.
+        """Remove a sequence from the followers, which share the prompt of the request.
 
-        If it was the last follower, release the blocks of the prompt, which no sequence needs now.
+        If no follower is left, release the blocks of the prompt.
         """
         request.followers.remove(sequence)
         if not request.followers:

@@ -5,7 +5,7 @@ The hash of a full block is computed from its tokens and the hash of the block b
 blocks have the same hash, all tokens from the start of their sequences to the end of the blocks are
 therefore the same. Example with 16 tokens in a block:
 
-    H'(salt) -> h0 = H(H'(salt), tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
+    s = H'(salt, adapter) -> h0 = H(s, tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
 A block stays in the cache while a block table contains the block. After that, the block stays in
 the cache until the pool allocates the block for other tokens. The pool first allocates the block
@@ -141,8 +141,7 @@ class PrefixCache:
         hashes = sequence.block_hashes
         size = self._block_size
         if not hashes and count > 0:
-            salt_hash = _hash_salt(sequence.params.cache_salt)
-            hashes.append(self._hash_block(salt_hash, sequence.token_ids[:size]))
+            hashes.append(self._hash_block(_first_hash(sequence), sequence.token_ids[:size]))
         for index in range(len(hashes), count):
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(self._hash_block(hashes[-1], tokens))
@@ -154,10 +153,12 @@ class PrefixCache:
         return hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
 
 
-def _hash_salt(salt: str) -> bytes:
-    """Return the hash of the salt, from which the hash of the first block is computed.
+def _first_hash(sequence: Sequence) -> bytes:
+    """Return the hash of a sequence's salt and adapter.
 
-    The hash function has its own personalisation string, so that no salt has the hash of a block.
+    The hash of the first block is computed from this hash. The hash function has its own
+    personalisation string, so that no salt has the hash of a block.
     """
-    text = salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=_HASH_BYTES, person=b"salt").digest()
+    text = sequence.params.cache_salt.encode("utf-8", "surrogatepass")
+    key = b"" if sequence.adapter is None else sequence.adapter.digest
+    return hashlib.blake2b(text, digest_size=_HASH_BYTES, key=key, person=b"salt").digest()

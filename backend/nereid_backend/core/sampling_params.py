@@ -55,6 +55,7 @@ class SamplingParams:
         thinking: the delimiters and the token budget of the reasoning; None if unknown.
         priority: requests with a lower number are scheduled first.
         cache_salt: a text. Two requests share cached prefixes only if their texts are equal.
+        lora_name: the name of a LoRA adapter; empty for the model without an adapter.
         client_id: the client that sent the request. Clients with waiting requests take turns.
         client_weight: the share of the client. A client with the weight 2 gets twice as many tokens
             as a client with the weight 1 while both have waiting requests.
@@ -82,6 +83,7 @@ class SamplingParams:
     thinking: ThinkingSpec | None = None
     priority: int = field(default=0, metadata={"ge": -(2**31), "lt": _TOO_LARGE})
     cache_salt: str = ""
+    lora_name: str = ""
     client_id: str = ""
     client_weight: float = field(default=1.0, metadata={"gt": 0, "le": 1000})
 

@@ -18,6 +18,7 @@ comes before a request with priority 0 that arrives in step 400.
 from collections import abc
 
 from nereid_backend.core.active_requests import ActiveRequests
+from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
@@ -141,6 +142,10 @@ class Scheduler:
             update.request_id == request_id for update in self._ended
         )
 
+    def adapters(self) -> set[Adapter]:
+        """Return the LoRA adapters of all requests that have not ended."""
+        return self._requests.adapters()
+
     def is_preparing(self, request_id: str) -> bool:
         """Return whether a request waits until `start` or `refuse` is called."""
         return self._requests.is_preparing(request_id)
@@ -162,6 +167,8 @@ class Scheduler:
         priority = sequence.params.priority
         level = max(-_MAX_LEVEL, min(_MAX_LEVEL, priority))
         arrival = self._num_steps + level * AGEING_STEPS
+        # Sequences are sorted by these numbers in order. A lower number is scheduled first. The
+        # last two numbers make the rank of each sequence unique.
         for each in sequences:
             each.rank = (arrival, priority, self._num_added, each.index)
         self._num_added += 1
@@ -193,7 +200,8 @@ class Scheduler:
         Do nothing if the request is unknown.
         """
         sequences = self._requests.sequences_of(request_id)
-        # End the last sequence first. Otherwise a follower would become the leader for a moment.
+        # End the last sequence first. Otherwise, each sequence that ends would hand the computation
+        # of the prompt to the next sequence.
         matching = [s for s in reversed(sequences) if index in (None, s.index)]
         ended = [self._end(sequence, "abort") for sequence in matching]
         self._ended += reversed(ended)
@@ -250,7 +258,7 @@ class Scheduler:
             if outcome is not None and outcome.error is not None:
                 # Other sequences may share the blocks, even if this sequence has ended already.
                 invalid_blocks |= self._tables.blocks_of(chunk.sequence)
-            if chunk.sequence in leaving:
+            if leaving and chunk.sequence in leaving:
                 continue
             update = self._commit_chunk(chunk, outcome)
             if update is not None:
@@ -297,9 +305,10 @@ class Scheduler:
 
         The argument `outcome` and the result are None if the chunk does not sample.
         """
-        sequence = chunk.sequence
-        computed_end = chunk.start + chunk.num_tokens
-        sequence.num_computed_tokens = min(computed_end, len(sequence.token_ids))
+        sequence, start, num_tokens, _, _, _ = chunk
+        num_known = len(sequence.token_ids)
+        computed_end = start + num_tokens
+        sequence.num_computed_tokens = computed_end if computed_end < num_known else num_known
         update = None
         if outcome is not None:
             update = self._append(sequence, outcome)

@@ -3,6 +3,7 @@
 
 from collections import abc
 
+from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ class Sequence:
         max_total_tokens: the length of `token_ids` at which the sequence ends.
         stop_token_ids: the tokens that end the sequence.
         seed: the 64-bit seed of the sequence's random numbers.
+        adapter: the LoRA adapter that computes the sequence; None for the model alone.
         index: the number of this sequence among the n sequences of its request, from 0.
         rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
             scheduler sets the rank.
@@ -63,29 +65,34 @@ class Sequence:
         eos_token_ids: abc.Sequence[int] = (),
         seed: int = 0,
     ) -> None:
+        # The identity of the sequence, and its place in the schedule.
         self.request_id = request_id
         self.index = 0
         self.rank: tuple[int, ...] = ()
-        self.guide: Guide | None = None
+        self.row: int | None = None
+        # What the request asked for.
         self.params = params
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_total_tokens
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids).union(eos)
         self.seed = seed
-        self.cumulative_logprob = 0.0
+        self.guide: Guide | None = None
+        self.adapter: Adapter | None = None
+        # The tokens, and what is reported about them.
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []
+        self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.was_reported = False
+        # The blocks of the KV cache, and the tokens whose keys and values the blocks contain.
+        self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
         self.num_cached_tokens: int | None = None
-        self.block_table: list[int] = []
         self.num_dropped_blocks = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.was_reported = False
-        self.row: int | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -117,6 +124,7 @@ class Sequence:
             )
             other.index = index
             other.stop_token_ids = self.stop_token_ids
+            other.adapter = self.adapter
             others.append(other)
         return [self, *others]
 

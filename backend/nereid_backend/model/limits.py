@@ -15,7 +15,8 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 
-# The default size of the KV cache on a CPU: a share of the free memory, and a maximum.
+# The default size of the KV cache on a CPU is this share of the free memory, but at most this
+# number of bytes.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
 # The memory of a process on a GPU that torch's allocator does not report: the CUDA context and the
@@ -55,21 +56,21 @@ class MemoryPlan:
 
 
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
-    """Return the length up to which sequences are computed exactly.
+    """Return the length up to which the logits of sequences are correct.
 
     The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
     all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
-    count positions in the batch instead of the sequence. Batches of these models are exact only
-    below the threshold.
+    count positions in the batch instead of the sequence. The logits of such batches are correct
+    only below the threshold.
 
     Args:
         config: the config of the decoder.
         is_batched: whether several sequences share a forward pass.
     """
     own_limit = _own_limit(config)
-    limits = [own_limit]
     if not is_batched:
         return own_limit
+    limits = [own_limit]
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
@@ -77,7 +78,7 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
             num_tokens = original if isinstance(original, int) else own_limit.num_tokens
             reason = (
                 f"original_max_position_embeddings of {kind} position embeddings, because a longer "
-                "request would change the output of the others"
+                "request would change the output of the other requests in its batch"
             )
             limits.append(LengthLimit(num_tokens, reason))
     if getattr(config, "attn_temperature_tuning", None):
@@ -148,8 +149,8 @@ def plan_memory(
             sequence.
 
     Raises:
-        ConfigError: if max_model_len exceeds the model's limit or the memory, or if not even one
-            sequence fits.
+        ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
+            too small for one sequence.
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
@@ -230,7 +231,7 @@ def describe_memory(
     num_tokens: int,
     layers: Sequence[LayerSpec],
 ) -> str:
-    """Return one line for the log that describes the use of the memory, and the limits.
+    """Return one line for the log that describes how the memory is used, and the limits.
 
     Args:
         config: the settings.
@@ -286,7 +287,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         free, total = torch.cuda.mem_get_info(device)
         used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
         share = int(total * config.gpu_memory_utilization)
-        usable = min(share - used, free) - activations
+        usable = min(share - used, free) - activations - config.lora_memory
     else:
         free = available_memory()
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the forward paths that a model may use, and builds them.
+"""Describes the execution paths that a model may use, and builds them.
 
-A path may have several variants, which differ in speed. choose_path.py tries the variants in order.
+The paths are listed in choose_path.py. A path may have several variants, which differ in speed.
+choose_path.py tries the variants in order.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class PathSpec:
-    """The description of a path for one model.
+    """The description of an execution path for one model.
 
     Attributes:
         name: "packed", "rows", "padded" or "single".
@@ -79,8 +80,8 @@ def path_variants(
         max_model_len: the setting max_model_len; None if it is not set.
 
     Returns:
-        Pairs of a name and an iterator. The iterator creates a variant when the caller asks for it.
-        If the path does not fit the model, the iterator raises an exception.
+        Pairs of a name and an iterator. The iterator creates a variant when the caller requests
+        it. If the model cannot use the path, the iterator raises an exception.
     """
     return [
         ("packed", _packed(checkpoint, hook, max_model_len)),
@@ -118,23 +119,32 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
 def _packed(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the packed path. Raise an UnfitError if the path cannot be exact."""
+    """Yield the only variant of the path `packed`.
+
+    The function is a generator, as the functions of the other paths, so that nothing is run before
+    the path is tried.
+
+    Raises:
+        UnfitError: if the path cannot compute correct logits.
+    """
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         if max_model_len is None or max_model_len > limit.num_tokens:
             raise UnfitError(
                 f"the model uses sparse attention for more than {limit.num_tokens} tokens "
-                f"({limit.reason}), so this path requires max_model_len <= {limit.num_tokens}"
+                f"({limit.reason}), which this execution path supports only if max_model_len is at "
+                f"most {limit.num_tokens}"
             )
-        # Up to this length, sparse attention selects every token, so the mask can be open. The
-        # model's code fails without a mask.
+        # Up to this length, sparse attention selects every token, so a mask that hides no token is
+        # correct. The model's code fails without a mask. transformers finds the mask function by
+        # the name of the attention, which is unique to this engine.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
 
     def build(sizes: Sizes) -> ForwardPath:
         cache, builder = make_blocks(checkpoint, layers, sizes)
-        return PackedPath(checkpoint.model, hook, layers, cache, builder)
+        return PackedPath(checkpoint, hook, layers, cache, builder)
 
     yield PathSpec("packed", build, layers, hook)
 
@@ -145,7 +155,7 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
-    """Yield the variants of the rows path, from the fastest to the slowest.
+    """Yield the variants of the path `rows`, from the fastest to the slowest.
 
     The first variant divides prompts into chunks. The second variant computes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before.
@@ -153,43 +163,48 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
     set_attention(checkpoint, hook)
     layers = probe_rows(checkpoint, hook)
 
-    def build(
-        sizes: Sizes, *, computes_from_start: bool = False, replays_preempted: bool = False
-    ) -> RowsPath:
-        blocks = make_blocks(checkpoint, layers, sizes) if layers else None
-        return RowsPath(
-            checkpoint,
-            hook,
+    def variant(*, computes_from_start: bool = False, replays_preempted: bool = False) -> PathSpec:
+        def build(sizes: Sizes) -> RowsPath:
+            blocks = make_blocks(checkpoint, layers, sizes) if layers else None
+            return RowsPath(
+                checkpoint,
+                hook,
+                layers,
+                blocks,
+                computes_from_start=computes_from_start,
+                replays_preempted=replays_preempted,
+            )
+
+        detail = "each prompt is computed in one pass, because chunks give other logits"
+        return PathSpec(
+            "rows",
+            build,
             layers,
-            blocks,
-            computes_from_start=computes_from_start,
-            replays_preempted=replays_preempted,
+            hook,
+            detail=detail if computes_from_start else "",
+            shares_blocks=False,
+            whole_prefill=computes_from_start,
+            is_generated=replays_preempted,
         )
 
-    in_chunks = PathSpec("rows", build, layers, hook, shares_blocks=False)
-    yield in_chunks
-    in_one_pass = replace(
-        in_chunks,
-        build=partial(build, computes_from_start=True),
-        detail="each prompt is computed in one pass, because chunks are not exact",
-        whole_prefill=True,
-    )
-    yield in_one_pass
-    replaying = partial(build, computes_from_start=True, replays_preempted=True)
-    yield replace(in_one_pass, build=replaying, is_generated=True)
+    yield variant()
+    yield variant(computes_from_start=True)
+    yield variant(computes_from_start=True, replays_preempted=True)
 
 
 def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the padded path."""
+    """Yield the only variant of the path `padded`."""
     yield _padded_spec(checkpoint, "padded")
 
 
 def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of the single path, from the fastest to the slowest.
+    """Yield the variants of the path `single`, from the fastest to the slowest.
 
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
+    # The model's cache may be unsupported (UnfitError), or the model's own code may fail with a
+    # cache (the other errors). The next variants do not need this cache.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)

@@ -3,11 +3,13 @@
 
 The stages are:
 
-    weights -> forward path -> KV cache -> compiled forward pass and CUDA graphs -> runner
+    weights -> execution path -> KV cache -> compiled forward pass and CUDA graphs -> runner
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,14 +17,17 @@ from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.config import EngineConfig
+from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.window import AttentionWindow
+from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.model.accelerate_path import (
     use_compiled_forward,
     use_decode_graphs,
     use_fastest_attention,
 )
 from nereid_backend.model.activation_memory import measure_activations
+from nereid_backend.model.adaptable_layers import find_adaptable_layers
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.limits import (
     MemoryPlan,
@@ -50,15 +55,18 @@ class Loaded:
     Attributes:
         runner: runs the steps.
         info: the description of the model and of how it runs.
-        spec: the description of the path on which the model runs.
+        spec: the description of the execution path of the model.
         attention_window: the windows of the attention layers; None if a layer attends to all
             earlier tokens.
+        make_adapter_store: creates the store of LoRA adapters. The argument is a function that
+            returns the adapters of all unfinished requests.
     """
 
     runner: Runner
     info: EngineInfo
     spec: PathSpec
     attention_window: AttentionWindow | None
+    make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
 
 
 class _StageClock:
@@ -80,7 +88,7 @@ class _StageClock:
 
 
 def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:
-    """Load a checkpoint, choose an exact path for it, and allocate the KV cache.
+    """Load a checkpoint, choose its execution path, and allocate the KV cache.
 
     Args:
         config: the settings.
@@ -88,7 +96,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         progress: called with one line for each slow operation.
 
     Raises:
-        ConfigError: if the settings do not fit the machine or the model.
+        ConfigError: if the machine or the model does not support the settings.
         ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
     """
     clock = _StageClock()
@@ -96,8 +104,9 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     device = choose_device(config.device)
     _warn_about_experiments(config, device, progress)
     checkpoint = load_weights(config, device, hook, progress)
+    adaptable = find_adaptable_layers(checkpoint) if config.lora_memory else {}
     clock.end("weights")
-    progress("comparing the engine's steps with the model alone")
+    progress("comparing the logits of the engine with those of the unmodified model")
     chosen = choose_path(checkpoint, hook, config, progress)
     spec = chosen.spec
     clock.end("self-check")
@@ -135,6 +144,13 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         _describe(config, checkpoint, memory, chosen, clock.seconds, num_tokens),
         spec,
         attention_window_of(spec.layers),
+        partial(
+            AdapterStore,
+            checkpoint.adapters,
+            adaptable,
+            torch.empty(0, dtype=checkpoint.model.dtype, device=device),
+            config.lora_memory,
+        ),
     )
 
 
@@ -168,15 +184,14 @@ def _plan_memory(
     A step computes at most `num_tokens` tokens and needs `activations` bytes of memory.
 
     Raises:
-        ConfigError: if the settings do not fit the memory or the model.
+        ConfigError: if the memory or the model does not allow the settings.
     """
     spec = chosen.spec
-    # The bytes of one stored number, and the bytes of the scale of one vector. Only vectors of
-    # 8-bit numbers have a scale.
-    number_sizes = (checkpoint.model.dtype.itemsize, 0)
+    itemsize, scale_bytes = checkpoint.model.dtype.itemsize, 0
     if config.kv_cache_dtype != "auto":
-        number_sizes = (1, torch.float32.itemsize)
-    layer_bytes = sum(layer.bytes_per_token(*number_sizes) for layer in spec.layers)
+        # Numbers have 8 bits, and each vector has a scale.
+        itemsize, scale_bytes = 1, torch.float32.itemsize
+    layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in spec.layers)
     attention_window = attention_window_of(spec.layers)
     max_sequence_blocks = None
     # A prompt that is computed in one pass needs all its blocks at the same time.
@@ -184,11 +199,11 @@ def _plan_memory(
         max_sequence_blocks = attention_window.max_blocks(num_tokens, config.block_size)
     return plan_memory(
         config,
-        spec.bytes_per_token + layer_bytes,
-        spec.bytes_per_sequence,
-        chosen.limit,
-        kv_cache_budget(config, checkpoint.device, activations),
-        max_sequence_blocks,
+        bytes_per_token=spec.bytes_per_token + layer_bytes,
+        bytes_per_sequence=spec.bytes_per_sequence,
+        limit=chosen.limit,
+        num_bytes=kv_cache_budget(config, checkpoint.device, activations),
+        max_sequence_blocks=max_sequence_blocks,
     )
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed path: every step goes through the model as one row of tokens."""
+"""The execution path `packed`: the model computes each step as one row of tokens."""
 
 from collections.abc import Callable
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from nereid_backend.attention.choose_backend import use_fastest_backends, uses_gpu_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.compiled_forward import CompiledForward
@@ -22,9 +22,9 @@ from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
 class PackedPath:
-    """Runs models whose only state is the keys and values of attention.
+    """An execution path for models whose only state is the keys and values of attention.
 
-    The path owns the KV cache and the block tables.
+    The object owns the KV cache and the block tables.
 
     Attributes:
         graphs: replays decode steps as CUDA graphs; None if every decode step launches its kernels
@@ -35,7 +35,7 @@ class PackedPath:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        checkpoint: Checkpoint,
         hook: AttentionHook,
         layers: list[LayerSpec],
         cache: KVCache,
@@ -44,19 +44,20 @@ class PackedPath:
         """Create a path.
 
         Args:
-            model: a model whose attention is `hook`.
+            checkpoint: a model whose attention is `hook`.
             hook: the engine's entry in transformers' attention interface.
             layers: the attention layers of a forward pass, in order.
             cache: the KV cache.
-            builder: converts plans into tensors.
+            builder: converts step plans into tensors.
         """
-        self._model = model
+        self._model = checkpoint.model
+        self._adapters = checkpoint.adapters
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
         # Whether the model can compute the logits of selected tokens only.
-        self._selects_logits = ModelCall(model).takes("logits_to_keep")
+        self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
@@ -76,10 +77,10 @@ class PackedPath:
         self._compiled = compiled
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of a plan, [num_logits, vocab_size]; see `ForwardPath.forward`.
+        """Compute the logits of a step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
         Args:
-            plan: the step.
+            plan: the plan of the step.
             sampled: [n] int64, the previous step's tokens if the plan was made ahead; see
                 `ForwardPath.forward`.
 
@@ -87,6 +88,10 @@ class PackedPath:
         """
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
+        with self._adapters.serving(plan.chunks) as has_adapters:
+            if has_adapters:
+                # Captured graphs and the compiled forward pass compute the model without adapters.
+                return self._run_model(batch, self._attention(batch))
         for graphs in (self.graphs, self.pieces):
             logits = None if graphs is None else graphs.forward(batch)
             if logits is not None:
@@ -94,7 +99,7 @@ class PackedPath:
         return self.run(batch)
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
-        """Compute a step kernel by kernel and return its logits, [num_logits, vocab_size].
+        """Compute a step without CUDA graphs and return its logits, [num_logits, vocab_size].
 
         Args:
             batch: the step.
@@ -103,9 +108,17 @@ class PackedPath:
         Mutates: the KV cache.
         """
         if attention is None:
-            attention = PagedForward(self._layers, self._cache, batch.attention)
+            attention = self._attention(batch)
         if self._compiled is not None:
             return self._compiled(batch, attention)
+        return self._run_model(batch, attention)
+
+    def _attention(self, batch: StepBatch) -> PagedForward:
+        """Return the attention of a step over the KV cache of the path."""
+        return PagedForward(self._layers, self._cache, batch.attention)
+
+    def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
+        """Compute a step with the model's code; see `run`."""
         with self._hook.serving(attention):
             output = self._model(
                 input_ids=batch.input_ids,
@@ -121,19 +134,19 @@ class PackedPath:
     def piecewise_graphs(
         self, capture: CapturePieces, sizes: Sizes, report: Callable[[str], None]
     ) -> PiecewiseGraphs:
-        """Return graphs of this path's steps with prefills, of which none is captured yet.
+        """Return an object that captures and replays steps with prefills. It contains no graph yet.
 
         Args:
             capture: captures pieces of work; see `GraphCapture.pieces`.
             sizes: the sizes of the path.
-            report: receives a line of text if steps are not replayed.
+            report: called with a line of text if steps are not replayed.
         """
         return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)
 
     def choose_attention(self) -> int:
-        """Measure attention libraries on this GPU, and use each of them where it is faster.
+        """Measure attention libraries on this GPU, and use those that are faster than the kernels.
 
-        Return the number of situations and kinds of layers in which a library is used.
+        Return the number of pairs of a layer kind and a `Situation` for which a library is used.
         """
         return use_fastest_backends(self._cache, self._layers)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The padded path: models with an attention of their own that read keys and values from a cache.
+"""The execution path `padded`, for models whose own attention code reads keys from a cache.
 
-The path gives such a model a cache object. The object writes new keys and values into the blocks of
-the KV cache, and returns a copy of all keys and values of the batch. Shorter sequences are padded
-on the left. Example of a step with three sequences, whose new tokens are to the right of the bar:
+The path passes a cache object to the model. The object writes new keys and values into the blocks
+of the KV cache, and returns a copy of all keys and values of the batch. Shorter sequences are
+padded on the left. Example of a step with three sequences, whose new tokens are to the right of the
+bar:
 
     a   . . . 0 1 2 3 | 4
     b   0 1 2 3 4 5 6 | 7      the attention mask excludes the padding
@@ -79,15 +80,15 @@ def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
         if not isinstance(layer, DynamicLayer):
             raise UnfitError(
                 f"the model's cache has layers of the class {type(layer).__name__}, which this "
-                "path does not support"
+                "execution path does not support"
             )
-        layout.keys.append(None)
-        layout.indexers.append(None)
-        if layer.keys is not None:
-            layout.keys[-1] = len(layout.layers)
+        has_keys = layer.keys is not None
+        layout.keys.append(len(layout.layers) if has_keys else None)
+        if has_keys:
             layout.layers.append(_keys_spec(layer))
-        if getattr(layer, "indexer_keys", None) is not None:
-            layout.indexers[-1] = len(layout.layers)
+        has_indexer = getattr(layer, "indexer_keys", None) is not None
+        layout.indexers.append(len(layout.layers) if has_indexer else None)
+        if has_indexer:
             layout.layers.append(_indexer_spec(layer))
     if not layout.layers:
         raise UnfitError("the model stores nothing in transformers' cache")
@@ -95,7 +96,7 @@ def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
 
 
 def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of a layer's keys and values. The layer contains one token."""
+    """Return the shapes of the keys and values of a cache layer that contains one token."""
     keys = layer.keys
     values = layer.values
     if keys.shape[0] != 1 or keys.shape[2] != 1 or values.shape[:3] != keys.shape[:3]:
@@ -119,7 +120,7 @@ def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' laye
 
 
 class PaddedPath:
-    """Runs models that have an attention of their own. The path owns the KV cache."""
+    """An execution path for models with their own attention code. The object owns the KV cache."""
 
     def __init__(
         self,
@@ -140,12 +141,13 @@ class PaddedPath:
         self._call = ModelCall(checkpoint.model)
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
+        self._adapters = checkpoint.adapters
         self._layout = layout
         self._cache = cache
         self._batches_sequences = batches_sequences
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
         parts: list[Tensor | None] = [None] * len(plan.chunks)
@@ -170,7 +172,7 @@ class PaddedPath:
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
             is_alone = not self._batches_sequences or chunk.num_tokens > 1 or chunk.start == 0
-            # A negative key belongs to one chunk only.
+            # The keys of the groups that contain only one chunk are negative and unique.
             key = -1 - index if is_alone else chunk.start.bit_length()
             groups.setdefault(key, []).append(index)
         return list(groups.values())
@@ -184,6 +186,18 @@ class PaddedPath:
         """
         ids, positions = token_inputs(chunks, self._device)
         step = _Step.of(chunks, self._cache)
+        num_logits = max(1, *(chunk.num_logits for chunk in chunks))
+        with self._adapters.serving(chunks):
+            return self._call(
+                ids,
+                num_logits=num_logits,
+                position_ids=positions,
+                attention_mask=step.mask,
+                cache=self._paged_cache(step),
+            )
+
+    def _paged_cache(self, step: "_Step") -> DynamicCache:
+        """Return a transformers cache for one forward pass, whose layers use the KV cache."""
         cache: Any = DynamicCache()
         # Without this line, DynamicCache would add further layers during the forward pass.
         cache.layer_class_to_replicate = None
@@ -191,14 +205,7 @@ class PaddedPath:
             _PagedLayer(self._cache, step, keys, indexer)
             for keys, indexer in zip(self._layout.keys, self._layout.indexers, strict=True)
         ]
-        num_logits = max(1, *(chunk.num_logits for chunk in chunks))
-        return self._call(
-            ids,
-            num_logits=num_logits,
-            position_ids=positions,
-            attention_mask=step.mask,
-            cache=cache,
-        )
+        return cache  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)
@@ -248,12 +255,12 @@ class _Step:
         mask = (positions >= 0).long()
         device = cache.device
         return cls(
-            blocks.to(device),
-            slots.flatten().to(device),
-            mask.to(device),
-            positions.clamp_(min=0).to(device),
-            longest - num_tokens,
-            size,
+            blocks=blocks.to(device),
+            slots=slots.flatten().to(device),
+            mask=mask.to(device),
+            positions=positions.clamp_(min=0).to(device),
+            num_past_tokens=longest - num_tokens,
+            block_size=size,
         )
 
 
@@ -290,8 +297,8 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return the keys and values of all tokens.
 
-        The new keys and values are [num_seqs, num_heads, num_tokens, dim]. The returned ones are
-        [num_seqs, num_heads, longest, dim].
+        The new keys and values are [num_seqs, num_heads, num_tokens, dim]. The returned keys and
+        values are [num_seqs, num_heads, longest, dim].
         """
         if self._number is None:
             raise UnfitError(
@@ -301,7 +308,7 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
         return self._exchange(self._number, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store the new keys of a sparse indexer, and return those of all tokens.
+        """Store the new keys of a sparse indexer, and return the keys of all tokens.
 
         Args:
             indexer_key_states: [num_seqs, num_tokens, dim].
@@ -314,6 +321,8 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
             )
+        # A layer of the KV cache has keys and values, but an indexer has only keys. Each half of an
+        # indexer's key is stored as one of them; see `CacheLayout.indexers`.
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 
@@ -339,6 +348,7 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
+        # The gathered sequences begin at the left. Padding on the left moves them to the right.
         index = step.positions[:, None, :, None]
         return (
             torch.take_along_dim(keys, index, dim=2),

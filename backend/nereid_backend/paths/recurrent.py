@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path "rows", for models that keep a recurrent state for each sequence.
+"""The execution path `rows`, for models that keep a recurrent state for each sequence.
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
 chunk is computed in a forward pass of its own. Attention uses the engine's attention hook and block
-tables, as on the packed path.
+tables, as on the execution path `packed`.
 
     decodes   [a]   keys and values: in blocks
               [b]   states: one cache for the batch
@@ -15,7 +15,7 @@ into the states of the sequences, and the states of the next step's rows are mer
 """
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,22 @@ from nereid_backend.paths.recurrent_cache import State, make_cache, merge_states
 from nereid_backend.paths.step_batch import BatchBuilder
 
 
-class RowsPath:
-    """Runs models that keep a state for each sequence.
+class _BatchCache(NamedTuple):
+    """The merged states of a batch.
 
-    The path owns the states and the KV cache.
+    Attributes:
+        rows: the rows of the batch, in order.
+        cache: the transformers cache with the states of these rows.
+    """
+
+    rows: tuple[int, ...]
+    cache: Any
+
+
+class RowsPath:
+    """An execution path for models that keep a state for each sequence.
+
+    The object owns the states and the KV cache.
     """
 
     def __init__(
@@ -72,6 +84,7 @@ class RowsPath:
         self._config = checkpoint.model.config
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
+        self._adapters = checkpoint.adapters
         self._hook = hook
         self._layers = layers
         self._paged = paged
@@ -80,28 +93,26 @@ class RowsPath:
         self._states: dict[int, State] = {}
         # The number of tokens that the state of each row covers.
         self._lengths: dict[int, int] = {}
-        # The rows of the last batch and their merged cache; None if all states are split.
-        self._batch_cache: tuple[tuple[int, ...], Any] | None = None
+        # The states of the last batch; None if all states are in `_states`.
+        self._batch_cache: _BatchCache | None = None
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
         parts: list[Tensor | None] = [None] * len(plan.chunks)
-        # The indices of the chunks of one token whose sequences have a state.
+        # The indices of the one-token chunks that continue the state of their sequence.
         decodes: list[int] = []
         for index, chunk in enumerate(plan.chunks):
             if chunk.is_first:
                 self._forget(_row(chunk))
-            has_state = chunk.start > 0 and chunk.start == self._lengths.get(_row(chunk))
-            if chunk.num_tokens == 1 and has_state:
+            if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
                 decodes.append(index)
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
             for index, row in zip(decodes, logits, strict=True):
                 parts[index] = row[: plan.chunks[index].num_logits]
-        for index, chunk in enumerate(plan.chunks):
-            if index not in decodes:
-                parts[index] = self._prefill(chunk)
+        for index in sorted(set(range(len(plan.chunks))).difference(decodes)):
+            parts[index] = self._prefill(plan.chunks[index])
         return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
@@ -126,21 +137,24 @@ class RowsPath:
             Logits, [num_chunks, 1, vocab_size].
         """
         rows = tuple(_row(chunk) for chunk in chunks)
-        if self._batch_cache is None or self._batch_cache[0] != rows:
-            self._split_batch_cache()
-            states = [self._states.pop(row) for row in rows]
-            cache = merge_states(self._config, states)
-        else:
-            cache = self._batch_cache[1]
-        # If the pass fails, the cache may be partly changed. It is therefore removed before the
-        # pass and stored again afterwards.
-        self._batch_cache = None
+        # A pass that fails may leave the states partly changed. The states are therefore removed
+        # before the pass and stored again afterwards.
+        cache = self._take_cache(rows)
         lengths = [self._lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
         logits = self._run(chunks, ids, positions, cache, 1)
-        self._batch_cache = (rows, cache)
+        self._batch_cache = _BatchCache(rows, cache)
         self._lengths.update((row, n + 1) for row, n in zip(rows, lengths, strict=True))
         return logits
+
+    def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
+        """Remove the states of some rows, and return a cache with these states."""
+        if self._batch_cache is not None and self._batch_cache.rows == rows:
+            cache = self._batch_cache.cache
+            self._batch_cache = None
+            return cache
+        self._split_batch_cache()
+        return merge_states(self._config, [self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Compute a chunk of one sequence in a pass of its own.
@@ -152,19 +166,21 @@ class RowsPath:
         Returns:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
-        is_last = chunk.start + chunk.num_tokens >= len(chunk.sequence.token_ids)
-        if self._computes_from_start and chunk.num_logits == 0 and not is_last:
+        has_later_chunk = chunk.start + chunk.num_tokens < len(chunk.sequence.token_ids)
+        if self._computes_from_start and has_later_chunk and chunk.num_logits == 0:
+            # The last chunk computes these tokens, too.
             return None
-        has_state = chunk.start == self._lengths.get(_row(chunk), 0)
-        if has_state and not (self._computes_from_start and chunk.num_tokens > 1):
+        is_exact_chunk = chunk.num_tokens == 1 or not self._computes_from_start
+        if is_exact_chunk and self._has_state(chunk):
             return self._continue(chunk)
         # The state lacks tokens of earlier chunks, or the state covers rejected draft tokens. The
         # state is therefore computed again from the first token.
-        chunk = extend_to_start(chunk)
-        prompt_len = chunk.sequence.num_prompt_tokens
-        if self._replays_preempted and chunk.num_tokens > prompt_len:
-            return self._replay(chunk, prompt_len)
-        return self._continue(chunk)
+        whole = extend_to_start(chunk)
+        prompt_len = whole.sequence.num_prompt_tokens
+        has_output_tokens = whole.num_tokens > prompt_len
+        if self._replays_preempted and has_output_tokens:
+            return self._replay(whole, prompt_len)
+        return self._continue(whole)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence from its start: the prompt in one pass, then token by token.
@@ -174,7 +190,7 @@ class RowsPath:
         sequence, and `prompt_len` is the number of prompt tokens.
 
         Returns:
-            Logits, [num_logits, vocab_size].
+            Logits, [num_logits, vocab_size]. The chunk must need at least one logit.
         """
         positions = range(prompt_len, chunk.num_tokens)
         num_logits = max(0, chunk.num_logits - len(positions))
@@ -186,13 +202,14 @@ class RowsPath:
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
-        """Compute a chunk of a sequence. It continues from the state after the earlier tokens.
+        """Compute a chunk of a sequence, starting from the state after the earlier tokens.
 
         Returns:
             Logits, [num_logits, vocab_size].
         """
         row = _row(chunk)
         self._split_batch_cache()
+        # A pass that fails may leave the state partly changed, so it is removed before the pass.
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
         if state and chunk.start > 0:
@@ -201,7 +218,7 @@ class RowsPath:
             cache = make_cache(self._config)
         ids, positions = token_inputs([chunk], self._device)
         logits = self._run([chunk], ids, positions, cache, max(1, chunk.num_logits))
-        self._batch_cache = ((row,), cache)
+        self._batch_cache = _BatchCache((row,), cache)
         self._lengths[row] = chunk.start + chunk.num_tokens
         return logits[0, : chunk.num_logits]
 
@@ -225,21 +242,27 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
+        # The model derives the size of its attention mask from the longest sequence.
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
                 layer.num_past_tokens = max(chunk.start for chunk in chunks)
         serving: Any = nullcontext()
         if self._paged is not None:
             kv_cache, builder = self._paged
+            # Attention gets the metadata of these chunks only, not of the whole step.
             plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
             batch = builder.build(plan, kv_cache.device).attention
             serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))
-        with serving:
+        with serving, self._adapters.serving(chunks):
             return self._call(ids, num_logits=num_logits, position_ids=positions, cache=cache)
+
+    def _has_state(self, chunk: Chunk) -> bool:
+        """Return whether the state of a row covers exactly the tokens before a chunk."""
+        return chunk.start == self._lengths.get(_row(chunk), 0)
 
     def _forget(self, row: int) -> None:
         """Delete the state of a row."""
-        if self._batch_cache is not None and row in self._batch_cache[0]:
+        if self._batch_cache is not None and row in self._batch_cache.rows:
             self._split_batch_cache()
         self._states.pop(row, None)
         self._lengths.pop(row, None)
@@ -256,7 +279,7 @@ class RowsPath:
 class RowsForward:
     """Attention for a batch of rows with one token each.
 
-    The packed attention expects all tokens in one row, so the rows are transposed into one.
+    `PagedForward` expects all tokens in one row, so the rows are transposed into one row.
     """
 
     def __init__(self, packed: PagedForward) -> None:
@@ -267,7 +290,8 @@ class RowsForward:
     ) -> Tensor:
         """Compute attention; see `AttentionForward`.
 
-        The batch may have several rows of one token.
+        The batch is either one row of several tokens or several rows of one token. Several rows
+        become one row and back: [num_rows, num_heads, 1, dim] -> [1, num_heads, num_rows, dim].
         """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)

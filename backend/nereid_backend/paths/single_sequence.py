@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path "single": models that fit no other path run one sequence at a time.
+"""The execution path `single`, which runs one sequence at a time.
+
+It is used for models that cannot use any other path.
 
 The path prepares inputs as transformers' `generate` does. The arguments that a model needs for the
 next token, such as its cache, are stored for each sequence. If a model has no cache, every step
@@ -26,7 +28,7 @@ class _SequenceState:
 
     Attributes:
         arguments: the arguments of the next call of the model, including its cache.
-        num_tokens: the number of tokens that the cache contains.
+        num_tokens: the number of tokens that the cache contains; 0 before the first call.
     """
 
     arguments: dict[str, Any]
@@ -34,7 +36,7 @@ class _SequenceState:
 
 
 class SinglePath:
-    """Runs models one sequence at a time. The path owns the state of each sequence."""
+    """An execution path that runs one sequence at a time. It stores the state of each sequence."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
         """Create a path.
@@ -47,6 +49,7 @@ class SinglePath:
         self._model: Any = checkpoint.model
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
+        self._adapters = checkpoint.adapters
         self._uses_cache = uses_cache
         self._states: dict[int, _SequenceState] = {}
         names = inspect.signature(self._model.forward).parameters
@@ -54,7 +57,7 @@ class SinglePath:
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits of a plan without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
@@ -62,7 +65,8 @@ class SinglePath:
             assert row is not None
             if chunk.is_first:
                 self._states.pop(row, None)
-            parts.append(self._logits(row, chunk))
+            with self._adapters.serving_all(chunk.sequence.adapter):
+                parts.append(self._logits(row, chunk))
         return join_logits(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
@@ -87,15 +91,16 @@ class SinglePath:
         longest = chunk.start + chunk.num_tokens
         shortest = longest - chunk.num_logits + 1
         state = self._states.get(row)
-        if self._uses_cache and (state is None or state.num_tokens != shortest - 1):
+        continues_cache = state is not None and state.num_tokens == shortest - 1
+        if self._uses_cache and not continues_cache:
             # A preempted sequence is computed as it was the first time: the prompt in one pass and
             # then token by token. On some models, one pass over all tokens gives different logits.
             shortest = min(shortest, chunk.sequence.num_prompt_tokens)
         token_ids = chunk.sequence.token_ids
-        logits = [self._after(row, token_ids[:n]) for n in range(shortest, longest + 1)]
+        logits = [self._logits_after(row, token_ids[:n]) for n in range(shortest, longest + 1)]
         return torch.stack(logits[-chunk.num_logits :])
 
-    def _after(self, row: int, token_ids: list[int]) -> Tensor:
+    def _logits_after(self, row: int, token_ids: list[int]) -> Tensor:
         """Return the logits after the first tokens of the sequence in `row`, [vocab_size].
 
         If the stored state covers all `token_ids` except the last, only the last token is computed.
@@ -106,11 +111,11 @@ class SinglePath:
         if state is None or state.num_tokens != len(token_ids) - 1:
             state = _SequenceState(self._first_arguments(ids), 0)
         is_first = state.num_tokens == 0
+        has_cache = state.arguments.get(self._cache_name) is not None
         # The number of tokens that this call adds to the cache. In the first call, the number is
         # None if the model has no cache or creates its cache itself.
         num_new: int | None = 1
         if is_first:
-            has_cache = state.arguments.get(self._cache_name) is not None
             num_new = len(token_ids) if has_cache else None
         inputs = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=num_new, is_first_iteration=is_first, **state.arguments

@@ -223,7 +223,7 @@ def test_end_tokens_come_from_generation_config_and_config(copy):
 
 def packed_path(loaded, hook, layers, sizes):
     cache, builder = make_blocks(loaded, layers, sizes)
-    return PackedPath(loaded.model, hook, layers, cache, builder)
+    return PackedPath(loaded, hook, layers, cache, builder)
 
 
 def change_window(layer):

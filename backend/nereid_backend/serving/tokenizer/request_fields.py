@@ -2,7 +2,7 @@
 """The fields with which a request controls its generation, and the validation of their values.
 
 The class SamplingParams declares the fields that the engine reads. The class RequestFields declares
-all other fields. The names are those of the OpenAI API, vLLM, SGLang and llama.cpp.
+all other fields. The names come from the OpenAI API, vLLM, SGLang and llama.cpp.
 """
 
 import contextlib
@@ -125,7 +125,16 @@ FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
 # The values of these fields are texts, or the module that reads the field parses the text itself.
 _TEXT_FIELDS = frozenset(
     {
-        *("cache_salt", "extra_key", "stop", "reasoning_format", "regex", "ebnf", "grammar"),
+        *(
+            "cache_salt",
+            "lora_name",
+            "extra_key",
+            "stop",
+            "reasoning_format",
+            "regex",
+            "ebnf",
+            "grammar",
+        ),
         *("json_schema", "response_format", "structured_outputs", "custom_params"),
     }
 )

@@ -31,7 +31,6 @@ class _Refusal:
 
 
 _NO_BEAM_SEARCH = "this server does not support beam search"
-_NO_ADAPTERS = "this server does not support LoRA adapters"
 _NO_MEDIA = "the served model reads only text, no images, audio or video"
 _NO_REQUEST_CODE = "this server does not run code from requests"
 _NO_TRANSFER = "this server does not transfer the state of a request to other servers"
@@ -58,7 +57,6 @@ _REFUSALS: dict[str, _Refusal] = {
     "guided_whitespace_pattern": _Refusal(
         "a request cannot choose the whitespace of its JSON output"
     ),
-    "lora_name": _Refusal(_NO_ADAPTERS, ("",)),
     "logits_processors": _Refusal(_NO_REQUEST_CODE, ([],)),
     "logprob_token_ids": _Refusal(
         "this server reports log-probabilities only of the most likely tokens",
@@ -95,7 +93,9 @@ _REFUSALS: dict[str, _Refusal] = {
     "stop_regex": _Refusal(
         "a stop condition must be a string or a token id, not a regular expression", ([], "")
     ),
-    "lora_path": _Refusal(_NO_ADAPTERS, ("", [])),
+    "lora_path": _Refusal(
+        "lora_name replaces this field", ("", []), remedy="Send lora_name instead"
+    ),
     "session_params": _Refusal("this server does not store sessions", ({},)),
     "custom_logit_processor": _Refusal(_NO_REQUEST_CODE, ("",)),
     "return_hidden_states": _Refusal("this server does not return hidden states", (False,)),

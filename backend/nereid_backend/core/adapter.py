@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of a LoRA adapter."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A LoRA adapter that was loaded from disk. The object identifies one version of its files.
+
+    Attributes:
+        name: the name with which requests select the adapter.
+        path: the absolute path of the adapter's folder.
+        digest: a hash of the adapter's files. The prefix cache shares blocks only between requests
+            whose adapters have the same digest.
+    """
+
+    name: str
+    path: str
+    digest: bytes

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds the low-rank products of LoRA adapters to the outputs of a model's linear layers.
+
+An adapter has two small matrices for a linear layer with the weight W:
+
+    output = W x + up (down x)        down is [rank, in_features], up is [out_features, rank]
+
+One step computes requests with different adapters. The matrices of all adapters of the step are
+joined along their ranks, so that a layer needs two products for any number of adapters. Between the
+two products, a mask sets the numbers to zero that belong to the adapters of other requests:
+
+    rows x          times all down     masked                 times all up
+    request with a  [1 2 | 3 4 5]      [1 2 | 0 0 0]          the product of adapter a
+    request with b  [1 2 | 3 4 5]      [0 0 | 3 4 5]          the product of adapter b
+    other request   [1 2 | 3 4 5]      [0 0 | 0 0 0]          zero
+
+The products are added by a forward hook of each linear layer. The layer itself stays unchanged, so
+an adapter works with every class of linear layer: packed, merged and quantised layers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from nereid_backend.core.adapter import Adapter
+from nereid_backend.core.step import Chunk
+from nereid_backend.device_transfer import upload
+
+# The joined matrices of a step are used again for a later step with fewer adapters, if their total
+# rank is at most this many times the rank that the later step needs.
+_MAX_UNUSED = 2
+
+
+class LayerPair(NamedTuple):
+    """The matrices of one adapter for one linear layer, in the model's dtype and on its device.
+
+    Attributes:
+        down: [rank, in_features].
+        up: [rank, out_features], the transposed second matrix, multiplied by the adapter's scale.
+    """
+
+    down: Tensor
+    up: Tensor
+
+
+AdapterWeights = Mapping[str, LayerPair]
+"""The matrices of an adapter by the name of the linear layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """The matrices of several adapters for one linear layer.
+
+    Attributes:
+        pair: the matrices, joined along their ranks.
+        ranks: for each adapter of the step, in order, the number of rows in `pair.down`.
+    """
+
+    pair: LayerPair
+    ranks: tuple[int, ...]
+
+
+class LoraLayers:
+    """The adapters in memory, and the hooks of the linear layers that they change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Create an object without adapters for a model."""
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._weights: dict[Adapter, AdapterWeights] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        # The adapters whose matrices are joined, and the joined matrices by layer.
+        self._adapters: tuple[Adapter, ...] = ()
+        self._joined: dict[str, _Joined] = {}
+        # The adapter of each row of the running step, as an index in `_adapters`; -1 for rows
+        # without an adapter. None outside of a step with adapters.
+        self._owners: Tensor | None = None
+        # The masks of the running step, by the ranks of the adapters.
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+
+    def __contains__(self, adapter: Adapter) -> bool:
+        """Return whether the matrices of an adapter are in memory."""
+        return adapter in self._weights
+
+    def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Store the matrices of an adapter. Every name in `weights` is a linear layer."""
+        self._weights[adapter] = weights
+        for name in weights:
+            if name not in self._hooks:
+                layer = self._model.get_submodule(name)
+                self._hooks[name] = layer.register_forward_hook(partial(self._add_product, name))
+
+    def remove(self, adapter: Adapter) -> None:
+        """Free the matrices of an adapter, and remove hooks that no other adapter needs."""
+        del self._weights[adapter]
+        self._join(())
+        needed = {name for weights in self._weights.values() for name in weights}
+        for name in self._hooks.keys() - needed:
+            self._hooks.pop(name).remove()
+
+    @contextmanager
+    def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
+        """Add the products of the chunks' adapters to all layers while the context is open.
+
+        Args:
+            chunks: the chunks of one forward pass, in the order of its rows.
+
+        Yields:
+            Whether a chunk has an adapter. If not, the layers compute the unchanged model.
+        """
+        parts = [(chunk.sequence.adapter, chunk.num_tokens) for chunk in chunks]
+        adapters = tuple(dict.fromkeys(adapter for adapter, _ in parts if adapter is not None))
+        if not adapters:
+            yield False
+            return
+        self._use(adapters)
+        indices = {adapter: index for index, adapter in enumerate(self._adapters)}
+        owners = [-1 if adapter is None else indices[adapter] for adapter, _ in parts]
+        counts = np.array([num_tokens for _, num_tokens in parts])
+        self._owners = upload(np.array(owners).repeat(counts), self._device)
+        try:
+            yield True
+        finally:
+            self._owners = None
+            self._masks.clear()
+
+    @contextmanager
+    def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
+        """Add the products of one adapter to all rows of all layers while the context is open."""
+        if adapter is None:
+            yield
+            return
+        if self._adapters != (adapter,):
+            self._join((adapter,))
+        # One owner is broadcast to any number of rows.
+        self._owners = torch.zeros(1, dtype=torch.int64, device=self._device)
+        try:
+            yield
+        finally:
+            self._owners = None
+            self._masks.clear()
+
+    def _use(self, adapters: tuple[Adapter, ...]) -> None:
+        """Join the matrices of some adapters, unless the present joined matrices are suitable."""
+        if set(adapters) <= set(self._adapters):
+            needed, present = map(self._num_rows, (adapters, self._adapters))
+            if present <= _MAX_UNUSED * needed:
+                return
+        self._join(adapters)
+
+    def _num_rows(self, adapters: tuple[Adapter, ...]) -> int:
+        """Return the sum of the ranks of some adapters over all layers."""
+        return sum(
+            len(pair.down) for adapter in adapters for pair in self._weights[adapter].values()
+        )
+
+    def _join(self, adapters: tuple[Adapter, ...]) -> None:
+        """Join the matrices of some adapters for each layer."""
+        # The old matrices are freed first, so that they and the new ones need no memory together.
+        self._joined = {}
+        self._adapters = adapters
+        names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])
+        for name in names:
+            pairs = [self._weights[adapter].get(name) for adapter in adapters]
+            present = [pair for pair in pairs if pair is not None]
+            joined = LayerPair(
+                torch.cat([pair.down for pair in present]), torch.cat([pair.up for pair in present])
+            )
+            ranks = tuple(0 if pair is None else len(pair.down) for pair in pairs)
+            self._joined[name] = _Joined(joined, ranks)
+
+    def _add_product(
+        self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        """Add the products of the adapters to the output of one layer. Mutates: `output`."""
+        del module
+        joined = self._joined.get(name)
+        if self._owners is None or joined is None:
+            return
+        down, up = joined.pair
+        rows = inputs[0].reshape(-1, down.shape[1]).to(down.dtype)
+        hidden = functional.linear(rows, down)
+        # Multiplying by zero would not remove NaN and infinity of another request's row.
+        hidden.masked_fill_(self._mask(joined.ranks), 0)
+        output.view(-1, up.shape[1]).addmm_(hidden, up)
+
+    def _mask(self, ranks: tuple[int, ...]) -> Tensor:
+        """Return which products belong to an adapter other than that of the row.
+
+        Example: the rows have the adapters [0, 1], and `ranks` is (1, 2). The mask is
+        [[False, True, True], [True, False, False]].
+
+        Returns:
+            Booleans, [num_rows, sum of ranks].
+        """
+        assert self._owners is not None
+        if ranks not in self._masks:
+            owners = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
+            self._masks[ranks] = self._owners[:, None] != owners.to(self._owners.device)
+        return self._masks[ranks]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LoRA adapters that requests can select, and the part of them that is in memory.
+
+The adapters in memory may have `lora_memory` bytes. If a new request needs an adapter that is not
+in memory, the adapters that were not used for the longest time are removed from memory, and the
+needed adapter is read from disk again. Adapters of unfinished requests stay in memory.
+"""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from nereid_backend.core.adapter import Adapter
+from nereid_backend.errors import CapacityError, ModelError, RequestError
+from nereid_backend.linear.lora_layers import AdapterWeights, LoraLayers
+from nereid_backend.lora.peft_files import LayerSizes, num_bytes, read_adapter
+
+# An adapter needs its memory twice: for its matrices, and for the joined matrices of a step.
+_COPIES = 2
+
+
+class AdapterStore:
+    """All adapters that were loaded and not unloaded, by name."""
+
+    def __init__(
+        self,
+        layers: LoraLayers,
+        sizes: Mapping[str, LayerSizes],
+        like: Tensor,
+        max_bytes: int,
+        in_use: Callable[[], set[Adapter]],
+    ) -> None:
+        """Create a store without adapters.
+
+        Args:
+            layers: the layers of the model. The store adds and removes their adapters.
+            sizes: the linear layers of the model that an adapter can change.
+            like: a tensor with the dtype and the device of the model.
+            max_bytes: the largest size of the adapters in memory.
+            in_use: returns the adapters of all unfinished requests.
+        """
+        self._layers = layers
+        self._sizes = sizes
+        self._max_bytes = max_bytes
+        self._like = like
+        self._in_use = in_use
+        self._named: dict[str, Adapter] = {}
+        # The sizes of the adapters in memory. The adapter that was used last is at the end.
+        self._resident: dict[Adapter, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all adapters, in the order in which they were loaded."""
+        return list(self._named)
+
+    def load(self, name: str, path: str) -> None:
+        """Read an adapter from disk. Requests can then select the adapter with `name`.
+
+        If an adapter with this name exists, the new adapter replaces it for new requests.
+        Unfinished requests keep the old adapter.
+
+        Raises:
+            ModelError: if the files are missing or broken, or the adapter does not fit the model.
+            CapacityError: if the adapters of unfinished requests leave too little memory.
+        """
+        adapter, weights = self._read(name, path)
+        self._make_resident(adapter, weights)
+        self._named[name] = adapter
+        self._remove_nameless()
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Unfinished requests keep it until they end.
+
+        Raises:
+            RequestError: if no adapter has this name.
+        """
+        if name not in self._named:
+            raise RequestError(self._unknown(name))
+        del self._named[name]
+        self._remove_nameless()
+
+    def acquire(self, name: str) -> Adapter:
+        """Return the adapter with a name for a new request, and read it from disk if necessary.
+
+        Raises:
+            RequestError: if no adapter has this name, or its files have changed or cannot be read.
+            CapacityError: if the adapters of unfinished requests leave too little memory.
+        """
+        adapter = self._named.get(name)
+        if adapter is None:
+            raise RequestError(self._unknown(name))
+        if adapter in self._resident:
+            self._resident[adapter] = self._resident.pop(adapter)
+            return adapter
+        try:
+            read, weights = self._read(name, adapter.path)
+        except ModelError as error:
+            raise RequestError(
+                f"lora_name: the adapter {name} cannot be read again: {error}"
+            ) from error
+        if read.digest != adapter.digest:
+            raise RequestError(
+                f"lora_name: the files of the adapter {name} have changed since it was loaded. "
+                "Load the adapter again."
+            )
+        self._make_resident(adapter, weights)
+        return adapter
+
+    def _read(self, name: str, path: str) -> tuple[Adapter, AdapterWeights]:
+        return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
+
+    def _make_resident(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Store an adapter in memory, after removing adapters that no unfinished request uses.
+
+        Raises:
+            ModelError: if the adapter is larger than the limit.
+            CapacityError: if the adapters of unfinished requests leave too little memory.
+        """
+        size = _COPIES * num_bytes(weights)
+        if size > self._max_bytes:
+            raise ModelError(
+                f"the adapter {adapter.name} needs {size} bytes, but all adapters together may "
+                f"have {self._max_bytes} bytes (lora_memory). Raise lora_memory."
+            )
+        used = self._in_use()
+        for old in [old for old in self._resident if old not in used]:
+            if sum(self._resident.values()) + size <= self._max_bytes:
+                break
+            self._remove(old)
+        free = self._max_bytes - sum(self._resident.values())
+        if size > free:
+            raise CapacityError(
+                f"the adapter {adapter.name} needs {size} bytes, but the adapters of unfinished "
+                f"requests leave only {free} bytes of {self._max_bytes} (lora_memory). Try again "
+                "later, or raise lora_memory."
+            )
+        self._layers.add(adapter, weights)
+        self._resident[adapter] = size
+
+    def _remove_nameless(self) -> None:
+        """Remove adapters from memory that no name and no unfinished request refers to."""
+        needed = self._in_use() | set(self._named.values())
+        for adapter in [adapter for adapter in self._resident if adapter not in needed]:
+            self._remove(adapter)
+
+    def _remove(self, adapter: Adapter) -> None:
+        del self._resident[adapter]
+        self._layers.remove(adapter)
+
+    def _unknown(self, name: str) -> str:
+        """Return the message for a name that no adapter has."""
+        known = (
+            f"The loaded adapters are: {', '.join(self._named)}."
+            if self._named
+            else ("No adapter is loaded.")
+        )
+        return f"lora_name: no adapter has the name {name!r}. {known}"

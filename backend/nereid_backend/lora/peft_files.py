@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads LoRA adapters in the layout of the library PEFT.
+
+A folder has two files:
+
+    adapter_config.json          the type of the adapter, lora_alpha, and other settings
+    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+                                 base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight ...
+
+An adapter that changes more than the outputs of linear layers is refused, because its answers would
+be wrong.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from nereid_backend.core.adapter import Adapter
+from nereid_backend.errors import ModelError
+from nereid_backend.linear.lora_layers import AdapterWeights, LayerPair
+
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+# The settings that describe the training, or that this module reads.
+_HARMLESS_SETTINGS = frozenset(
+    {
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "eva_config"),
+        *("fan_in_fan_out", "layers_to_transform", "layers_pattern", "megatron_core"),
+        *("qalora_group_size", "ensure_weight_tying", "runtime_config", "runtime_ephemeral_gpu"),
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
+        *("modules_to_save", "init_lora_weights"),
+    }
+)
+# With these initial values, PEFT also changes the weights of the model itself.
+_CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The numbers of inputs and outputs of a linear layer."""
+
+    in_features: int
+    out_features: int
+
+
+def read_adapter(
+    name: str,
+    folder: str,
+    layers: Mapping[str, LayerSizes],
+    max_bytes: int,
+    like: Tensor,
+) -> tuple[Adapter, AdapterWeights]:
+    """Read an adapter from disk, and check that the adapter fits the model.
+
+    Args:
+        name: the name with which requests select the adapter.
+        folder: the adapter's folder.
+        layers: the linear layers of the model that an adapter can change.
+        max_bytes: the largest size of the adapter's files.
+        like: a tensor with the dtype and the device of the model.
+
+    Raises:
+        ModelError: if the files are missing or broken, or the adapter does not fit the model.
+    """
+    root = Path(folder).absolute()
+    digest = hashlib.blake2b(digest_size=16)
+    texts = []
+    for file in (_CONFIG_FILE, _WEIGHTS_FILE):
+        texts.append(_read(root / file, max_bytes))
+        digest.update(len(texts[-1]).to_bytes(8) + texts[-1])
+    config = _read_config(root / _CONFIG_FILE, texts[0])
+    try:
+        tensors = safetensors.torch.load(texts[1])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{root / _WEIGHTS_FILE}: the file is broken ({error}).") from error
+    weights = _read_weights(root / _WEIGHTS_FILE, config, tensors, layers, like)
+    return Adapter(name, str(root), digest.digest()), weights
+
+
+def num_bytes(weights: AdapterWeights) -> int:
+    """Return the size of an adapter's matrices in bytes."""
+    return sum(matrix.nbytes for pair in weights.values() for matrix in pair)
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    """Return the content of a file. Raise a ModelError if the file is missing or too large."""
+    try:
+        size = file.stat().st_size
+        if size > max_bytes:
+            raise ModelError(
+                f"{file}: the file has {size} bytes, but all adapters together may have "
+                f"{max_bytes} bytes (lora_memory). Raise lora_memory."
+            )
+        return file.read_bytes()
+    except OSError as error:
+        hint = ""
+        if file.name == _WEIGHTS_FILE and file.with_suffix(".bin").exists():
+            hint = (
+                " Load the adapter with the library PEFT, and write it again with"
+                " save_pretrained(folder, safe_serialization=True)."
+            )
+        raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
+
+
+def _read_config(file: Path, text: bytes) -> dict[str, Any]:
+    """Return the settings of an adapter.
+
+    Raises:
+        ModelError: if the settings describe something other than a plain LoRA adapter.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{file}: the file is not valid JSON ({error}).") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(f"{file}: peft_type must be LORA, but the file has {kind!r}.")
+    if saved := config.get("modules_to_save"):
+        raise ModelError(
+            f"{file}: modules_to_save: the adapter replaces whole modules ({', '.join(saved)}), "
+            "which is not supported. Merge the adapter into the model, or train it without "
+            "modules_to_save."
+        )
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"{file}: bias must be 'none', but the file has {config['bias']!r}.")
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_WEIGHTS):
+        raise ModelError(
+            f"{file}: init_lora_weights is {initial!r}, so the adapter also changes the weights of "
+            "the model. Convert the adapter to a plain LoRA adapter with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    for setting, value in config.items():
+        if value and setting not in _HARMLESS_SETTINGS:
+            raise ModelError(
+                f"{file}: the setting {setting} has the value {value!r}, and this server does not "
+                "support such adapters. Merge the adapter into the model."
+            )
+    return config
+
+
+def _read_weights(
+    file: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    layers: Mapping[str, LayerSizes],
+    like: Tensor,
+) -> AdapterWeights:
+    """Return the matrices of an adapter by layer; see `read_adapter` for the arguments.
+
+    Raises:
+        ModelError: if a tensor does not fit the model.
+    """
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _MATRIX.fullmatch(key)
+        if match is None:
+            raise ModelError(
+                f"{file}: the tensor {key} is not a matrix lora_A or lora_B of a linear layer."
+            )
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ModelError(
+                f"{file}: the tensor {key} must contain finite floating point numbers."
+            )
+        matrices.setdefault(match[1], {})[match[2]] = tensor
+    if not matrices:
+        raise ModelError(f"{file}: the file contains no matrices.")
+    weights = {}
+    for name, parts in matrices.items():
+        problem = _describe_misfit(parts, layers.get(name))
+        if problem:
+            raise ModelError(f"{file}: {name}: {problem}")
+        down, up = parts["A"].to(like), parts["B"].float()
+        scale = _scale(file.with_name(_CONFIG_FILE), config, name, rank=len(down))
+        weights[name] = LayerPair(down, (up * scale).t().contiguous().to(like))
+    return weights
+
+
+def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
+    """Return a sentence that says why the matrices do not fit a layer; None if they do."""
+    if sizes is None:
+        return (
+            "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
+            "that compute every token of a step can have one."
+        )
+    if missing := {"A", "B"} - parts.keys():
+        return f"the matrix lora_{missing.pop()} is missing."
+    down, up = parts["A"], parts["B"]
+    rank = down.shape[0]
+    expected = ((rank, sizes.in_features), (sizes.out_features, rank))
+    shapes = (tuple(down.shape), tuple(up.shape))
+    if shapes != expected or not rank:
+        return (
+            f"the matrices lora_A and lora_B have the shapes {shapes[0]} and {shapes[1]}, but the "
+            f"layer needs {expected[0]} and {expected[1]}."
+        )
+    return None
+
+
+def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
+    """Return the factor of an adapter's product in the layer `name`.
+
+    Example: lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
+
+    Raises:
+        ModelError: if lora_alpha is not a number.
+    """
+    alpha = config.get("lora_alpha")
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            alpha = value
+            break
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"{file}: lora_alpha must be a number, but the file has {alpha!r}.")
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the linear layers of a model that a LoRA adapter can change."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.lora.peft_files import LayerSizes
+from nereid_backend.model.path_variants import set_attention
+from nereid_backend.model.probe_layers import plain_token_ids
+from nereid_backend.paths.model_call import ModelCall
+
+# The number differs from 1, the number of logits, and from usual numbers of experts.
+_NUM_TOKENS = 7
+
+
+@torch.inference_mode()
+def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
+    """Return the sizes of the linear layers that compute every token of a step, by name.
+
+    The layers are found by running the model once. A layer is left out if the model's code reads
+    its weight without calling it, or if the layer computes only some tokens, as experts and output
+    layers do. The result is empty if the model cannot be called.
+
+    Mutates: the checkpoint. The model uses its own attention after the call.
+    """
+    sizes: dict[str, LayerSizes] = {}
+    calls: dict[str, list[bool]] = {}
+    hooks = []
+    for name, module in checkpoint.model.named_modules():
+        layer_sizes = _sizes_of(module)
+        if layer_sizes is not None:
+            sizes[name] = layer_sizes
+            calls[name] = []
+            hooks.append(module.register_forward_pre_hook(_recorder(calls[name], layer_sizes)))
+    ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
+    positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
+    try:
+        set_attention(checkpoint, None)
+        ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions)
+    except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: sizes[name] for name, called in calls.items() if called and all(called)}
+
+
+def _sizes_of(module: nn.Module) -> LayerSizes | None:
+    """Return the sizes of a linear layer; None for other modules."""
+    # transformers' Conv1D is a linear layer whose sizes are named nx and nf.
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        sizes = [getattr(module, name, None) for name in names]
+        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
+            return LayerSizes(sizes[0], sizes[1])
+    return None
+
+
+def _recorder(
+    calls: list[bool], sizes: LayerSizes
+) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    """Return a hook that records whether each call of a layer computes all tokens."""
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        del module
+        num_values = _NUM_TOKENS * sizes.in_features
+        calls.append(bool(inputs) and inputs[0].numel() == num_values)
+
+    return record

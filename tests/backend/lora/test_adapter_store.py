@@ -1,0 +1,202 @@
+"""Loading, unloading, replacing and evicting adapters, and the refusal of unsuitable ones."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from backend.exactness import PARAMS, PROMPTS, open_engine
+from backend.lora.adapter_writer import linear_layers, write_adapter, write_config
+from backend.tiny_models import BY_NAME
+from nereid_backend import CapacityError, ConfigError, RequestError
+from safetensors.torch import load_file, save_file
+
+_PROMPT = PROMPTS[4]
+
+
+def with_adapter(name):
+    return dataclasses.replace(PARAMS, lora_name=name)
+
+
+def answer(engine, name=""):
+    return engine.generate([_PROMPT], with_adapter(name))[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def model():
+    return BY_NAME["llama"].make()
+
+
+@pytest.fixture(scope="module")
+def folders(model, tmp_path_factory):
+    """The folders of three adapters of the same size."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        write_adapter(root / name, model, linear_layers(model), rank=4, seed=seed)
+    return {name: str(root / name) for name in "abc"}
+
+
+@pytest.fixture(scope="module")
+def size(folders):
+    """The memory that one adapter needs in an engine."""
+    tensors = load_file(f"{folders['a']}/adapter_model.safetensors")
+    return 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.fixture
+def engine(checkpoint):
+    engine = open_engine(checkpoint("llama"))
+    yield engine
+    engine.close()
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_at_run_time(engine, folders):
+    plain = answer(engine)
+    engine.load_lora("x", folders["a"])
+    first = answer(engine, "x")
+    engine.load_lora("x", folders["b"])
+    second = answer(engine, "x")
+    assert plain != first != second
+    assert engine.lora_names == ["x"]
+    engine.unload_lora("x")
+    assert engine.lora_names == []
+    with pytest.raises(RequestError, match=r"no adapter has the name 'x'. No adapter is loaded"):
+        answer(engine, "x")
+    assert answer(engine) == plain
+
+
+def test_unfinished_requests_keep_an_adapter_that_is_unloaded_or_replaced(engine, folders):
+    engine.load_lora("x", folders["a"])
+    expected = answer(engine, "x")
+    engine.add_request("r", _PROMPT, with_adapter("x"))
+    tokens = [token for update in engine.step() for token in update.new_token_ids]
+    engine.load_lora("x", folders["b"])
+    engine.unload_lora("x")
+    while engine.has_work():
+        tokens += [token for update in engine.step() for token in update.new_token_ids]
+    assert tokens == expected
+    engine.load_lora("y", folders["c"])
+    assert len(engine._adapters._resident) == 1
+
+
+def test_hooks_are_removed_with_the_last_adapter(engine, folders):
+    engine.load_lora("x", folders["a"])
+    engine.unload_lora("x")
+    assert not any(module._forward_hooks for module in engine._runner._path._model.modules())
+
+
+def test_adapters_over_the_limit_are_read_from_disk_again(checkpoint, folders, size):
+    engine = open_engine(checkpoint("llama"), lora_adapters=folders, lora_memory=2 * size)
+    assert engine.lora_names == ["a", "b", "c"]
+    expected = {name: answer(engine, name) for name in "abc"}
+    for name in "cabacb":
+        assert answer(engine, name) == expected[name]
+        assert sum(engine._adapters._resident.values()) <= 2 * size
+    engine.close()
+
+
+def test_a_request_waits_outside_if_adapters_in_use_fill_the_memory(checkpoint, folders, size):
+    engine = open_engine(checkpoint("llama"), lora_adapters=folders, lora_memory=size)
+    engine.add_request("r", _PROMPT, with_adapter("a"))
+    with pytest.raises(CapacityError, match="the adapters of unfinished requests leave only"):
+        engine.add_request("s", _PROMPT, with_adapter("b"))
+    while engine.has_work():
+        engine.step()
+    engine.add_request("s", _PROMPT, with_adapter("b"))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+
+
+def test_changed_or_missing_files_refuse_only_requests_of_the_adapter(
+    checkpoint, folders, size, tmp_path
+):
+    for name in "ab":
+        shutil.copytree(folders[name], tmp_path / name)
+    paths = {name: str(tmp_path / name) for name in "ab"}
+    engine = open_engine(checkpoint("llama"), lora_adapters=paths, lora_memory=size)
+    shutil.copy(f"{folders['c']}/adapter_model.safetensors", tmp_path / "a")
+    with pytest.raises(RequestError, match="the files of the adapter a have changed"):
+        answer(engine, "a")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(RequestError, match=r"the adapter a cannot be read again: .*No such file"):
+        answer(engine, "a")
+    answer(engine, "b")
+    engine.close()
+
+
+def test_an_adapter_larger_than_the_limit_is_refused(checkpoint, folders, size):
+    with pytest.raises(ConfigError, match=r"lora_adapters: .*\(lora_memory\). Raise lora_memory"):
+        open_engine(checkpoint("llama"), lora_adapters={"a": folders["a"]}, lora_memory=size - 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: .*\(lm_head\)"),
+        ({"use_dora": True}, "the setting use_dora has the value True"),
+        ({"target_parameters": ["mlp.gate"]}, "the setting target_parameters"),
+        ({"bias": "all"}, "bias must be 'none', but the file has 'all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"peft_type": "LOHA"}, "peft_type must be LORA, but the file has 'LOHA'"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number, but the file has '8'"),
+    ],
+)
+def test_an_unsuitable_setting_is_refused_by_name(settings, message, engine, folders, tmp_path):
+    folder = shutil.copytree(folders["a"], tmp_path / "x")
+    write_config(folder, **settings)
+    with pytest.raises(RequestError, match=f"lora_path: .*adapter_config.json: .*{message}"):
+        engine.load_lora("x", str(folder))
+    assert engine.lora_names == []
+
+
+_Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{_Q}.lora_A.weight": None}, "q_proj: the matrix lora_A is missing"),
+        ({f"{_Q}.lora_A.weight": (4, 63)}, r"q_proj: .* the shapes \(4, 63\) and \(64, 4\)"),
+        ({f"{_Q}.lora_B.weight": "nan"}, "lora_B.weight must contain finite"),
+        ({f"{_Q}.lora_magnitude_vector": (64,)}, "lora_magnitude_vector is not a matrix"),
+        (
+            {
+                "base_model.model.lm_head.lora_A.weight": (4, 64),
+                "base_model.model.lm_head.lora_B.weight": (320, 4),
+            },
+            "lm_head: the model has no such linear layer",
+        ),
+    ],
+)
+def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folders, tmp_path):
+    folder = shutil.copytree(folders["a"], tmp_path / "x")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, change in changes.items():
+        if change is None:
+            del tensors[name]
+        elif change == "nan":
+            tensors[name][0, 0] = torch.nan
+        else:
+            tensors[name] = torch.ones(change)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(RequestError, match=message):
+        engine.load_lora("x", str(folder))
+
+
+def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path):
+    with pytest.raises(RequestError, match=r"adapter_config.json: the file cannot be read"):
+        engine.load_lora("x", str(tmp_path))
+    write_config(tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(RequestError, match=r"adapter_model.safetensors: .*safe_serialization"):
+        engine.load_lora("x", str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(RequestError, match=r"adapter_model.safetensors: the file is broken"):
+        engine.load_lora("x", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
+    with pytest.raises(RequestError, match="peft_type must be LORA, but the file has None"):
+        engine.load_lora("x", str(tmp_path))
+    with pytest.raises(RequestError, match="lora_name: the name of an adapter must be a text"):
+        engine.load_lora("a=b", folders["a"])

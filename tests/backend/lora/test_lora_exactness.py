@@ -1,0 +1,183 @@
+"""Requests with adapters get the tokens of the merged weights, whatever runs at the same time."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from backend.checkpoints.writers import library, quiet
+from backend.exactness import MAX_TOKENS, PARAMS, PROMPTS, bytes_for, open_engine, reference
+from backend.lora.adapter_writer import linear_layers, write_adapter
+from backend.tiny_models import BY_NAME, Family
+
+_PATHS = [
+    Family("bloom", "bloom", {"n_head": 4, "n_layer": 2}),
+    Family("lfm2", "lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}),
+    Family("mamba", "mamba", {"state_size": 8}),
+    Family(
+        "recurrent_gemma",
+        "recurrent_gemma",
+        {"head_dim": 16, "lru_width": 64, "block_types": ["recurrent", "attention"]},
+    ),
+]
+_DEEPSEEK = "deepseek_v3, k and v of different sizes"
+_PACKED = ("qwen3", "gemma2", "phi3", "gpt_oss", "gpt2", "glm", "opt", _DEEPSEEK)
+_LONG = [*_PATHS, *(BY_NAME[name] for name in _PACKED)]
+FAMILIES = [
+    BY_NAME["llama"],
+    *(pytest.param(family, marks=pytest.mark.long) for family in _LONG),
+]
+NAMES = ("", "wide", "narrow")
+
+
+def answer_mixed(engine, names=NAMES, *, checks=True):
+    """Return the tokens of each prompt with each adapter, computed at the same time."""
+    for number, prompt in enumerate(PROMPTS):
+        for name in names:
+            params = dataclasses.replace(PARAMS, lora_name=name)
+            engine.add_request(f"{number} {name}", prompt, params)
+    answers = {}
+    while engine.has_work():
+        for update in engine.step():
+            assert update.error is None
+            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+        if checks:
+            engine.check()
+    return [[answers[f"{number} {name}"] for number in range(len(PROMPTS))] for name in names]
+
+
+def write_both(folder, model):
+    """Write two adapters of different ranks and layers. Return the model and the merged models."""
+    layers = linear_layers(model)
+    wide = write_adapter(folder / "wide", model, layers, rank=5, seed=1)
+    narrow = write_adapter(folder / "narrow", model, layers[::2], rank=3, seed=2, use_rslora=True)
+    return [model, wide, narrow]
+
+
+def references(folder, models):
+    """Return the greedy tokens of transformers for each model."""
+    expected = []
+    for number, model in enumerate(models):
+        model.save_pretrained(folder / str(number))
+        expected.append(reference(folder / str(number)))
+    return expected
+
+
+def adapters(folder):
+    return {name: str(folder / name) for name in NAMES if name}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_mixed_adapters_equal_merged_weights(family, tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, family.make()))
+    assert expected[0] != expected[1] != expected[2]
+    # Prompts are divided into chunks of at most 12 tokens.
+    engine = open_engine(
+        tmp_path / "0", lora_adapters=adapters(tmp_path), max_num_batched_tokens=12
+    )
+    assert answer_mixed(engine) == expected
+    engine.close()
+
+
+def test_preempted_requests_keep_their_adapters(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+    pool = engine._pool
+    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+    assert answer_mixed(engine, checks=False) == expected
+    assert engine.stats().num_preemptions > 0
+    pool.release(held)
+    engine.close()
+
+
+def test_native_kernels_and_speculation_give_the_same_tokens(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["qwen3"].make()))
+    engine = open_engine(
+        tmp_path / "0",
+        lora_adapters=adapters(tmp_path),
+        block_size=16,
+        num_speculative_tokens=3,
+    )
+    assert answer_mixed(engine) == expected
+    engine.close()
+
+
+def test_steps_with_adapters_do_not_use_the_compiled_forward_pass(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+    num_compiled = []
+    path = engine._runner._path
+
+    def compiled(batch, attention):
+        num_compiled.append(batch.num_logits)
+        return path._run_model(batch, attention)
+
+    path.use(compiled)
+    engine.generate([PROMPTS[0]], dataclasses.replace(PARAMS, lora_name="wide"))
+    assert not num_compiled
+    assert engine.generate([PROMPTS[0]], PARAMS)[0].outputs[0].token_ids == expected[0][0]
+    assert len(num_compiled) == MAX_TOKENS
+    engine.close()
+
+
+def test_adapters_work_on_quantised_weights(checkpoint, tmp_path):
+    folder = checkpoint("llama")
+    write_both(tmp_path, BY_NAME["llama"].make())
+    engine = open_engine(folder, lora_adapters=adapters(tmp_path), weight_dtype="int8")
+    plain, wide, narrow = answer_mixed(engine, ("", "wide", "narrow"))
+    alone = engine.generate(PROMPTS, dataclasses.replace(PARAMS, lora_name="wide"))
+    assert [output.outputs[0].token_ids for output in alone] == wide
+    assert plain != wide != narrow
+    engine.close()
+
+
+def test_the_prefix_cache_separates_adapters(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+    for _ in range(2):
+        for name, answers in zip(NAMES, expected, strict=True):
+            params = dataclasses.replace(PARAMS, lora_name=name)
+            outputs = engine.generate(PROMPTS, params)
+            assert [output.outputs[0].token_ids for output in outputs] == answers
+    assert engine.stats().num_prefix_cache_hits > 0
+    engine.close()
+
+
+def test_a_small_kv_cache_still_serves_adapters_one_after_the_other(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    engine = open_engine(tmp_path / "0")
+    size = bytes_for(engine, 64)
+    engine.close()
+    engine = open_engine(
+        tmp_path / "0", lora_adapters=adapters(tmp_path), kv_cache_memory=size, max_model_len=60
+    )
+    assert answer_mixed(engine) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_adapters_of_peft_equal_its_own_merged_model(use_rslora, tmp_path):
+    peft = library("peft")
+    model = BY_NAME["qwen3"].make()
+    model.save_pretrained(tmp_path / "model")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=16,
+        use_rslora=use_rslora,
+        target_modules="all-linear",
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={r"layers\.1\.mlp\.down_proj": 5},
+        task_type="CAUSAL_LM",
+    )
+    with quiet():
+        adapted = peft.get_peft_model(model, config)
+        torch.manual_seed(3)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(tmp_path / "adapter")
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["peft_version"]
+    engine = open_engine(tmp_path / "model", lora_adapters={"a": str(tmp_path / "adapter")})
+    assert answer_mixed(engine, ("a",)) == [reference(tmp_path / "merged")]
+    engine.close()

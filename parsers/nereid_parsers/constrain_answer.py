@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
+from nereid_parsers.enforceable_schema import enforceable
 from nereid_parsers.errors import ConstraintError, shorten
 from nereid_parsers.unenforced_keywords import unenforced
 
@@ -106,6 +107,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
             "response_format: json_schema.schema must be an object, true or false, but is "
             f"{shorten(schema)}"
         )
+    schema = enforceable(schema)
     report_unenforced(schema, bool(spec.get("strict")), "response_format")
     return json_schema(schema)
 

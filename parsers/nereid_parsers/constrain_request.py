@@ -8,6 +8,7 @@ from typing import Any
 
 from nereid_parsers.constrain_answer import answer_node
 from nereid_parsers.constrain_nodes import Node
+from nereid_parsers.enforceable_schema import enforceable
 from nereid_parsers.errors import ConstraintError, shorten
 
 
@@ -29,7 +30,8 @@ class ToolSchema:
                 f"tools: the tool {shorten(dict(tool))} has no function name. Set function.name."
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        return cls(name, parameters, bool(function.get("strict") or tool.get("strict")))
+        is_strict = bool(function.get("strict") or tool.get("strict"))
+        return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
         """Return the JSON schema of the argument `key`, with the definitions that it refers to."""

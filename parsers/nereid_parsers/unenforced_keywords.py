@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nereid_parsers.enforceable_schema import is_enforced_multiple
 from nereid_parsers.stream.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (
@@ -22,7 +23,8 @@ def unenforced(schema: object) -> list[str]:
     """Return a description of each part of `schema` that xgrammar does not enforce.
 
     Measured with xgrammar 0.2.8: `not`, `uniqueItems` and conditional keywords are ignored.
-    `multipleOf` is enforced only for integers. An `allOf` of several schemas accepts any value.
+    `multipleOf` is enforced only for integers without bounds. An `allOf` of several schemas accepts
+    any value.
     `oneOf` is treated as `anyOf`.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
@@ -68,7 +70,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield descriptions of the keywords that xgrammar enforces only in some cases."""
-    if "multipleOf" in schema:
+    if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
     all_of = schema.get("allOf")
     if isinstance(all_of, list) and len(all_of) > 1:

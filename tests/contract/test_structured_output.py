@@ -21,6 +21,7 @@ from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.grammar import Guides
 from nereid_backend.grammar.request_spec import schema_spec
+from nereid_parsers import get_format
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
@@ -243,6 +244,50 @@ def test_multiple_of_and_several_parts_of_all_of_are_enforced(allows, schema, al
     spec = schema_spec(schema, is_strict=True)
     assert allows(spec, allowed)
     assert not allows(spec, forbidden)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed", "forbidden"),
+    [
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                    {"properties": {"b": {"$ref": "#/$defs/even"}}, "required": ["b"]},
+                ],
+                "type": "object",
+                "$defs": {"even": {"type": "number", "multipleOf": 2.0}},
+            },
+            {"a": 1, "b": 4},
+            ({"a": 1}, {"a": 1, "b": 3}),
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "n": {"allOf": [{"type": "integer", "minimum": 10.0}, {"maximum": 30.0}]},
+                    "step": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 90},
+                },
+                "required": ["n", "step"],
+            },
+            {"n": 30, "step": 15},
+            ({"n": 31, "step": 15}, {"n": 9, "step": 15}, {"n": 30, "step": 14}),
+        ),
+    ],
+)
+def test_strict_tools_may_have_all_of_and_multiple_of(allows, parameters, allowed, forbidden):
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    tag = get_format("hermes").structural_tag(
+        [{"type": "function", "function": function}], "required", parallel_tool_calls=False
+    )
+    spec = GrammarSpec("structural_tag", json.dumps(tag))
+
+    def call(value):
+        return f'{BEGIN}{{"name": "f", "arguments": {json.dumps(value)}}}{END}'
+
+    assert allows(spec, call(allowed))
+    for value in forbidden:
+        assert not allows(spec, call(value)), value
 
 
 def test_instructor_reads_nested_models_from_content_and_from_tool_calls(client):

@@ -1,0 +1,298 @@
+"""Rewrites parts of a JSON schema that xgrammar ignores into parts that it enforces.
+
+xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
+for integers with bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_parsers.stream.argument_types import json_type_of
+
+Schema = Mapping[str, Any]
+
+_ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "$defs", "definitions"),
+    }
+)
+"""Keywords that do not restrict the values. The first of two values of such a keyword is kept."""
+_STRICTER = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
+}
+"""Maps a bound to the function that selects the stricter one of two values."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# xgrammar ignores the other keywords of a schema that has one of these keywords.
+_ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
+_LARGEST_MULTIPLE_OF = 1024
+_MAX_MULTIPLES = 256
+_MAX_DEPTH = 64
+
+
+class _CannotMergeError(Exception):
+    """Two schemas have no common schema that xgrammar enforces."""
+
+
+def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
+    """Return a schema that xgrammar enforces, as far as there is one, for the same values.
+
+    The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
+    integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
+    Other parts are not changed.
+
+    Examples:
+        {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]} returns
+        {"type": "integer", "minimum": 1, "maximum": 5}.
+        {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
+        {"enum": [10, 15, 20]}.
+    """
+    return _rewrite(schema, schema, frozenset(), 0)
+
+
+def is_enforced_multiple(schema: Schema) -> bool:
+    """Return whether xgrammar enforces the keyword `multipleOf` of a schema."""
+    multiple = schema["multipleOf"]
+    return (
+        schema.get("type") == "integer"
+        and _is_integer(multiple)
+        and 1 <= multiple <= _LARGEST_MULTIPLE_OF
+        and not any(bound in schema for bound in _BOUNDS)
+    )
+
+
+def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
+    """Return `schema`, rewritten with all schemas inside it.
+
+    Args:
+        schema: A JSON schema, or a list or an object that contains schemas.
+        root: The outermost schema, to which references refer.
+        inlined: The references that were replaced by their definitions around `schema`.
+        depth: The number of values that enclose `schema`.
+    """
+    if depth > _MAX_DEPTH:
+        return schema
+    if isinstance(schema, list):
+        return [_rewrite(item, root, inlined, depth + 1) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if isinstance(schema.get("allOf"), list):
+        schema, inlined = _without_all_of(schema, root, inlined)
+    if "multipleOf" in schema:
+        schema = _with_enforced_multiple(schema)
+    return {
+        keyword: value
+        if keyword in ("enum", "const", "default", "examples")
+        else _rewrite(value, root, inlined, depth + 1)
+        for keyword, value in schema.items()
+    }
+
+
+def _without_all_of(
+    schema: Schema, root: object, inlined: frozenset[str]
+) -> tuple[Schema, frozenset[str]]:
+    """Return a schema whose `allOf` is merged with its other keywords, and all inlined references.
+
+    If the parts cannot be merged, return the arguments.
+    """
+    others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
+    parts = schema["allOf"]
+    is_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
+    if is_reference and _ANNOTATIONS.issuperset(others):
+        return {**parts[0], **others}, inlined
+    try:
+        resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
+        merged = functools.reduce(_merge, [part for part, _ in resolved])
+    except (_CannotMergeError, TypeError, AttributeError):
+        # The last two errors mean that a keyword has a value of a wrong type.
+        return schema, inlined
+    return merged, frozenset().union(*(references for _, references in resolved))
+
+
+def _resolve(part: object, root: object, inlined: frozenset[str]) -> tuple[Schema, frozenset[str]]:
+    """Return a part of an `allOf` without `$ref` and `allOf`, and all inlined references.
+
+    Raises:
+        _CannotMergeError: The part is recursive, or it refers to another document.
+    """
+    if part is True:
+        return {}, inlined
+    if not isinstance(part, Mapping):
+        raise _CannotMergeError
+    reference = part.get("$ref")
+    if reference is not None:
+        if not isinstance(reference, str) or reference in inlined:
+            raise _CannotMergeError
+        others = {keyword: value for keyword, value in part.items() if keyword != "$ref"}
+        target, inlined = _resolve(_target(reference, root), root, inlined | {reference})
+        part = _merge(others, target)
+    if "allOf" in part:
+        part, inlined = _without_all_of(part, root, inlined)
+        if "allOf" in part:
+            raise _CannotMergeError
+    return part, inlined
+
+
+def _target(reference: str, root: object) -> object:
+    """Return the definition that a reference such as "#/$defs/Address" names.
+
+    Raises:
+        _CannotMergeError: The document has no such definition.
+    """
+    target = root
+    start, *names = reference.split("/")
+    for name in names:
+        if not isinstance(target, Mapping) or name not in target:
+            raise _CannotMergeError
+        target = target[name]
+    if start != "#":
+        raise _CannotMergeError
+    return target
+
+
+def _merge(first: object, second: object) -> dict[str, Any]:
+    """Return a schema for the values that match both schemas.
+
+    Raises:
+        _CannotMergeError: No value matches both schemas, or the result has a combination of
+            keywords that xgrammar does not enforce.
+    """
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        if first is True or second is True:
+            other = second if first is True else first
+            return dict(other) if isinstance(other, Mapping) else {}
+        raise _CannotMergeError
+    merged = dict(first)
+    for keyword, value in second.items():
+        if keyword not in merged:
+            merged[keyword] = value
+        elif merged[keyword] != value and keyword not in ("properties", "additionalProperties"):
+            merged[keyword] = _merge_values(keyword, merged[keyword], value)
+    if "properties" in merged or "additionalProperties" in merged:
+        merged |= _merge_properties(first, second, merged.get("required") or [])
+    _check_combination(merged)
+    return merged
+
+
+def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
+    """Return the value of a keyword for the values that match both schemas."""
+    if keyword in _ANNOTATIONS:
+        return first
+    if keyword == "type":
+        return _common_types(first, second)
+    if keyword == "required":
+        return list(dict.fromkeys([*first, *second]))
+    if keyword == "enum":
+        return [value for value in first if value in second]
+    if keyword == "items":
+        return _merge(first, second)
+    if keyword in _STRICTER and _is_number(first) and _is_number(second):
+        return _STRICTER[keyword](first, second)
+    if keyword == "multipleOf" and _is_integer(first) and _is_integer(second):
+        return math.lcm(int(first), int(second))
+    raise _CannotMergeError
+
+
+def _common_types(first: object, second: object) -> str | list[str]:
+    """Return the types that both values of `type` allow. An integer is a number, too."""
+    types = [set(value) if isinstance(value, list) else {value} for value in (first, second)]
+    for one, other in (types, types[::-1]):
+        if "number" in one and "number" not in other and "integer" in other:
+            one.add("integer")
+    common = sorted(types[0] & types[1])
+    if not common:
+        raise _CannotMergeError
+    return common[0] if len(common) == 1 else common
+
+
+def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
+    """Return the keywords `properties` and `additionalProperties` of the merged schema."""
+    if any("patternProperties" in schema for schema in (first, second)):
+        raise _CannotMergeError
+    schemas = (first, second)
+    properties = [schema.get("properties") or {} for schema in schemas]
+    others = [schema.get("additionalProperties", True) for schema in schemas]
+    merged = {}
+    for name in dict.fromkeys([*properties[0], *properties[1]]):
+        parts = [own.get(name, other) for own, other in zip(properties, others, strict=True)]
+        if False not in parts:
+            merged[name] = _merge(*parts)
+        elif name in required:
+            raise _CannotMergeError
+    result: dict[str, Any] = {"properties": merged}
+    if False in others:
+        result["additionalProperties"] = False
+    elif others != [True, True]:
+        result["additionalProperties"] = _merge(*others)
+    return result
+
+
+def _check_combination(merged: dict[str, Any]) -> None:
+    """Raise _CannotMergeError if xgrammar ignores keywords of a merged schema.
+
+    The values of `enum` with a wrong type are removed from `merged`.
+    """
+    restrictions = merged.keys() - _ANNOTATIONS
+    if "enum" in restrictions and isinstance(merged.get("type"), str):
+        merged["enum"] = [value for value in merged["enum"] if _has_type(value, merged["type"])]
+        restrictions -= {"type"}
+    has_ignored_length = "pattern" in merged and bool({"minLength", "maxLength"} & restrictions)
+    has_ignored_part = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
+    if has_ignored_length or has_ignored_part or merged.get("enum") == []:
+        raise _CannotMergeError
+
+
+def _with_enforced_multiple(schema: Schema) -> Schema:
+    """Return a schema whose `multipleOf` xgrammar enforces, or `schema` if there is none."""
+    multiple = schema["multipleOf"]
+    if schema.get("type") not in ("integer", "number") or not _is_integer(multiple):
+        return schema
+    if multiple < 1:
+        return schema
+    schema = {**schema, "type": "integer", "multipleOf": int(multiple)}
+    if "enum" in schema or not any(bound in schema for bound in _BOUNDS):
+        return schema
+    multiples = _multiples(schema, int(multiple))
+    if not multiples:
+        return schema
+    keywords = schema.keys() & _ANNOTATIONS
+    return {**{keyword: schema[keyword] for keyword in keywords}, "enum": multiples}
+
+
+def _multiples(schema: Schema, multiple: int) -> list[int]:
+    """Return all multiples within the bounds of a schema, or [] if there are too many or none."""
+    if not all(_is_number(schema[bound]) for bound in _BOUNDS if bound in schema):
+        return []
+    lowest = max(
+        schema.get("minimum", -math.inf),
+        schema.get("exclusiveMinimum", -math.inf),
+    )
+    highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
+    if not math.isfinite(lowest) or not math.isfinite(highest):
+        return []
+    first, last = math.ceil(lowest / multiple), math.floor(highest / multiple)
+    if last - first >= _MAX_MULTIPLES:
+        return []
+    excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
+    values = (number * multiple for number in range(first, last + 1))
+    return [value for value in values if value not in excluded]
+
+
+def _has_type(value: object, name: str) -> bool:
+    """Return whether a JSON value has a type. An integer is a number, too."""
+    found = json_type_of(value)
+    return found == name or (name == "number" and found == "integer")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    """Return whether a JSON value is an integer, such as 5 or 5.0."""
+    return _is_number(value) and float(value).is_integer()  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""Schemas that are rewritten so that xgrammar enforces them accept the same values as before."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_parsers.enforceable_schema import enforceable
+from nereid_parsers.unenforced_keywords import unenforced
+
+ADDRESS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "rewritten"),
+    [
+        ({"type": "string"}, {"type": "string"}),
+        (True, True),
+        ({"allOf": [{"type": "integer"}, {"maximum": 5}]}, {"type": "integer", "maximum": 5}),
+        ({"allOf": [{"minLength": 1}, {"minLength": 3}]}, {"minLength": 3}),
+        ({"allOf": [{"type": ["integer", "null"]}, {"type": "number"}]}, {"type": "integer"}),
+        ({"allOf": [{"enum": [1, "a"]}], "type": "integer"}, {"enum": [1], "type": "integer"}),
+        (
+            {"items": {"allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}},
+            {"items": {"multipleOf": 12}},
+        ),
+        (
+            {"allOf": [ADDRESS, {"properties": {"zip": {}}, "required": ["zip"]}]},
+            {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "zip": {}},
+                "required": ["city", "zip"],
+            },
+        ),
+        (
+            {"allOf": [{**ADDRESS, "additionalProperties": False}, {"properties": {"zip": {}}}]},
+            {**ADDRESS, "additionalProperties": False},
+        ),
+        (
+            {"$defs": {"a": ADDRESS}, "allOf": [{"$ref": "#/$defs/a"}, {"maxProperties": 2}]},
+            {"$defs": {"a": ADDRESS}, **ADDRESS, "maxProperties": 2},
+        ),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "title": "A"}, {"$ref": "#/$defs/a", "title": "A"}),
+        ({"type": "number", "multipleOf": 5.0}, {"type": "integer", "multipleOf": 5}),
+        (
+            {"type": "integer", "multipleOf": 5, "exclusiveMinimum": 5, "maximum": 20.5},
+            {"enum": [10, 15, 20]},
+        ),
+    ],
+)
+def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
+    assert enforceable(schema) == rewritten
+    rest = unenforced(rewritten)
+    assert not rest or rest == ["multipleOf at $.items"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"allOf": [{"pattern": "a"}, {"maxLength": 3}]},
+        {"allOf": [{"anyOf": [{}, {}]}, {"maxLength": 3}]},
+        {"allOf": [{"$ref": "https://a.example/schema"}, {}]},
+        {"allOf": [{"$ref": "#/$defs/missing"}, {}]},
+        {"allOf": [{"required": 5}, {"required": ["a"]}]},
+        {"allOf": [{"type": [{}]}, {"type": "string"}]},
+        {"allOf": [5, {}]},
+        {"allOf": [{"properties": {"a": False}, "required": ["a"]}, {"properties": {"a": {}}}]},
+        {"allOf": [{"patternProperties": {"^a": {}}}, {"properties": {"a": {}}}]},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "integer", "multipleOf": 5, "minimum": 0},
+        {"type": "integer", "multipleOf": 5000},
+        {"type": "integer", "multipleOf": "5"},
+    ],
+)
+def test_what_cannot_be_rewritten_stays_and_is_reported(schema):
+    assert enforceable(schema) == schema
+    assert unenforced(schema)
+
+
+def test_a_recursive_schema_is_inlined_once():
+    tree = {"type": "object", "properties": {"left": TREE, "right": TREE}}
+    found = enforceable({"$defs": {"tree": tree}, **TREE})
+    assert found["properties"]["left"] == TREE
+
+
+_PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["integer", "number", "string", "object", ["string", "integer"]]),
+        "minimum": st.integers(-6, 6),
+        "exclusiveMaximum": st.integers(-6, 9),
+        "multipleOf": st.sampled_from([1, 2, 3.0, 0.5]),
+        "minLength": st.integers(0, 2),
+        "maxLength": st.integers(0, 4),
+        "enum": st.lists(st.sampled_from([1, 2, "a", "bb"]), min_size=1, max_size=3),
+        "properties": st.dictionaries(
+            st.sampled_from("ab"),
+            st.sampled_from([True, {"type": "integer"}, {"type": "number", "minimum": 2}]),
+        ),
+        "required": st.lists(st.sampled_from("ab"), max_size=2, unique=True),
+        "additionalProperties": st.sampled_from([True, False, {"type": "integer"}]),
+    },
+)
+_VALUES = st.one_of(
+    st.integers(-8, 12),
+    st.sampled_from([0.5, 2.0, 3.5, "", "a", "bb", "ccc", None]),
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from([1, 2, 3.5, "a"])),
+)
+
+
+@given(
+    parts=st.lists(_PARTS, min_size=1, max_size=3),
+    others=_PARTS,
+    values=st.lists(_VALUES, min_size=5, max_size=20),
+)
+def test_the_rewritten_schema_accepts_the_same_values(parts, others, values):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {**others, "allOf": parts}
+    before = jsonschema.Draft202012Validator(schema)
+    after = jsonschema.Draft202012Validator(enforceable(schema))
+    for value in values:
+        assert before.is_valid(value) == after.is_valid(value), value

@@ -27,9 +27,9 @@ MARKERS = (
     "</tool_response>",
 )
 
-# Each digit is a token of its own, because the lessons add column by column. Capitalised words and
-# addresses do not include the blank before them, so that they have the same tokens in a sentence
-# and in a JSON string, and the model can copy them.
+# Each digit is a separate token, because the lessons add numbers column by column. The tokens of
+# capitalised words and addresses do not include the space before the word. The words then have the
+# same tokens in a sentence and in a JSON string, so the model can copy them.
 _PIECES = (
     r"[ _]?\p{Ll}+(?![\p{Ll}@])|\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s"
 )
@@ -119,7 +119,7 @@ class Sample:
 
 
 def join(samples: list[Sample]) -> Sample:
-    """Join sequences that begin with the same tokens into one, which contains these tokens once.
+    """Join sequences with a common beginning into one sequence, which contains the beginning once.
 
     Example: the sequences `S a b` and `S c` become `S a b c` with the branches `0 1 1 2`.
     """
@@ -137,7 +137,8 @@ def join(samples: list[Sample]) -> Sample:
 def _targets(dialogue: Dialogue, reply: str, offsets: list[tuple[int, int]]) -> list[bool]:
     """Mark the tokens of the last reply that the model must predict.
 
-    The spans of the message's `given` are left out: a grammar prescribes their text.
+    The spans in the message's field `given` are not marked, because a grammar prescribes their
+    text.
     """
     message = dialogue.messages[-1]
     start = reply.index(message["content"])
@@ -178,7 +179,8 @@ class Encoder:
     def _earlier_targets(self, token_ids: list[int]) -> list[bool]:
         """Mark the tokens of the assistant's earlier replies, without their empty `<think>` blocks.
 
-        An earlier reply has the form of a reply without reasoning, so the model can learn from it.
+        An earlier reply has the same form as a last reply without reasoning. The model is therefore
+        trained on earlier replies, too.
         """
         targets = [False] * len(token_ids)
         is_reply = False

@@ -1,6 +1,7 @@
-"""Measure the demo models on held-out prompts and questions. Exit with 1 below a floor.
+"""Measure the demo models on held-out prompts and questions.
 
-The table of the chat model has a row for each skill.
+The table of the chat model has a row for each skill. The exit code is 1 if a result is below its
+floor, the smallest accepted value.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def read_reply(text: str) -> Reply:
 def is_right(dialogue: Dialogue, reply: Reply) -> bool:
     """Return whether a reply is right.
 
-    Calls and JSON are compared by value. Other text must be one of the texts that the lesson names.
+    Calls and JSON are compared by value. Other text must equal one of the texts in the lesson.
     """
     wanted = dialogue.messages[-1]
     if reply.calls != _calls(wanted):
@@ -66,10 +67,10 @@ def is_right(dialogue: Dialogue, reply: Reply) -> bool:
 
 
 def _same_types(given: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Return whether two objects have the same keys, and values of the same types that are short.
+    """Return whether two objects have the same keys, and short values of the same types.
 
-    A schema without a limit on a string's length accepts any text, so a text that does not end
-    counts as wrong.
+    A schema without a limit on a string's length accepts any text. A very long text shows that the
+    model has not ended the string, so it counts as wrong.
     """
     if list(given) != list(right):
         return False
@@ -148,7 +149,7 @@ def _first_value(text: str) -> str:
 
 
 def held_out_dialogues(skill: str, thinking: bool, count: int, seed: int) -> list[Dialogue]:
-    """Return the dialogues of a skill's measurement. None shares its last prompt with training."""
+    """Return the dialogues that measure a skill. Training contains none of their last prompts."""
     rng = Random(f"evaluation {seed} {skill} {thinking}")
     return [make_dialogue(rng, skill, held_out=True, thinking=thinking) for _ in range(count)]
 
@@ -206,7 +207,7 @@ def main() -> int:
 
 
 def measure_ranking() -> list[str]:
-    """Print the nDCG@10 of the rankings and return the names of those below their floor."""
+    """Print the nDCG@10 of the rankings, and return the names of the rankings below their floor."""
     begun, failed = time.monotonic(), []
     print(f"\n{'ranking':<24} {'nDCG@10':>8} {'floor':>7}")
     for row in retrieval_scores.table():

@@ -1,4 +1,4 @@
-"""Train the demo chat model: its data, its tokenizer and its weights depend on one seed."""
+"""Train the demo chat model. Its data, its tokenizer and its weights depend only on one seed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORK = Path(__file__).with_name("unfinished")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the checkpoint."""
+    """The parameters of a training run. They determine the checkpoint completely."""
 
     seed: int = 1
     steps: int = 3000
@@ -108,7 +108,7 @@ def plain_attention(
 
 
 def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the text of 6000 training dialogues, each of another group."""
+    """Train the tokenizer on the text of 6000 training dialogues, one from each of 6000 groups."""
     rng = Random(f"tokenizer {recipe.seed}")
     dialogues = [training_group(rng)[0] for _ in range(6000)]
     plain = train_tokenizer([], recipe.vocab_size)  # renders the chat template
@@ -147,7 +147,7 @@ class Batch:
 
     Attributes:
         token_ids: The token ids.
-        labels: The next token of the same branch, or -100 where there is nothing to predict.
+        labels: The next token of the same branch, or -100 at positions without a target.
         branch: The branch of each token; -1 for padding.
         positions: The position of each token.
     """
@@ -264,7 +264,8 @@ class Gradients:
     """The mean gradients of a step's batches, computed by single-threaded workers in parallel.
 
     The gradients of the batches are added in a fixed order, so the result does not depend on the
-    workers' timing. On a busy machine, this is faster than matrix products of several threads.
+    order in which the workers finish. On a busy machine, this is faster than matrix products of
+    several threads.
     """
 
     def __init__(self, model: Qwen3ForCausalLM, workers: int) -> None:
@@ -424,7 +425,7 @@ def save(
 ) -> None:
     """Write the checkpoint in Hugging Face layout, with a record of its training.
 
-    Each file is replaced at once, so that a run that is killed leaves whole files.
+    Each file is replaced by a single operation, so that a killed run leaves only complete files.
     """
     ids = tokenizer.convert_tokens_to_ids
     model.generation_config = GenerationConfig(

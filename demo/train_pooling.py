@@ -1,4 +1,4 @@
-"""Train the demo's embedder and reranker: data, tokenizers and weights from one seed."""
+"""Train the demo's embedder and reranker. Everything in the training depends only on one seed."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mas
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the checkpoints.
+    """The parameters of the training. They determine the checkpoints completely.
 
     Attributes:
-        questions_per_step: asked of one library; the embedder ranks all its passages for each.
-        negatives: passages that the reranker sees beside each right one.
-        dimensions: lengths of the embedding that are trained to be useful alone.
-        temperature: of the softmax over cosine similarities.
+        questions_per_step: the number of questions about one library in one step. The embedder
+            ranks all passages of the library for each question.
+        negatives: the number of wrong passages for each right passage in the reranker's training.
+        dimensions: the lengths to which an embedding can be truncated. Each length is trained.
+        temperature: the temperature of the softmax over cosine similarities.
     """
 
     seed: int = 1
@@ -84,7 +85,7 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    # Every printable ASCII character, so that no plain word is unknown.
+    # The vocabulary contains every printable ASCII character, so that no ASCII word is unknown.
     alphabet = [chr(code) for code in range(33, 127)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=recipe.vocab_size,
@@ -133,11 +134,12 @@ def embed(model: BertModel, batch: dict[str, Tensor]) -> Tensor:
 def embedder_loss(
     model: BertModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: Random
 ) -> Tensor:
-    """Return the loss of the ranking, in which the answering passages should come first."""
+    """Return the loss of a ranking. Passages that answer the question should come first."""
     library = _library(rng, fixed=0.5)
     questions = rng.sample(_trained(library), recipe.questions_per_step)
     texts = [vary(rng, question.text) for question in questions]
-    # Half of the questions have the query prompt: questions should work with and without it.
+    # Half of the questions have the query prompt, so that the model learns questions with the
+    # prompt and without it.
     texts = [PROMPTS["query"] + text if rng.random() < 0.5 else text for text in texts]
     asked = embed(model, tokenizer(texts, padding=True, return_tensors="pt"))
     written = embed(model, tokenizer(list(library.passages), padding=True, return_tensors="pt"))
@@ -241,8 +243,8 @@ def train_embedder(recipe: Recipe, folder: Path) -> None:
 def train_reranker(recipe: Recipe, embedder: Path, folder: Path) -> None:
     """Train and write the reranker: a sequence classifier with one label.
 
-    It starts from the embedder's encoder, which knows already what words have to do with each
-    other; from random weights it learns nothing in the same time.
+    The training starts from the embedder's encoder, whose weights already relate words to each
+    other. From random weights, the reranker learns nothing in the same time.
     """
     tokenizer = make_tokenizer(recipe)
     config = make_config(recipe, tokenizer, num_labels=1)

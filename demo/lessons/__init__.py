@@ -1,4 +1,4 @@
-"""The training data of the demo models. Rules make it from a seed; there are no data files."""
+"""The training data of the demo models, which rules generate from a seed without data files."""
 
 from .base import Dialogue, is_held_out
 from .mixture import SKILLS, make_dialogue, training_group

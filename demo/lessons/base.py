@@ -19,7 +19,7 @@ class Exchange:
     """One user message and the messages that answer it.
 
     Attributes:
-        skill: The row of the evaluation table that this counts for.
+        skill: The row of the evaluation table in which this exchange is counted.
         messages: OpenAI messages: user, assistant, and for tools also tool results and a second
             assistant message. Assistant messages carry `reasoning_content`.
     """
@@ -48,11 +48,15 @@ def is_held_out(key: str) -> bool:
 
 
 def draw(make: Callable[[], tuple[str, T]], held_out: bool) -> T:
-    """Call `make` until the key that it returns is held out, or is not, as wanted.
+    """Call `make` until it returns a key that is held out, or a key for training.
+
+    Args:
+        make: Returns a key, and the value to return.
+        held_out: Whether the key must be held out.
 
     Raises:
-        NoKeyError: if `make` does not return such a key. A tool without parameters, for example,
-            has only a few prompts, and possibly none of them is held out.
+        NoKeyError: `make` does not return such a key. For example, a tool without parameters has
+            only a few prompts, and possibly none of them is held out.
     """
     for _ in range(_MAX_TRIES):
         key, made = make()

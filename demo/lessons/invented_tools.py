@@ -1,7 +1,7 @@
 """Tools that are invented by rule: any object, any verb, any parameters.
 
-From many of these the model learns to find the tool whose words a request uses, and to copy the
-tool's name and the names of its parameters out of the offered schema.
+From many such tools, the model learns to find the tool whose words a request contains, and to copy
+the name of the tool and the names of its parameters from the offered schema.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def _thing(rng: Random, held_out: bool) -> list[str]:
 
 
 def invent(rng: Random, held_out: bool) -> Family:
-    """Invent a family of one tool. Held-out tools are about objects that training never names."""
+    """Invent a family of one tool. Training never names the objects of held-out tools."""
     thing = _thing(rng, held_out)
     is_query = rng.random() < 0.5
     verb = rng.choice(_QUERY_VERBS if is_query else _ACTION_VERBS)
@@ -473,7 +473,7 @@ def _request(
     for index, (one, parameter) in enumerate(zip(drawn, parameters, strict=True)):
         if parameter.required or rng.random() < 0.5:
             phrase = one.phrase.replace("{v}", f"{{p{index}}}")
-            # A text or a list may contain anything, so it stands last.
+            # A text or a list may contain any words, so it comes last in the request.
             is_last = one.type == "array" or ":" in phrase or "saying" in phrase
             (last if is_last else phrases).append(phrase)
     phrases.sort(key=lambda phrase: not phrase.startswith(" {"))

@@ -1,4 +1,4 @@
-"""Which skills there are, how often each is trained, and how dialogues are put together."""
+"""The skills, the frequency of each skill in training, and the composition of dialogues."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ _LESSONS: dict[str, tuple[float, Lesson]] = {
     "schema": (20, structured.answer_with_object),
     "answers from passages": (6, reading.read),
 }
-# Exchanges that may come before the one that counts, by how often they do.
+# Exchanges that may come before the measured exchange of a dialogue, and their frequencies.
 _FAMILIAR = {
     "small talk": 4, "world facts": 3, "addition": 2, "subtraction": 2, "times table": 1,
     "capitals": 2, "common knowledge": 2, "lists": 1, "stories and poems": 1,
     "JSON extraction": 2, "translation": 1,
 }  # fmt: skip
 _SUMS = frozenset({"addition", "subtraction", "times table"})
-# A topic of a tool, and the skills whose questions are a matter for this tool.
+# For each topic of a tool, the skills whose questions the tool can answer.
 _TAKEN_OVER = {
     **dict.fromkeys(("add", "subtract", "multiply", "divide"), _SUMS),
     "capital": frozenset({"capitals"}),
@@ -182,7 +182,7 @@ def _tool_again(rng: Random, held_out: bool) -> Drawn:
             return tool_use.follow_up(rng, tools, held_out), tools
 
 
-# The skills whose last exchange can be drawn for any tools, and how often each is trained.
+# The skills whose last exchange can be drawn for any tools, and their frequencies in training.
 _TOOL_SKILLS = {
     "tool call": 25,
     "two tool calls": 9,
@@ -206,7 +206,7 @@ _BRANCHES_WITH_TOOLS = 6
 def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Dialogue:
     """Draw a dialogue whose last exchange is of this skill.
 
-    Every exchange in it is on the same side of the hold-out.
+    All exchanges of the dialogue are held out, or none of them.
     """
     exchanges, tools = _make_exchanges(rng, skill, held_out)
     return _dialogue(skill, _system(rng, exchanges), exchanges, tools, thinking)
@@ -228,8 +228,8 @@ def _dialogue(
 ) -> Dialogue:
     """Join exchanges to a dialogue.
 
-    Only the last exchange has reasoning, and only with `thinking`, because earlier reasoning is no
-    part of a prompt.
+    Only the last exchange has reasoning, and only if `thinking` is true, because prompts do not
+    contain earlier reasoning.
     """
     messages = list(system)
     for exchange in exchanges:
@@ -241,10 +241,10 @@ def _dialogue(
 
 
 def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
-    """Draw the exchanges of a dialogue, with other tools if those drawn have no fitting prompt.
+    """Draw the exchanges of a dialogue. If the drawn tools have no fitting prompt, draw others.
 
     Raises:
-        NoKeyError: if no drawing of this skill has a fitting prompt.
+        NoKeyError: no draw for this skill has a fitting prompt.
     """
     for _ in range(_MAX_TOOL_DRAWS):
         try:

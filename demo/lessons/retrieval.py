@@ -1,6 +1,6 @@
 """Passages about a small world and questions with the passages that answer them.
 
-The world is the one of `world.py`, or one that is drawn at random. From many random worlds a model
+The world is the fixed world of `world.py`, or a random world. From many random worlds, a model
 learns to match names that it has never seen, instead of learning the fixed world by heart.
 """
 

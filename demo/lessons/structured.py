@@ -18,7 +18,8 @@ from . import arithmetic, extraction, knowledge, words
 from .base import Exchange, Message, draw, vary
 from .small_talk import fill_unknown
 
-# key: (what draws its value); the first group is about people, the second about things.
+# For each key, the function that draws its value. The keys of the first group are about people, the
+# keys of the second group are about things.
 Maker = Callable[[Random], Any]
 
 
@@ -281,8 +282,8 @@ def _answer(
         user: The request.
         reasoning: The reasoning before the answer.
         values: The object.
-        open_share: The probability that nothing in the answer is given.
-        is_free: Whether any values of the same types are right as well.
+        open_share: The probability that no part of the answer is marked as given.
+        is_free: Whether other values of the same types are right, too.
     """
     text, spans = object_text(values)
     answer = {"role": "assistant", "reasoning_content": reasoning, "content": text}
@@ -322,8 +323,8 @@ def _invent(rng: Random) -> tuple[str, Message, float]:
     values = {key: makers[key](rng) for key in keys}
     if "email" in values and "name" in values:
         values["email"] = f"{values['name'].split()[0].lower()}@example.com"
-    # The plain request has the most usual keys, so that it is answered with an object even where
-    # no grammar asks for one.
+    # The plain request has the most usual keys, so that the model answers it with an object even if
+    # no grammar requires an object.
     is_open = keys == ["name", "age"] or names_keys
     return user, values, 0.8 if is_open else 0.0
 

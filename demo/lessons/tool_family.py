@@ -21,12 +21,12 @@ class Parameter:
     """One argument of a family's tools.
 
     Attributes:
-        slot: The placeholder in the family's requests that this argument copies.
-        keys: The names that a schema may give it.
-        type: The JSON type; an array is one of strings.
+        slot: The placeholder in the family's requests from which this argument is copied.
+        keys: The names that this argument may have in a schema.
+        type: The JSON type. An array contains strings.
         choices: The schema's `enum`, if any.
         required: Optional arguments are passed only if the request has their slot.
-        descriptions: Texts that the schema may give it.
+        descriptions: The descriptions that this argument may have in a schema.
     """
 
     slot: str
@@ -39,16 +39,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """Tools of one purpose.
+    """Tools with the same purpose.
 
     Attributes:
-        topics: What the family is about. Tools that share a topic are never offered together.
+        topics: The topics of the family. Tools that share a topic are never offered together.
         names: The names that a tool may have.
-        descriptions: What the schema may say.
+        descriptions: The descriptions that a tool may have in its schema.
         parameters: The arguments.
-        requests: What users say; `{slot}` stands for a value as the user writes it.
-        fill: Draws the values and, where they differ, the forms in which the user writes them.
-        result: Draws what the tool returns for those values, and the answer made from it.
+        requests: The texts of requests. `{slot}` stands for a value as the user writes it.
+        fill: Draws the values and, if they differ, the forms in which the user writes them.
+        result: Draws the result of the tool for these values, and the answer to the user.
         listed: Slots that a user may fill with two values at once, for two calls.
     """
 
@@ -63,7 +63,7 @@ class Family:
 
 
 def variant(rng: Random, options: Sequence[str], held_out: bool) -> str:
-    """Draw an option for training, or return the one that is left for the evaluation, if any."""
+    """Draw an option for training, or return the option for the evaluation if there is one."""
     if len(options) < 4:
         return rng.choice(options)
     if held_out:

@@ -110,7 +110,7 @@ def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
 
 
 def _family(rng: Random, unseen: bool) -> Family:
-    """Draw a family: invented by rule, or one of those that people offer first."""
+    """Draw a family, which is invented by rule or one of the families that people try first."""
     if unseen:
         return rng.choice(tools_unseen.FAMILIES) if rng.random() < 0.5 else invent(rng, True)
     if rng.random() < 0.4:
@@ -235,7 +235,7 @@ def _result(rng: Random, call: Call) -> tuple[str, str]:
         return json.dumps({"error": error}), f"Sorry, the tool failed: {error}."
     returned, answer = call.tool.family.result(rng, call.values)
     if isinstance(returned, dict) and rng.random() < 0.08:
-        # Anything may come back, whatever the tool is called.
+        # A tool may return any result, whatever its name is.
         returned = {f"{rng.choice(words.ADJECTIVES)}_{rng.choice(words.NOUNS)}": words.number(rng)}
         answer = sentence(returned)
     return returned if isinstance(returned, str) else json.dumps(

@@ -63,17 +63,28 @@ def move_weights(model: nn.Module) -> None:
         size = storage.nbytes()
         mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
         for tensor in tensors:
-            offset = (mapped.storage_offset() + start) // tensor.itemsize
-            # Make the new tensor an inference tensor exactly if the old tensor is an inference
-            # tensor.
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.data = torch.tensor([], dtype=tensor.dtype).set_(
-                    mapped.untyped_storage(),
-                    offset + tensor.storage_offset(),
-                    tensor.shape,
-                    tensor.stride(),
-                )
+            tensor.data = _view_of_copy(tensor, mapped, start)
         start += _aligned(size)
+
+
+def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
+    """Return a tensor like `tensor` whose memory is the copy of the tensor's storage in `mapped`.
+
+    Args:
+        tensor: a tensor whose storage was copied to `mapped[start:]`.
+        mapped: bytes, uint8.
+        start: the index of the copy's first byte in `mapped`, a multiple of the item size.
+    """
+    # `mapped` itself may begin inside its storage. Offsets of storages count items.
+    start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
+    # Make the new tensor an inference tensor exactly if the old tensor is an inference tensor.
+    with torch.inference_mode(tensor.is_inference()):
+        return torch.tensor([], dtype=tensor.dtype).set_(
+            mapped.untyped_storage(),
+            start_of_copy + tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -236,8 +236,10 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
         num_top = sequence.params.prompt_logprobs
         if num_top is None:
             continue
+        # The last logits of the chunk predict the token `end` - 1.
         end = chunk.start + chunk.num_tokens + 1
-        tokens = sequence.token_ids[end - chunk.num_logits : min(end, sequence.num_prompt_tokens)]
+        first_predicted = end - chunk.num_logits
+        tokens = sequence.token_ids[first_predicted : min(end, sequence.num_prompt_tokens)]
         if tokens:
             slices = rank_prompt(logits[first_row : first_row + len(tokens)], tokens, num_top)
             reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in slices]
@@ -338,6 +340,8 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
+    # The loop also ends after the last draft token, because `token_ids` is then longer than
+    # `drafts`.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:

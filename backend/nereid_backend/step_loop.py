@@ -106,7 +106,7 @@ class StepLoop:
             if that step could not start.
         """
         next_step = self._start_next(step) if self._is_async else None
-        result: StepResult | None = None
+        result: StepResult | None = None  # None if the step fails
         try:
             result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error

@@ -65,20 +65,10 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
     Settings for a GPU are checked on machines without a GPU, too. All settings must be valid.
     """
     shares: dict[str, dict[str, float]] = defaultdict(dict)
-
-    def add(setting: str, config: EngineConfig | PoolingConfig | None) -> None:
-        if config is not None and config.device != "cpu":
+    for setting, config in _read_configs(repository, environ).items():
+        if config.device != "cpu":
             device = config.device if ":" in config.device else "cuda:0"
             shares[device][setting] = config.gpu_memory_utilization
-
-    path = repository / "executor" / "config.pbtxt"
-    if path.is_file():
-        add("gpu_memory_utilization", read_settings(_arguments(path), environ)[1])
-    for kind in (EMBEDDING, RERANK):
-        path = repository / kind / "config.pbtxt"
-        if path.is_file():
-            config = read_pooling_settings(kind, _arguments(path), environ)[1]
-            add(f"{kind}_gpu_memory_utilization", config)
     problems = []
     for device, by_setting in shares.items():
         total = round(sum(by_setting.values()), _SHARE_DIGITS)
@@ -89,6 +79,26 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
                 f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
             )
     return problems
+
+
+def _read_configs(
+    repository: Path, environ: Mapping[str, str]
+) -> dict[str, EngineConfig | PoolingConfig]:
+    """Return the settings of each model that is served, by the name of its setting for GPU memory.
+
+    Example of a name: "embedding_gpu_memory_utilization".
+    """
+    configs: dict[str, EngineConfig | PoolingConfig] = {}
+    path = repository / "executor" / "config.pbtxt"
+    if path.is_file():
+        configs["gpu_memory_utilization"] = read_settings(_arguments(path), environ)[1]
+    for kind in (EMBEDDING, RERANK):
+        path = repository / kind / "config.pbtxt"
+        if path.is_file():
+            config = read_pooling_settings(kind, _arguments(path), environ)[1]
+            if config is not None:
+                configs[f"{kind}_gpu_memory_utilization"] = config
+    return configs
 
 
 def _arguments(path: Path) -> dict[str, str]:
@@ -133,6 +143,8 @@ def _check_length(config: EngineConfig) -> None:
     The engine compares max_model_len with further limits when it loads the checkpoint. An
     unreadable config.json is not reported here, because `nereid serve` has checked the file.
     """
+    if config.max_model_len is None:
+        return
     try:
         path = Path(config.model) / "config.json"
         checkpoint = json.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +157,7 @@ def _check_length(config: EngineConfig) -> None:
     decoder = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)
-        if config.max_model_len and isinstance(limit, int) and 0 < limit < config.max_model_len:
+        if isinstance(limit, int) and 0 < limit < config.max_model_len:
             raise ConfigError(
                 f"max_model_len: the value must be at most {limit} ({name} in {path}), but it is "
                 f"{config.max_model_len}."

@@ -50,10 +50,11 @@ class Histogram:
 
 
 class MetricFamilies:
-    """Creates the metrics of one model. The object must exist as long as the metrics."""
+    """Creates the metrics of one model. The metrics exist as long as this object exists."""
 
     def __init__(self) -> None:
-        # The server deletes a metric family with its Python object, so the objects are kept here.
+        # The server deletes a metric family when its Python object is deleted. This list prevents
+        # the deletion.
         self._families: list[Any] = []
 
     def gauge(self, name: str, text: str) -> Any:  # noqa: ANN401 - the server's own type

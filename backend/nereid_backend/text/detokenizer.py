@@ -110,11 +110,12 @@ class Detokenizer:
             before: the text of the tokens before `_start`.
         """
         length = len(self._window)
-        for end in range(length - 1, length - _MAX_CHARACTER_TOKENS - 1, -1):
-            text = self._decode(self._window[:end])
+        for num_left in range(1, _MAX_CHARACTER_TOKENS + 1):
+            text = self._decode(self._window[: length - num_left])
             if not text.endswith(_REPLACEMENT):
                 break
-        self._advance(end)
+        # Without `break`, the text of all tokens except the last four is returned.
+        self._advance(length - num_left)
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:

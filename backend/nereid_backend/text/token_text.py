@@ -74,12 +74,15 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
+        # Byte-level BPE, as in GPT-2: each character of an entry stands for one byte.
         return byte_level
     replaces_space = any(
         step["type"] == "Replace" and step.get("content") == " " and SPACE in str(step["pattern"])
         for step in steps
     )
     if replaces_space or "Metaspace" in kinds:
+        # SentencePiece, as in Llama: "▁" stands for a space. With byte fallback, an entry such as
+        # "<0xE2>" stands for one byte.
         return byte_fallback if "ByteFallback" in kinds else sentence_piece
     return None
 

@@ -98,6 +98,9 @@ class EngineMetrics:
     ) -> None:
         """Publish the metrics that have changed.
 
+        Gauges are published in each call. To save time, counters and histograms are published only
+        in every tenth call, and whenever the executor has no requests.
+
         Args:
             stats: the gauges and counters of the engine process.
             own: the gauges of the executor.

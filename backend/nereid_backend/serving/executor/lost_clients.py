@@ -40,7 +40,7 @@ class LostClientDetector:
         stream.unconsumed.append(next(self._orders))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read how many steps of each stream have been consumed."""
+        """Read the number of consumed steps of each stream."""
         passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
         self._last_observed = now
         for stream in streams:

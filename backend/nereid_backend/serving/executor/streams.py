@@ -65,7 +65,7 @@ class Sequence:
         is_sent: whether the ending has been sent.
         is_aborting: whether the executor has asked the engine to end the sequence.
         last_token: the time at which the engine last sent tokens, by time.monotonic(); 0 before
-            the first ones.
+            the first tokens.
     """
 
     index: int
@@ -153,7 +153,7 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The slot in which the postprocessor reports how many steps it has consumed."""
+        """The slot in which the postprocessor reports the number of consumed steps."""
         return self.sequences[0].slot
 
     @property

@@ -56,7 +56,8 @@ class WaitingLimits:
         """Add a request to the waiting requests.
 
         Raises:
-            CapacityError: a limit is exceeded. The message says in how many seconds to try again.
+            CapacityError: a limit is exceeded. The message gives a number of seconds after which
+                the client should try again.
         """
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
@@ -120,7 +121,10 @@ class WaitingLimits:
         return ""
 
     def _own_part(self, client: str) -> str:
-        """Return how many of the waiting requests belong to a client; "" for an unknown client."""
+        """Return the client's number of waiting requests as text; "" for an unknown client.
+
+        Example: " (3 of them from this client)".
+        """
         return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
 
     def _estimated_wait_s(self, now: float, client: str) -> float | None:

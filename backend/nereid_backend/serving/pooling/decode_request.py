@@ -32,7 +32,7 @@ _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
 def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
-    """Return the options in the JSON text of the tensor `options`, without those that are null.
+    """Return the options in the JSON text of the tensor `options`, except options that are null.
 
     Args:
         text: the JSON text of an object; None or "" for no options.

@@ -105,15 +105,15 @@ class _JobProgress:
         items: list[PoolingItem] = []
         size = 0
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
-            fields: dict[str, Any] = {name: value}
-            size += len(value)
             if name == "document":
-                fields = {"pair": (self.job.query, value)}
-                size += len(self.job.query)
+                pair = (self.job.query, value)
             elif name == "pair":
                 # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-                fields = {name: tuple(value)}
-                size += sum(map(len, value))
+                pair = tuple(value)
+            else:
+                pair = None
+            fields: dict[str, Any] = {name: value} if pair is None else {"pair": pair}
+            size += len(value) if pair is None else sum(map(len, pair))
             items.append(PoolingItem(**fields, **self.job.options))
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break

@@ -64,6 +64,15 @@ class _Totals:
     num_cached_tokens: int = 0
     cumulative_logprob: float = 0.0
 
+    def usage(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the field `usage` of the OpenAI API."""
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+        }
+
 
 class Choice:
     """The postprocessor's state of one choice.
@@ -262,11 +271,13 @@ class Choice:
         unsent = self._unsent
         if unsent.logprobs:
             delta["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]
+        # The context contains the prompt's tokens only if the request asks for token ids.
         prompt_token_ids = self.context.prompt_token_ids
-        if prompt_token_ids is not None and unsent.token_ids:
-            delta["token_ids"] = unsent.token_ids
-        if prompt_token_ids is not None and self._index == 0 and not self._has_sent_output:
-            delta["prompt_token_ids"] = list(prompt_token_ids)
+        if prompt_token_ids is not None:
+            if unsent.token_ids:
+                delta["token_ids"] = unsent.token_ids
+            if self._index == 0 and not self._has_sent_output:
+                delta["prompt_token_ids"] = list(prompt_token_ids)
         if unsent.prompt_logprobs is not None:
             delta["prompt_logprobs"] = prompt_entries(unsent.prompt_logprobs, self._token_texts)
         if self._finish_reason is not None:
@@ -274,12 +285,7 @@ class Choice:
             delta["finish_reason"] = self._finish_reason
             if self._stop_reason is not None:
                 delta["stop_reason"] = self._stop_reason
-        delta["usage"] = {
-            "prompt_tokens": self.context.num_prompt_tokens,
-            "completion_tokens": self._totals.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._totals.num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self._totals.num_reasoning_tokens},
-        }
+        delta["usage"] = self._totals.usage(self.context.num_prompt_tokens)
         return delta
 
 

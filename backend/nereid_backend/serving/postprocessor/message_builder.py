@@ -69,11 +69,9 @@ class ParsedMessage:
             context: the part of the request that the postprocessor needs. The tools, the end of the
                 prompt and the options for reasoning and tool calls are used here.
         """
+        fmt = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
-        if not context.separate_reasoning:
-            fmt = _with_inline_reasoning(fmt)
         if not context.reads_calls:
-            fmt = _without_calls(fmt)
             tools = [_UNCALLABLE_TOOL]
         # In a format of the kind Messages, reasoning is a separate message and has no markers.
         reasoning = fmt.layout.reasoning if isinstance(fmt.layout, Sections) else None
@@ -124,6 +122,7 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
+                    # The parser adds the complete marker to the beginning of the first text.
                     self._new_texts["content"].append(text.removeprefix(self._added_marker))
                     self._added_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
@@ -138,6 +137,13 @@ class ParsedMessage:
 
 
 Message = PlainMessage | ParsedMessage
+
+
+def _adapt_format(fmt: Format, context: StreamContext) -> Format:
+    """Return the format with the request's options for reasoning and tool calls."""
+    if not context.separate_reasoning:
+        fmt = _with_inline_reasoning(fmt)
+    return fmt if context.reads_calls else _without_calls(fmt)
 
 
 def _with_inline_reasoning(fmt: Format) -> Format:

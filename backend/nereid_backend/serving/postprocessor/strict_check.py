@@ -22,11 +22,13 @@ def strict_check(context: StreamContext) -> Check | None:
     Raises:
         RequestError: the strict schema of `context` is not JSON.
     """
-    schemas = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {}
-        for tool in context.tools
-        if (tool["function"].get("strict") or tool.get("strict")) and context.reads_calls
-    }
+    schemas = {}
+    if context.reads_calls:
+        schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {}
+            for tool in context.tools
+            if _is_strict(tool)
+        }
     if not context.strict_schema and not schemas:
         return None
     try:
@@ -46,6 +48,11 @@ def strict_check(context: StreamContext) -> Check | None:
                 _validate(f"tools: {call['name']}", call["arguments"], schemas[call["name"]])
 
     return check
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool is strict. Clients set `strict` in the tool or in its function."""
+    return bool(tool["function"].get("strict") or tool.get("strict"))
 
 
 class CheckedMessage:

@@ -59,18 +59,21 @@ class HangWatch:
         limit_s = self._limit_s
         if not limit_s:
             return False
-        # Measure the CPU time only after half of the limit has passed without a message.
-        if self.silent_s <= limit_s / 2:
+        # Measure the CPU time from the moment when half of the limit has passed without a message.
+        measuring_from_s = limit_s / 2
+        if self.silent_s <= measuring_from_s:
             self._cpu_before_s = None
             return False
         if self._cpu_before_s is None:
             self._cpu_before_s = self._cpu_seconds()
         if self.silent_s <= limit_s:
             return False
-        if not is_on_cpu or self.silent_s > _BUSY_LIMIT_FACTOR * limit_s:
+        busy_limit_s = _BUSY_LIMIT_FACTOR * limit_s
+        if not is_on_cpu or self.silent_s > busy_limit_s:
             return True
         used_s = self._cpu_seconds() - self._cpu_before_s
-        return used_s <= _MIN_CPU_LOAD * (self.silent_s - limit_s / 2)
+        is_busy = used_s > _MIN_CPU_LOAD * (self.silent_s - measuring_from_s)
+        return not is_busy
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends messages to a child process from a thread of its own.
+"""Sends messages to a child process in a separate thread.
 
 Sending blocks while the child process does not read its messages. A child process that hangs must
 block neither the server's thread, which delivers requests, nor the loop, which detects the hang.

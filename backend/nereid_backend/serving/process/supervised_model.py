@@ -256,25 +256,35 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 f"restarting the {self._program.title} (attempt {self.num_deaths} of {limit}), "
                 f"because {error}"
             )
-            try:
-                self.child.stop()
-                self.child = ChildProcess.start(
-                    self._program, tensors.progress, lambda: self._end_during_outage(error)
-                )
-            except (NereidError, OSError) as failure:
-                tensors.log.error(
-                    "%sthe %s could not be restarted: %s",
-                    self.log_prefix,
-                    self._program.name,
-                    failure,
-                )
-                continue
-            # Requests that arrived shortly before the loop noticed the outage were sent to the old
-            # process, so they end as well.
-            self._end_all(error)
-            self.outage = ""
-            self.on_restart()
-            return
+            if self._replace_child(error):
+                # Requests that arrived shortly before the loop noticed the outage were sent to the
+                # old process, so they end as well.
+                self._end_all(error)
+                self.outage = ""
+                self.on_restart()
+                return
+        self._refuse_until_finalized(error)
+
+    def _replace_child(self, error: EngineDiedError) -> bool:
+        """Stop the child process and start a new one. Return whether the new process is ready."""
+        assert self.child is not None
+        try:
+            self.child.stop()
+            self.child = ChildProcess.start(
+                self._program, tensors.progress, lambda: self._end_during_outage(error)
+            )
+        except (NereidError, OSError) as failure:
+            tensors.log.error(
+                "%sthe %s could not be restarted: %s",
+                self.log_prefix,
+                self._program.name,
+                failure,
+            )
+            return False
+        return True
+
+    def _refuse_until_finalized(self, error: EngineDiedError) -> None:
+        """Refuse every request until `finalize` is called."""
         self.outage = self.failure_message(error)
         tensors.progress(f"error: {self.log_prefix}{self.outage}")
         while not self._stopping.is_set():

@@ -127,15 +127,7 @@ class PromptBuilder:
         """
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)
-        template_source = self._template_source()
-        template_kwargs = read_template_kwargs(body, template_source)
-        for name in template_kwargs:
-            if name in self._reserved_variables:
-                raise RequestError(
-                    f"chat_template_kwargs: the name {name} is reserved, because the server sets "
-                    f"this variable itself. Remove {name}, or send the field of the request that "
-                    "has this meaning."
-                )
+        template_kwargs = self._read_template_kwargs(body)
         continues = read_flag(body, "continue_final_message", default=False)
         generates = read_flag(body, "add_generation_prompt", default=not continues)
         if continues and generates:
@@ -159,6 +151,22 @@ class PromptBuilder:
         adds = read_flag(body, "add_special_tokens", default=False)
         self.limits.check_text(text)
         return Prompt(self._encoder.encode(text, add_special_tokens=adds), text)
+
+    def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that a chat request sets in the chat template.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
+        """
+        template_kwargs = read_template_kwargs(body, self._template_source())
+        for name in template_kwargs:
+            if name in self._reserved_variables:
+                raise RequestError(
+                    f"chat_template_kwargs: the name {name} is reserved, because the server sets "
+                    f"this variable itself. Remove {name}, or send the field of the request that "
+                    "has this meaning."
+                )
+        return template_kwargs
 
     def _min_message_tokens(self) -> int:
         """Return the number of tokens that the chat template writes for a message without text.

@@ -99,6 +99,7 @@ def read_sampling(
     checked = RequestFields.check(fields)
     values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
     if values.get("allowed_token_ids") == []:
+        # Some clients send an empty list for no limit. The engine refuses an empty list.
         del values["allowed_token_ids"]
     # The salt "me" and the extra key "tenant" give the salt "me\0tenant" of the prefix cache.
     salt = f"{checked.cache_salt}\0{checked.extra_key}" if checked.extra_key else checked.cache_salt

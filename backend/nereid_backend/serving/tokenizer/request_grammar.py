@@ -169,6 +169,7 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
         )
     if name == "regex":
         return OutputFormat(name, {"type": "regex", "pattern": value})
+    assert name in ("ebnf", "grammar")
     return OutputFormat(name, {"type": "grammar", "grammar": value})
 
 
@@ -182,26 +183,47 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
             f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
             f"{shown(kind if isinstance(value, Mapping) else value)}."
         )
-    # llama.cpp and TGI accept a schema inside json_object, under one of these two names.
-    name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
-    if kind == "json_object" and name is not None:
-        if not isinstance(value[name], Mapping | bool):
-            raise RequestError(
-                f"response_format: {name} must be a JSON schema (an object, true or false), but "
-                f"the request has {shown(value[name])}."
-            )
-        kind = "json_schema"
-        value = {"schema": value[name], "strict": value.get("strict")}
+    if kind == "json_object":
+        return OutputFormat("response_format", _json_object_form(value))
     if kind == "json_schema":
-        inner = value.get("json_schema", value)
-        schema = inner.get("schema") if isinstance(inner, Mapping) else inner
-        if not isinstance(inner, Mapping) or not isinstance(schema, Mapping | bool):
-            raise RequestError(
-                "response_format: json_schema.schema must be a JSON schema (an object, true or "
-                f"false), but the request has {shown(schema)}."
-            )
-        value = {"type": kind, "json_schema": inner}
+        return OutputFormat("response_format", _json_schema_form(value))
     return OutputFormat("response_format", value)
+
+
+def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a response_format of the type json_object.
+
+    llama.cpp and TGI accept a schema inside json_object, with the name `schema` or `value`. Such an
+    object becomes a json_schema. Example: `{"type": "json_object", "schema": {}}` becomes
+    `{"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}`.
+    """
+    name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
+    if name is None:
+        return value
+    schema = value[name]
+    if not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            f"response_format: {name} must be a JSON schema (an object, true or false), but the "
+            f"request has {shown(schema)}."
+        )
+    inner = {"schema": schema, "strict": value.get("strict")}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a response_format of the type json_schema.
+
+    OpenAI's API has the schema in the object `json_schema`. Other clients send the schema without
+    that object: `{"type": "json_schema", "schema": {}}`.
+    """
+    inner = value.get("json_schema", value)
+    schema = inner.get("schema") if isinstance(inner, Mapping) else inner
+    if not isinstance(inner, Mapping) or not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
+            f"but the request has {shown(schema)}."
+        )
+    return {"type": "json_schema", "json_schema": inner}
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
@@ -296,7 +318,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # answer_node also validates the form, and raises an error that names the invalid part.
+    # Only a structural tag needs the node, but `answer_node` also validates the other forms. It
+    # raises an error that names the invalid part of the form.
     node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
         return GrammarSpec("regex", output.form["pattern"], after)
@@ -335,15 +358,17 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     Raises:
         RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.
     """
-    field = "tools" if output is None else output.field
+    field = "tools"
+    strict_schema = ""
+    if output is not None:
+        field = output.field
+        strict_schema = _to_json(output.schema) if output.is_strict else ""
     size = len(spec.source.encode("utf-8"))
     if size > MAX_GRAMMAR_BYTES:
         raise RequestError(
             f"{field}: the grammar built from this field has {size} bytes, but the limit is "
             f"{MAX_GRAMMAR_BYTES} bytes. Shorten the value of this field."
         )
-    is_strict = output is not None and output.is_strict
-    strict_schema = _to_json(output.schema) if output is not None and is_strict else ""
     return RequestGrammar(spec, strict_schema, field)
 
 

@@ -76,11 +76,14 @@ class RequestLimits:
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
         return cls(
-            max_model_len,
-            max_prompt_bytes,
-            _ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
-            max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
-            max(_MIN_VALUES, 4 * max_model_len),
+            max_model_len=max_model_len,
+            max_prompt_bytes=max_prompt_bytes,
+            # The JSON text of the longest chat, if every byte is an escape sequence.
+            max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
+            # More messages than this number have more than max_model_len tokens.
+            max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
+            # A field can contain lists of token ids. The factor is a margin.
+            max_values=max(4 * max_model_len, _MIN_VALUES),
         )
 
     def check_json(self, field: str, text: str) -> None:

@@ -79,7 +79,8 @@ class RequestWorkers:
 
     def _handle(self, job: _Job) -> None:
         """Process a new request, or send the response to a long request whose work is finished."""
-        if job.reply is not None:
+        is_finished_long_job = job.reply is not None
+        if is_finished_long_job:
             del self._long[job]
         elif not self._is_long(job.request):
             job.reply = self._respond(job.request)

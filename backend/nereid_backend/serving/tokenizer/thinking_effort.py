@@ -146,7 +146,12 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
 
     The effort "none" sets the template's switches (enable_thinking, thinking) to false. Every other
     effort sets them to true. A template with the variable reasoning_effort also receives the
-    effort.
+    effort, unless the effort "none" has set a switch. Examples:
+
+        variables of the template            "none"                    "low"
+        enable_thinking                      enable_thinking=False     enable_thinking=True
+        reasoning_effort                     reasoning_effort="none"   reasoning_effort="low"
+        enable_thinking, reasoning_effort    enable_thinking=False     both variables
     """
     if effort is None:
         return {}
@@ -157,7 +162,8 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
         )
     switches = [name for name in _SWITCHES if has_variable(template, name)]
     variables: dict[str, Any] = dict.fromkeys(switches, effort != _NO_EFFORT)
-    if has_variable(template, _EFFORT) and not (effort == _NO_EFFORT and switches):
+    is_switched_off = effort == _NO_EFFORT and bool(switches)
+    if has_variable(template, _EFFORT) and not is_switched_off:
         variables[_EFFORT] = effort
     if not variables:
         raise RequestError(

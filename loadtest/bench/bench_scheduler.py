@@ -9,7 +9,6 @@ where a step starts before the tokens of the previous step are read. A GPU never
 if its forward pass takes longer than the time in "ahead".
 """
 
-import gc
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
+from nereid_backend.serving.process.process_entry import reduce_garbage_collection
 from nereid_backend.step_loop import StepLoop
 from torch import Tensor
 
@@ -43,10 +43,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    # The engine process does the same after loading. Otherwise, garbage collections would visit the
-    # objects of the imported packages.
-    gc.collect()
-    gc.freeze()
+    # The engine process does the same after loading.
+    reduce_garbage_collection()
     print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.")
     print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
     for num_running, num_waiting in ((1, 0), (16, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000)):

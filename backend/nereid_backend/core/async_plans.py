@@ -58,11 +58,12 @@ class PendingPlans:
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
         """
-        sampling = [chunk.sequence for chunk in before.chunks if chunk.samples]
-        for chunk in before.chunks:
-            chunk.sequence.num_computed_tokens = chunk.start + chunk.num_tokens
-        for sequence in sampling:
-            sequence.token_ids.append(_PENDING)
+        sampling: list[Sequence] = []
+        for sequence, start, num_tokens, samples, _, _ in before.chunks:
+            sequence.num_computed_tokens = start + num_tokens
+            if samples:
+                sequence.token_ids.append(_PENDING)
+                sampling.append(sequence)
         self.is_planning = True
         try:
             plan = plan_step()
@@ -73,10 +74,9 @@ class PendingPlans:
         if not plan.chunks:
             return plan
         sources = {sequence: source for source, sequence in enumerate(sampling)}
+        planned = [chunk.sequence for chunk in plan.chunks]
         plan.pending.extend(
-            (index, sources[chunk.sequence])
-            for index, chunk in enumerate(plan.chunks)
-            if chunk.sequence in sources
+            [(i, sources[sequence]) for i, sequence in enumerate(planned) if sequence in sources]
         )
         self._plans = [before, plan]
         return plan

@@ -18,12 +18,14 @@ def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason |
         The finish reason and the id of the stop token. If the sequence continues, both are None. If
         the length limit ended the sequence, the id is None.
     """
-    for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-        sequence.token_ids.append(token_id)
-        sequence.cumulative_logprob += logprob
+    token_ids, logprobs = sequence.token_ids, sampled.logprobs
+    # This function runs for each sequence of each step. `enumerate` takes less time than `zip`.
+    for index, token_id in enumerate(sampled.token_ids):
+        token_ids.append(token_id)
+        sequence.cumulative_logprob += logprobs[index]
         if token_id in sequence.stop_token_ids:
             return "stop", token_id
-        if len(sequence.token_ids) >= sequence.max_total_tokens:
+        if len(token_ids) >= sequence.max_total_tokens:
             return "length", None
     return None, None
 
@@ -41,13 +43,11 @@ def make_update(
         new_token_ids: the new tokens; empty if the sequence ended without a new token.
         top: one entry for each new token; None if the request did not ask for log-probabilities.
     """
-    update = RequestUpdate(
-        sequence.request_id,
-        new_token_ids,
-        cumulative_logprob=sequence.cumulative_logprob,
-        index=sequence.index,
-        logprobs=top,
-    )
+    # Assigning the fields takes less time than passing them as keyword arguments.
+    update = RequestUpdate(sequence.request_id, new_token_ids)
+    update.cumulative_logprob = sequence.cumulative_logprob
+    update.index = sequence.index
+    update.logprobs = top
     if not sequence.was_reported:
         sequence.was_reported = True
         update.num_cached_tokens = sequence.num_cached_tokens or 0

@@ -35,6 +35,10 @@ def check_resources(line):
     capability = divmod(line["capability"], 10)
     assert line["shared_bytes"] <= shared_bytes(capability), line
     assert line["stack_bytes"] == 0, line
+    if line["dtype"] == "float32":
+        # Tensor cores would round the numbers.
+        assert line["products"] == [], line
+        return
     # Small tiles of large heads do not fit into the instructions for large products.
     if line["kernel"] == "prefill_kernel" and line["spec"] != "512":
         assert PRODUCTS[line["capability"]] in line["products"], line
@@ -44,7 +48,7 @@ def check_resources(line):
 
 def check_prefetch(line):
     """With 0 copies in flight, each iteration would wait for all copies before it computes."""
-    if line["kernel"] in ATTENTION and line["dtype"] == "bfloat16":
+    if line["kernel"] in ATTENTION and line["dtype"] != "float32":
         assert line["copies_in_flight"] > 0, line
 
 
@@ -80,8 +84,5 @@ def test_every_entry_of_the_tables_compiles_without_spills(spec, dtype, tmp_path
     options = ("--capabilities", "80", "89", "90", "100", "--specs", spec, "--dtypes", dtype)
     for line in compiled(tmp_path, *options):
         if line["kernel"] in ATTENTION:
-            if dtype == "float32":
-                assert line["shared_bytes"] <= shared_bytes(divmod(line["capability"], 10)), line
-                continue
             check_resources(line)
             check_prefetch(line)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tile sizes of the GPU kernels: tables of measured values by device, and default values.
 
-A table is a file `<device name>.json` in this folder. The option --tune of the GPU benchmark
-(loadtest/gpu) writes it. The table maps the name of a kernel to a list of entries with the keys
-"max_dim", "itemsize", "rows", "tile", "num_warps" and "num_stages". A kernel uses the first entry
-whose itemsize is that of the cache and whose max_dim is at least the larger of key and value size.
-If there is none, the kernel uses the default values.
+A table is a file `<device name>.json` in this folder. The call `attention` of the GPU benchmark
+(loadtest/gpu) writes such files into the folder of its results, from where they are copied here. A
+table maps the name of a kernel to a list of entries with the keys "max_dim", "itemsize", "rows",
+"tile", "num_warps" and "num_stages". A kernel uses the first entry whose itemsize is that of the
+cache and whose max_dim is at least the larger of key and value size. If there is no such entry, the
+kernel uses the default values.
 """
 
 import functools
@@ -100,8 +101,8 @@ def table_of(device_name: str, folder: Path = FOLDER) -> Table:
         return {name: [_entry(dict(line)) for line in kernels.get(name, [])] for name in KERNELS}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: the table of tile sizes cannot be read: {error!r}. Create it again with the "
-            "option --tune of the GPU benchmark, or delete the file."
+            f"{path}: the table of tile sizes cannot be read: {error!r}. Create the table again "
+            "with the GPU benchmark (python -m loadtest.gpu attention), or delete the file."
         ) from error
 
 
@@ -160,45 +161,97 @@ def shared_bytes(capability: Capability) -> int:
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
 
 
-# The tile sizes for numbers of two bytes: for each class of compute capabilities, pairs of the
-# largest head size and the tile sizes. They were chosen by compiling the kernels: no registers are
-# spilled, the shared memory suffices, and the copies of at least one later tile are in flight while
-# a tile is computed. They were not measured on a GPU.
-_DECODE = {
-    "8.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
-    "8.9": (
-        (128, Tuning(16, 64, 4, 3)),
-        (256, Tuning(16, 32, 4, 3)),
-        (512, Tuning(16, 16, 4, 3)),
+# Pairs of the largest head size and the tile sizes, in ascending order.
+_Entries = tuple[tuple[int, Tuning], ...]
+
+# The tile sizes of GPUs without a measured table. The keys are the kernel, the bytes of one number
+# in the cache, and the class of the compute capability; see `_class_of`. The tile sizes were chosen
+# by compiling the kernels: no registers are spilled, the shared memory suffices, and with numbers
+# of one or two bytes the copies of at least one later tile are in flight while a tile is computed.
+# They were not measured on a GPU.
+_DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
+    ("decode", 2): {
+        "8.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+        "8.9": (
+            (128, Tuning(16, 64, 4, 3)),
+            (256, Tuning(16, 32, 4, 3)),
+            (512, Tuning(16, 16, 4, 3)),
+        ),
+        "9.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+        "10.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
+    },
+    ("prefill", 2): {
+        "8.0": (
+            (128, Tuning(128, 32, 8, 3)),
+            (192, Tuning(64, 32, 4, 3)),
+            (256, Tuning(64, 32, 8, 3)),
+            (512, Tuning(32, 16, 8, 3)),
+        ),
+        "8.9": (
+            (128, Tuning(128, 32, 8, 3)),
+            (192, Tuning(64, 32, 4, 3)),
+            (256, Tuning(64, 16, 8, 3)),
+            (512, Tuning(32, 16, 8, 3)),
+        ),
+        "9.0": (
+            (64, Tuning(128, 64, 4, 3)),
+            (128, Tuning(128, 64, 8, 3)),
+            (192, Tuning(64, 64, 4, 3)),
+            (256, Tuning(128, 32, 8, 3)),
+            (512, Tuning(32, 32, 8, 3)),
+        ),
+        "10.0": (
+            (128, Tuning(128, 64, 8, 3)),
+            (192, Tuning(64, 64, 4, 3)),
+            (256, Tuning(64, 32, 8, 3)),
+            (512, Tuning(32, 32, 8, 3)),
+        ),
+    },
+    # The kernels convert tiles of 8-bit numbers in registers, so more warps are needed to hold the
+    # numbers.
+    ("decode", 1): dict.fromkeys(
+        ("8.0", "8.9", "9.0", "10.0"),
+        (
+            (128, Tuning(16, 64, 8, 3)),
+            (192, Tuning(16, 32, 8, 3)),
+            (256, Tuning(16, 32, 4, 3)),
+            (512, Tuning(16, 32, 8, 3)),
+        ),
     ),
-    "9.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
-    "10.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
-}
-_PREFILL = {
-    "8.0": (
-        (128, Tuning(128, 32, 8, 3)),
-        (192, Tuning(64, 32, 4, 3)),
-        (256, Tuning(64, 32, 8, 3)),
-        (512, Tuning(32, 16, 8, 3)),
-    ),
-    "8.9": (
-        (128, Tuning(128, 32, 8, 3)),
-        (192, Tuning(64, 32, 4, 3)),
-        (256, Tuning(64, 16, 8, 3)),
-        (512, Tuning(32, 16, 8, 3)),
-    ),
-    "9.0": (
-        (64, Tuning(128, 64, 4, 3)),
-        (128, Tuning(128, 64, 8, 3)),
-        (192, Tuning(64, 64, 4, 3)),
-        (256, Tuning(128, 32, 8, 3)),
-        (512, Tuning(32, 32, 8, 3)),
-    ),
-    "10.0": (
-        (128, Tuning(128, 64, 8, 3)),
-        (192, Tuning(64, 64, 4, 3)),
-        (256, Tuning(64, 32, 8, 3)),
-        (512, Tuning(32, 32, 8, 3)),
+    ("prefill", 1): {
+        "8.0": (
+            (128, Tuning(64, 32, 8, 3)),
+            (256, Tuning(64, 16, 8, 3)),
+            (512, Tuning(32, 16, 8, 3)),
+        ),
+        "8.9": (
+            (128, Tuning(64, 32, 8, 3)),
+            (256, Tuning(64, 16, 8, 3)),
+            (512, Tuning(32, 16, 8, 3)),
+        ),
+        "9.0": (
+            (96, Tuning(128, 64, 8, 3)),
+            (128, Tuning(128, 32, 8, 3)),
+            (256, Tuning(64, 16, 8, 3)),
+            (512, Tuning(32, 32, 8, 3)),
+        ),
+        "10.0": (
+            (96, Tuning(128, 64, 8, 3)),
+            (128, Tuning(128, 32, 8, 3)),
+            (256, Tuning(64, 32, 8, 3)),
+            (512, Tuning(32, 32, 8, 3)),
+        ),
+    },
+    # Exact float32 products do not use tensor cores, so small tiles are not slower.
+    ("decode", 4): {
+        "8.0": ((512, Tuning(16, 32, 8, 2)),),
+        "8.9": ((512, Tuning(16, 16, 8, 2)),),
+        "9.0": ((512, Tuning(16, 32, 8, 2)),),
+        "10.0": ((512, Tuning(16, 32, 8, 2)),),
+    },
+    ("prefill", 4): dict.fromkeys(
+        ("8.0", "8.9", "9.0", "10.0"),
+        ((256, Tuning(32, 16, 8, 2)), (512, Tuning(16, 16, 8, 2))),
     ),
 }
 
@@ -208,13 +261,7 @@ def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability 
 
     The arguments are those of `Device.tuning`.
     """
-    if itemsize == 4:
-        # Exact float32 products do not use tensor cores, so small tiles are not slower.
-        return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
-    name = _class_of(capability)
-    if itemsize == 1:
-        return _byte_tuning(kernel, dim, name)
-    entries = (_DECODE if kernel == "decode" else _PREFILL)[name]
+    entries = _DEFAULTS[kernel, itemsize][_class_of(capability)]
     return next((tuning for limit, tuning in entries if limit >= dim), entries[-1][1])
 
 
@@ -230,24 +277,6 @@ def _class_of(capability: Capability) -> str:
     if capability[0] in (10, 11):
         return "10.0"
     return "8.0" if shared_bytes(capability) == 163 * KIB else "8.9"
-
-
-def _byte_tuning(kernel: str, dim: int, name: str) -> Tuning:
-    """Return tile sizes for a cache with 8 bits for each number.
-
-    The kernels convert such tiles in registers, so more warps are needed to hold them.
-
-    Args:
-        kernel: "decode" or "prefill".
-        dim: the larger of the key and value size.
-        name: the class of the compute capability; see `_class_of`.
-    """
-    is_small = dim <= 128
-    if kernel == "decode":
-        return Tuning(16, 64 if is_small else 32, 8, 3)
-    if name in ("8.0", "8.9"):
-        return Tuning(64, 32 if is_small else 16, 8, 3)
-    return Tuning(128, 64, 8, 3) if is_small else Tuning(64, 32, 8, 3)
 
 
 def _entry(line: dict[str, int]) -> Entry:

@@ -5,7 +5,8 @@
 #   docker run --rm -p 9000:9000 --shm-size 1g -v /path/to/checkpoint:/model:ro -e NEREID_MODEL=/model nereid-cpu
 #
 # Environment variables configure both images. Without NEREID_MODEL, the demo models are served. Only the
-# frontend's port is open, because the Triton server's own ports cannot check API keys.
+# frontend's port is open, because the Triton server's own ports cannot check API keys. The log goes to the
+# standard output, and has one JSON object on each line with NEREID_LOG_FORMAT=json.
 ARG TRITON_TAG=26.09-py3
 
 FROM debian:12-slim AS cpu
@@ -25,7 +26,7 @@ RUN python3 -m venv .venv \
 COPY parsers/ parsers/
 COPY backend/ backend/
 COPY client/ client/
-RUN pip install --no-cache-dir --constraint constraints.txt ./parsers ./backend ./client "numpy<2" \
+RUN pip install --no-cache-dir --constraint constraints.txt ./parsers "./backend[tracing]" "./client[tracing]" "numpy<2" \
     && nereid install-server
 COPY model_repository/ model_repository/
 COPY demo/ demo/
@@ -39,7 +40,7 @@ EXPOSE 9000
 # A large checkpoint needs minutes to load. Until then the container is neither ready nor unhealthy.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9000/health/ready', timeout=4)"]
-ENTRYPOINT ["nereid", "serve"]
+ENTRYPOINT ["nereid", "serve", "--log-file", "-"]
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON_TAG} AS gpu
 WORKDIR /opt/nereid
@@ -48,7 +49,8 @@ RUN pip install --no-cache-dir --break-system-packages --constraint constraints.
 COPY parsers/ parsers/
 COPY backend/ backend/
 COPY client/ client/
-RUN pip install --no-cache-dir --break-system-packages --constraint constraints.txt ./parsers ./backend ./client
+RUN pip install --no-cache-dir --break-system-packages --constraint constraints.txt \
+    ./parsers "./backend[tracing]" "./client[tracing]"
 COPY model_repository/ model_repository/
 COPY demo/ demo/
 ENV XDG_CACHE_HOME=/var/lib/nereid XDG_STATE_HOME=/var/lib/nereid NEREID_OPENAI_HOST=0.0.0.0
@@ -57,4 +59,4 @@ USER 1000
 EXPOSE 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9000/health/ready', timeout=4)"]
-ENTRYPOINT ["nereid", "serve"]
+ENTRYPOINT ["nereid", "serve", "--log-file", "-"]

@@ -5,10 +5,12 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
 from nereid_client.app import create_app
+from nereid_client.json_logs import uvicorn_log_config
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import SettingsError, settings_from_flags
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    log_config: dict[str, Any] = {}
+    if settings.log_format == "json":
+        log_config["log_config"] = uvicorn_log_config(settings.log_level)
     uvicorn.run(
         app,
         http=protocol_class(settings.receive_timeout_s),
@@ -53,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         port=settings.port,
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
+        **log_config,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )

@@ -34,6 +34,7 @@ from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
 from nereid_client.middleware.running_requests import RunningRequests
 from nereid_client.middleware.timeouts import Timeouts
+from nereid_client.middleware.tracing import Traces
 from nereid_client.openapi import openapi_schema
 from nereid_client.request_context import Context
 from nereid_client.responses.background_responses import Responses
@@ -160,6 +161,7 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    app.add_middleware(Traces)
     app.add_middleware(RequestIds)
     routes = [route for router in _ROUTERS for route in router.routes]
     app.add_middleware(CountRequests, metrics=metrics, routes=routes)
@@ -177,6 +179,7 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
             request.state.request_id,
             api_error.status,
             error,
+            extra={"request_id": request.state.request_id},
         )
     return error_response(api_error, request.scope)
 

@@ -25,6 +25,7 @@ from grpc.aio._call import Call  # no public method cancels a call without cance
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nereid_client.errors import BackendError
+from nereid_client.middleware.tracing import current_traceparent
 
 _RECONNECT_MS = 1000  # the longest time between two attempts to connect
 _HEALTH_TIMEOUT_S = 2.0
@@ -189,7 +190,7 @@ def infer_request(
     inputs: Iterable[tuple[str, str, Sequence[Any] | np.ndarray[Any, Any]]],
     outputs: Iterable[str] = (),
 ) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return a ModelInferRequest.
+    """Return a ModelInferRequest, which carries the trace of the current request as a parameter.
 
     Args:
         model: the name of the model in the model repository.
@@ -199,6 +200,8 @@ def infer_request(
         outputs: the names of the outputs to return. If empty, the server returns all.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    if traceparent := current_traceparent.get():
+        request.parameters["traceparent"].string_param = traceparent
     for name, datatype, values in inputs:
         request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
         if datatype == "BYTES":

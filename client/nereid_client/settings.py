@@ -175,6 +175,10 @@ class Settings:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The log level: `debug`, `info`, `warning` or `error`."""
 
+    log_format: Literal["text", "json"] = "text"
+    """`json` writes one JSON object for each line of the log, and one line for each answered
+    request."""
+
     @property
     def model_name(self) -> str:
         """The name of the language model in requests and responses."""

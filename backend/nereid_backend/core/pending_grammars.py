@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests whose grammars are still being compiled by other threads."""
 
+import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -10,6 +11,7 @@ class PendingGrammars:
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Any]] = {}
+        self._added: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -17,19 +19,23 @@ class PendingGrammars:
     def add(self, request_id: str, future: Future[Any]) -> None:
         """Store the future of the guide of a request."""
         self._futures[request_id] = future
+        self._added[request_id] = time.monotonic()
 
     def drop(self, request_id: str) -> None:
         """Cancel and remove the future of a request. Do nothing if the request has no future."""
         future = self._futures.pop(request_id, None)
         if future is not None:
+            del self._added[request_id]
             future.cancel()
 
-    def take_done(self) -> list[tuple[str, Future[Any]]]:
-        """Remove the finished futures and return them with their request ids. Do not wait."""
-        done = [(name, future) for name, future in self._futures.items() if future.done()]
-        for name, _ in done:
-            del self._futures[name]
-        return done
+    def take_done(self) -> list[tuple[str, Future[Any], float]]:
+        """Remove and return the finished futures. Do not wait.
+
+        Each item contains the request id, the future, and the time by time.monotonic() at which
+        `add` was called.
+        """
+        names = [name for name, future in self._futures.items() if future.done()]
+        return [(name, self._futures.pop(name), self._added.pop(name)) for name in names]
 
     def wait(self, timeout_s: float) -> None:
         """Block until a future is finished or `timeout_s` seconds have passed.

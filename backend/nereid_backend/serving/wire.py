@@ -83,6 +83,7 @@ class StreamContext:
         include_reasoning: whether responses contain reasoning.
         strict_schema: the JSON text of the schema that the complete content must match. Empty if
             the content is not validated.
+        traceparent: the parent of the request's spans (see tracing.py); "" for none.
     """
 
     stream: bool
@@ -102,6 +103,7 @@ class StreamContext:
     separate_reasoning: bool = True
     include_reasoning: bool = True
     strict_schema: str = ""
+    traceparent: str = ""
 
     def pack(self) -> bytes:
         """Return the context as msgpack bytes."""
@@ -131,6 +133,7 @@ class RequestEnvelope:
         queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, None
             means the server's default.
         client_id: the client that sent the request; "" if unknown. `params` contains it, too.
+        traceparent: the parent of the request's spans (see tracing.py); "" for none.
     """
 
     params: bytes
@@ -140,6 +143,7 @@ class RequestEnvelope:
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
     client_id: str = ""
+    traceparent: str = ""
 
     def pack(self) -> UInt8Array:
         """Return the envelope as a UINT8 array of shape [num_bytes]."""

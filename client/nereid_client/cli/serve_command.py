@@ -165,7 +165,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--log-file",
         type=Path,
         metavar="PATH",
-        help="The file for the log of all servers. The default is "
+        help="The file for the log of all servers. - is the standard output. The default is "
         "~/.local/state/nereid/serve-PORT.log.",
     )
     server.add_argument("tritonserver_args", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
@@ -236,6 +236,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         warnings=_exposure_warnings(host, settings),
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
+        log_format=settings.log_format,
     )
 
 

@@ -5,11 +5,12 @@ disconnect from the routes. A request passes them in this order:
 
 1. request_metrics: counts requests and refusals for GET /metrics
 2. request_ids: gives each request an id
-3. (CORS, from Starlette)
-4. api_key, client_keys: rejects requests without a key (401), and finds the client with the key
-5. admission_control: limits the requests that run at the same time (429, 503)
-6. timeouts: limits the duration of a request (504)
-7. body_limit: limits the size of bodies and the time to receive one (408, 413, 429)
+3. tracing: records a span for each request
+4. (CORS, from Starlette)
+5. api_key, client_keys: rejects requests without a key (401), and finds the client with the key
+6. admission_control: limits the requests that run at the same time (429, 503)
+7. timeouts: limits the duration of a request (504)
+8. body_limit: limits the size of bodies and the time to receive one (408, 413, 429)
 
 http_protocol.py limits the headers of a request, before the application sees the request.
 """

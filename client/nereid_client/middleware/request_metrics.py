@@ -4,6 +4,7 @@ The Triton server has metrics of its own. They cannot include the requests that 
 refuses, because the server never receives these.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,9 +14,12 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError
+from nereid_client.json_logs import REQUEST_FIELDS
 
 SUPERVISOR_USER_AGENT = "nereid-serve"
 """The user agent of the health checks and first requests that `nereid serve` sends."""
+_log = logging.getLogger(__name__)
+
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
 _UNKNOWN_ROUTE = "unknown"
 _DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -120,7 +124,7 @@ class RequestMetrics:
 
 
 class CountRequests:
-    """Middleware that counts each request by its route and the status of its response.
+    """Middleware that counts each request by its route and the status of its response, and logs it.
 
     The requests of `nereid serve`, which checks the frontend several times a second while it
     starts, are not counted.
@@ -158,8 +162,13 @@ class CountRequests:
         finally:
             status = status or _CLIENT_CLOSED_REQUEST
             duration_s = time.monotonic() - arrived
-            self._metrics.count_request(self._path(scope), status, duration_s)
-            self._metrics.count_client_request(scope.get("state", {}).get("client", ""), status)
+            route, state = self._path(scope), scope.get("state", {})
+            self._metrics.count_request(route, status, duration_s)
+            self._metrics.count_client_request(state.get("client", ""), status)
+            if scope["method"] != "GET" or status >= 400:
+                facts = {"route": route, "status": status, "duration_s": round(duration_s, 3)}
+                ids = {name: state[name] for name in REQUEST_FIELDS if state.get(name)}
+                _log.info("%s %s %d", scope["method"], route, status, extra=facts | ids)
 
     def _path(self, scope: Scope) -> str:
         """Return the path of the request's route, with placeholders.

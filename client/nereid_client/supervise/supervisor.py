@@ -1,7 +1,9 @@
 """The supervisor: runs the Triton server and the frontend, restarts them, drains and ends them."""
 
 import contextlib
+import functools
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -9,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
-from nereid_client.console import CliError, complain, say
+from nereid_client.console import CliError, complain, say, set_line_format
+from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, HangWatch
@@ -23,6 +26,8 @@ from nereid_client.supervise.unfinished_requests import count_unfinished
 from nereid_client.supervise.warmup import WarmUp
 
 SERVER_EXIT_TIMEOUT_S = 5
+STANDARD_OUTPUT = Path("-")
+"""The log path that stands for the standard output."""
 _TICK_S = 0.05
 _PROGRESS_EVERY_S = 10.0
 _FRONTEND_GRACE_S = 8.0
@@ -55,7 +60,8 @@ class ServePlan:
         server: the Triton server.
         frontend_program: the frontend.
         shm_prefix: the prefix of the names of the server's shared memory.
-        log_path: the log file of both programs.
+        log_path: the log file of both programs; STANDARD_OUTPUT for the standard output.
+        log_format: "text", or "json" for a log with one JSON object on each line.
         model: the folder of the language model's checkpoint.
         pooling_models: the pooling models to serve.
         frontend: a client of the frontend.
@@ -86,6 +92,12 @@ class ServePlan:
     warnings: list[str]
     restarts: RestartPolicy
     drain_timeout_s: float
+    log_format: str = "text"
+
+    @property
+    def log_name(self) -> str:
+        """The name of the log in messages."""
+        return "on the standard output" if self.log_path == STANDARD_OUTPUT else str(self.log_path)
 
 
 class SupervisedProgram:
@@ -164,7 +176,7 @@ class Supervisor:
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
-        with _open_log(self._plan.log_path) as log, self._handle_signals():
+        with _open_log(self._plan.log_path, self._plan.log_format) as log, self._handle_signals():
             adopt_orphans()
             try:
                 return self._run(log)
@@ -176,7 +188,7 @@ class Supervisor:
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
-        say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_path}")
+        say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_name}")
         for warning in plan.warnings:
             complain(f"nereid: warning: {warning}")
         for program in (plan.server, plan.frontend_program):
@@ -316,7 +328,7 @@ class Supervisor:
         for line in (*child.tail, *child.errors):
             # The server writes a traceback in one line, with \\n instead of line ends.
             complain("    " + line.replace("\\n", "\n    "))
-        complain(f"nereid serve: {failure}. The whole log is {self._plan.log_path}")
+        complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
         if self._is_announced and program.restarts.number:
             number = program.restarts.number
             restarts = "1 restart" if number == 1 else f"{number} restarts"
@@ -399,11 +411,19 @@ class Supervisor:
 
 
 @contextmanager
-def _open_log(path: Path) -> Iterator[IO[str]]:
-    """Open the log file for writing.
+def _open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
+    """Open the log for writing.
 
     Raises: CliError if the file cannot be written.
     """
+    is_json = log_format == "json"
+    if path == STANDARD_OUTPUT:
+        if is_json:
+            set_line_format(functools.partial(to_json_line, source="nereid"))
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
+        output = JsonLines(sys.stdout) if is_json else sys.stdout
+        yield cast("IO[str]", LinesWithoutMessages(cast("IO[str]", output)))
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("w", buffering=1)
@@ -414,7 +434,7 @@ def _open_log(path: Path) -> Iterator[IO[str]]:
             f"such as {example}."
         ) from None
     try:
-        yield log
+        yield cast("IO[str]", JsonLines(log)) if is_json else log
     finally:
         with contextlib.suppress(OSError):  # the disk is full: the rest of the log is lost
             log.close()

@@ -21,6 +21,7 @@ from nereid_backend.errors import CapacityError, EngineError, NereidError, Reque
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
+from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
 from nereid_backend.serving.executor.shared_limit import SharedLimit
@@ -31,9 +32,12 @@ from nereid_backend.serving.process.process_handle import ChildProgram, Limit, r
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
+# The loop waits at least this long, even if a step that must not be sent yet is due.
+_MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 _LONGEST_RETRY_S = 60
 
@@ -72,6 +76,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._metrics = EngineMetrics()
+        self._tracing = Tracing(self.title)
         self._statistics = RequestStatistics()
         self._engine_stats: dict[str, int] = {}
         self._publish_due = 0.0
@@ -82,6 +87,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """End all requests, then the engine process."""
         super().finalize()
         self._feedback.close()
+        self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Create the stream of a request, and send the request to the engine.
@@ -109,6 +115,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             effective_limit_s(envelope.queue_timeout_s, settings.default_queue_timeout_s),
             effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
             client_id=envelope.client_id,
+            traceparent=envelope.traceparent,
         )
         self._waiting.enter(timing)
         slots = self._acquire_slots(envelope)
@@ -158,6 +165,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             for request_id, started in values[0]:
                 if stream := self.requests.get(request_id):
                     self._note_start(stream, started)
+        elif kind == "compiled":
+            self._note_compiled(values[0])
         elif kind == "stats":
             (self._engine_stats,) = values
         elif kind == "refused":
@@ -182,7 +191,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             if due <= now and stream.may_send():
                 self._send_step(stream, now)
                 due = stream.last_sent + (interval_s if stream.has_output else heartbeat_s)
-            wake = min(wake, max(due, now + 0.001))
+            wake = min(wake, max(due, now + _MIN_WAIT_S))
         return max(wake - now, 0.0)
 
     def end(self, stream: Stream, error: NereidError) -> None:
@@ -215,7 +224,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def on_restart(self) -> None:
         """Count the restart."""
         self._num_restarts += 1
-        # Publish once without the engine's counters, because those of the new process start at 0.
+        # Publish once without the engine's counters, because the counters of the new process start
+        # at 0.
         self._engine_stats = {}
         self._publish_due = 0.0
         self.publish_metrics()
@@ -280,6 +290,12 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._waiting.leave(stream.timing, started)
             self._statistics.note_start(stream, started)
 
+    def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
+        """Record when the grammars of requests were compiled; see StepEngine.compiled."""
+        for request_id, requested, finished in compiled:
+            if stream := self.requests.get(request_id):
+                stream.timing.compilation = (requested, finished)
+
     def _end_if_overdue(self, stream: Stream, now: float) -> bool:
         """End a request that has exceeded a time limit. Return whether the request was ended."""
         if stream.has_ended:
@@ -338,7 +354,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         del self.requests[stream.request_id]
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
-        self._statistics.note_end(stream, time.monotonic())
+        now = time.monotonic()
+        self._statistics.note_end(stream, now)
+        record_spans(self._tracing, stream, now)
         self._feedback.release(stream.slots)
         with self._sequences_lock:
             self._sequences.remove(stream.timing.client_id, len(stream.slots))

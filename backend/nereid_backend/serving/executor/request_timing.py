@@ -19,6 +19,9 @@ class RequestTiming:
         started: the time at which the engine started to compute the request; None while it waits.
         first_token: the time at which the engine sent the first token; None before that.
         client_id: the client that sent the request; "" if unknown.
+        compilation: the times at which the compilation of the request's grammar began and ended;
+            None if the request has no grammar, or while it is compiled.
+        traceparent: the parent of the request's spans (see tracing.py); "" for none.
     """
 
     arrived: float = 0.0
@@ -28,6 +31,8 @@ class RequestTiming:
     started: float | None = None
     first_token: float | None = None
     client_id: str = ""
+    compilation: tuple[float, float] | None = None
+    traceparent: str = ""
 
     @property
     def next_deadline(self) -> float:

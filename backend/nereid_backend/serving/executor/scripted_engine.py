@@ -146,9 +146,19 @@ class _Request:
 
 
 class ScriptedEngine:
-    """An engine with the methods of StepEngine."""
+    """An engine with the methods of StepEngine.
+
+    Attributes:
+        info: the description of the engine. The fields of the model are fictitious.
+        started: the requests that left the waiting queue in the last step, with the time.
+    """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
+        """Load the tokenizer of the checkpoint and the script.
+
+        Raises:
+            ConfigError: the script is missing or wrong.
+        """
         # Importing transformers would take ten times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
@@ -157,9 +167,11 @@ class ScriptedEngine:
         )
         progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
         eos = self._tokenizer.token_to_id(_eos_token(config.model))
+        # The running requests and the waiting requests, by id.
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
         self.started: list[tuple[str, float]] = []
+        self.compiled: list[tuple[str, float, float]] = []  # scripted output needs no grammar
         self.info = _info(config, self._tokenizer.get_vocab_size(), () if eos is None else (eos,))
 
     def warm_up(self) -> None:
@@ -223,7 +235,8 @@ class ScriptedEngine:
     def _start_waiting(self, now: float) -> None:
         """Start waiting requests while fewer than max_num_seqs sequences run.
 
-        An aborted request starts in any case, so that the next step can report its end.
+        A request that does not fit is skipped, so that later requests with fewer sequences can
+        start. An aborted request starts in any case, so that the next step can report its end.
         """
         self.started = []
         num_running = sum(len(request.sequences) for request in self._requests.values())
@@ -231,6 +244,7 @@ class ScriptedEngine:
         for request_id, request in list(self._queue.items()):
             is_aborted = all(one.is_aborted for one in request.sequences.values())
             if not is_aborted:
+                # A request with more than max_num_seqs sequences starts if no other request runs.
                 if num_free < min(len(request.sequences), self.info.max_num_seqs):
                     continue
                 num_free -= len(request.sequences)
@@ -265,12 +279,12 @@ class ScriptedEngine:
         params = request.params
         reports_prompt = is_first and sequence.index == 0 and params.prompt_logprobs is not None
         return RequestUpdate(
-            request_id,
-            token_ids,
-            finish,
-            token_ids[-1] if finish == "stop" else None,
-            _LOGPROB * sequence.num_tokens,
-            rule.error or None,
+            request_id=request_id,
+            new_token_ids=token_ids,
+            finish_reason=finish,
+            stop_reason=token_ids[-1] if finish == "stop" else None,
+            cumulative_logprob=_LOGPROB * sequence.num_tokens,
+            error=rule.error or None,
             index=sequence.index,
             logprobs=None if params.logprobs is None else self._rows(token_ids, params.logprobs),
             prompt_logprobs=self._prompt_rows(request) if reports_prompt else None,

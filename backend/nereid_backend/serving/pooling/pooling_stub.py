@@ -33,6 +33,7 @@ from nereid_backend.serving.process.process_handle import ChildProgram, Limit, r
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.serving_settings import read_pooling_settings
 from nereid_backend.serving.tensors import Tensors
+from nereid_backend.serving.tracing import Tracing, traceparent_of
 
 _POLL_S = 0.02
 # The number of requests that one round of the loop checks for cancellation. Each check costs a
@@ -54,6 +55,7 @@ class PendingRequest:
         returns_info: whether the response contains the output `info`.
         num_inputs: the number of inputs.
         arrived: the time at which the request arrived, by time.monotonic().
+        traceparent: the parent of the request's spans (see tracing.py); "" for none.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class PendingRequest:
     returns_info: bool
     num_inputs: int
     arrived: float
+    traceparent: str
 
 
 class PoolingStub(SupervisedModel[PendingRequest]):
@@ -151,7 +154,13 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._metrics = PoolingMetrics(self.kind)
+        self._tracing = Tracing(self.kind)
         self.start_loop()
+
+    def finalize(self) -> None:
+        """End all requests, then the worker process."""
+        super().finalize()
+        self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Send the job of a request to the worker. Requests without inputs need no worker.
@@ -183,7 +192,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             self.respond_later(sender, outputs)
             return
         pending = PendingRequest(
-            str(next(self._ids)), sender, returns_info, len(job.inputs), time.monotonic()
+            str(next(self._ids)),
+            sender,
+            returns_info,
+            len(job.inputs),
+            time.monotonic(),
+            traceparent_of(request),
         )
         self.add_request(pending.request_id, pending, ["add", pending.request_id, *job.row()])
 
@@ -211,12 +225,31 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             tensors.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
         else:
-            num_tokens = int(outcome.num_tokens.sum())
-            self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
+            self._note_success(pending, started, int(outcome.num_tokens.sum()))
             self.respond(pending.sender, outputs | (self._info() if pending.returns_info else {}))
 
+    def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
+        """Record the metrics and the spans of a request whose outputs are sent now.
+
+        Args:
+            pending: the request.
+            started: the time at which the computation of its first input started.
+            num_tokens: the number of tokens of its inputs.
+        """
+        self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
+        parent = pending.traceparent
+        self._tracing.record("nereid.queue", parent, pending.arrived, started)
+        self._tracing.record(
+            "nereid.compute",
+            parent,
+            started,
+            time.monotonic(),
+            nereid__inputs=pending.num_inputs,
+            gen_ai__usage__input_tokens=num_tokens,
+        )
+
     def serve(self) -> float:
-        """Check some requests for cancellation, and end the cancelled ones."""
+        """Check some requests for cancellation, and end the cancelled requests."""
         for request_id in list(itertools.islice(self.requests, _CANCEL_CHECKS)):
             pending = self.requests[request_id]
             if pending.sender.is_cancelled():

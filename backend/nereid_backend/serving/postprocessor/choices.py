@@ -16,6 +16,8 @@ class Choices:
         cancel_checked_at: the time of the last check for cancellation, by time.monotonic().
         replied_at: the time of the last response, by time.monotonic().
         is_cancelled: whether the client has disconnected.
+        opened_at: the time of the first step, by time.monotonic().
+        parsed_s: the time for decoding and parsing the steps so far, in seconds.
     """
 
     def __init__(
@@ -34,7 +36,8 @@ class Choices:
         """
         self.context = context
         self.cancel_checked_at = 0.0
-        self.replied_at = time.monotonic()
+        self.opened_at = self.replied_at = time.monotonic()
+        self.parsed_s = 0.0
         self.is_cancelled = False
         self._slots = slots
         self._choices = list(choices)
@@ -49,11 +52,13 @@ class Choices:
             token_ids: the tokens of all choices, in the order of `state.deltas`.
             state: the other data of the step.
         """
+        began = time.monotonic()
         start = 0
         for delta in state.deltas:
             end = start + delta.num_tokens
             self._choices[delta.index].add(token_ids[start:end], delta)
             start = end
+        self.parsed_s += time.monotonic() - began
 
     def stopped_slots(self) -> list[int]:
         """Return the slots of the choices that have reached a stop string and have not ended."""

@@ -25,6 +25,7 @@ from nereid_backend.serving.postprocessor.open_streams import OpenStreams
 from nereid_backend.serving.postprocessor.strict_check import strict_check
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
+from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import StepState, StreamContext
 from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
@@ -50,6 +51,7 @@ class PostprocessorModel:
         self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
         self._texts = TokenText(tokenizer)
         self._feedback = FeedbackWriter()
+        self._tracing = Tracing("postprocessor")
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
@@ -65,7 +67,8 @@ class PostprocessorModel:
             tensors.send(sender, reply, final=True)
 
     def finalize(self) -> None:
-        """Release nothing, because the postprocessor has no external resources."""
+        """Send the recorded spans."""
+        self._tracing.close()
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to one step; None if the step has no output for the client."""
@@ -105,6 +108,13 @@ class PostprocessorModel:
         choices.add(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
         if state.is_last:
             self._streams.remove(state)
+            self._tracing.record(
+                "nereid.parse",
+                choices.context.traceparent,
+                choices.opened_at,
+                time.monotonic(),
+                nereid__busy_seconds=choices.parsed_s,
+            )
         else:
             self._check_cancel(choices, state, request)
             if not choices.is_cancelled:

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
 )
+from nereid_backend.serving.tracing import TRACEPARENT, Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
 
 # Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
@@ -68,6 +70,7 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
 
+        self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
 
     def execute(self, requests: list[Any]) -> None:
@@ -78,6 +81,7 @@ class TokenizerModel:
     def finalize(self) -> None:
         """Answer the queued requests and end the threads."""
         self._workers.stop()
+        self._tracing.close()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to a request, or an error response. This method is thread-safe."""
@@ -104,6 +108,7 @@ class TokenizerModel:
             return tensors.response(
                 {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
             )
+        began = time.monotonic()
         if tensors.has_input(request, tensor_names.IMAGE):
             raise RequestError("image: the served model does not accept images. Send text only.")
         limits = self._prompts.limits
@@ -123,6 +128,15 @@ class TokenizerModel:
                 read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
             ),
         )
+        given_traceparent = traceparent_of(request)
+        own_traceparent = self._tracing.record(
+            "nereid.tokenize",
+            given_traceparent,
+            began,
+            time.monotonic(),
+            gen_ai__usage__input_tokens=len(prompt.token_ids),
+        )
+        traceparent = given_traceparent or own_traceparent
         stream = tensors.optional_bool(request, tensor_names.STREAM) or False
         excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
         context = StreamContext(
@@ -143,6 +157,7 @@ class TokenizerModel:
             separate_reasoning=options.separate_reasoning,
             include_reasoning=options.include_reasoning,
             strict_schema=grammar.strict_schema,
+            traceparent=traceparent,
         )
         envelope = RequestEnvelope(
             params=pack_params(params),
@@ -152,6 +167,7 @@ class TokenizerModel:
             timeout_s=options.timeout_s,
             queue_timeout_s=options.queue_timeout_s,
             client_id=params.client_id,
+            traceparent=traceparent,
         )
         return tensors.response(
             {
@@ -330,8 +346,10 @@ def _sampling_fields(
         return {
             name: value
             for name, value in fields.items()
-            if not name.startswith(_SERVER_PARAMETER_PREFIX)
+            if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
         }
+    # Only this input is refused if it has unknown fields. Chat requests and the parameters of a
+    # Triton request also contain fields that are not sampling parameters.
     refuse_unknown(fields)
     return fields
 
@@ -362,9 +380,8 @@ def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | No
             "exclude_input_in_output: the value false requires stream=false, but the request has "
             "stream=true. Leave the field out or send true."
         )
-    default = stream or is_chat
-    exclude = default if excluded is None else excluded
-    return "" if exclude else prompt.text or ""
+    includes_prompt = not (stream or is_chat) if excluded is None else not excluded
+    return prompt.text or "" if includes_prompt else ""
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spans of one request in the executor: grammar compilation, queue, prefill and decode."""
+
+from nereid_backend.serving.executor.streams import Stream
+from nereid_backend.serving.tracing import Tracing
+
+
+def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
+    """Record the phases of a request that ends at the time `now`.
+
+    A request that ends early has only the phases that began.
+    """
+    if not tracing.is_on:
+        return
+    timing = stream.timing
+    parent = timing.traceparent
+    if timing.compilation is not None:
+        tracing.record("nereid.grammar", parent, *timing.compilation)
+    tracing.record("nereid.queue", parent, timing.arrived, timing.started or now)
+    if timing.started is None:
+        return
+    tracing.record(
+        "nereid.prefill",
+        parent,
+        timing.started,
+        timing.first_token or now,
+        gen_ai__usage__input_tokens=timing.num_prompt_tokens,
+        nereid__cached_tokens=max(sequence.num_cached_tokens for sequence in stream.sequences),
+    )
+    if timing.first_token is None:
+        return
+    tracing.record(
+        "nereid.decode",
+        parent,
+        timing.first_token,
+        now,
+        gen_ai__usage__output_tokens=sum(sequence.num_tokens for sequence in stream.sequences),
+    )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of requests for an OpenTelemetry collector.
+
+Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set, which the SDK of
+OpenTelemetry reads with its other variables. The SDK is the optional extra `tracing`. A span
+contains times and numbers, and never the text of a prompt or an answer.
+
+A request carries the context of its trace as a text in the format of the W3C header `traceparent`:
+first as a parameter of the Triton request, then in the messages between the models.
+"""
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+TRACEPARENT = "traceparent"
+"""The name of the request parameter with the context of the trace."""
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+log = logging.getLogger("nereid")
+
+
+class Tracing:
+    """Records the spans of one Triton model.
+
+    Without a collector, or without the SDK of OpenTelemetry, nothing is recorded.
+
+    Args:
+        model_name: the name of the Triton model, which each span has as an attribute.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._provider = _make_provider()
+        self._tracer = self._provider and self._provider.get_tracer("nereid")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are recorded."""
+        return self._tracer is not None
+
+    def record(
+        self, name: str, parent: str, start: float, end: float, **attributes: str | float
+    ) -> str:
+        """Record a span that has ended.
+
+        Args:
+            name: the name of the span, such as "nereid.prefill".
+            parent: the traceparent of the parent span. If it is empty or not valid, the span is the
+                first one of a new trace.
+            start: the time at which the span began, by time.monotonic().
+            end: the time at which the span ended.
+            attributes: facts about the span. `__` in a name stands for a dot.
+
+        Returns:
+            The traceparent for the children of the span; `parent` if no spans are recorded.
+        """
+        if self._tracer is None:
+            return parent
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        propagator = TraceContextTextMapPropagator()
+        # OpenTelemetry needs the time since 1970, in nanoseconds.
+        epoch_s = time.time() - time.monotonic()
+        span = self._tracer.start_span(
+            name,
+            propagator.extract({TRACEPARENT: parent}),
+            start_time=int((epoch_s + start) * 1e9),
+            attributes={key.replace("__", "."): value for key, value in attributes.items()}
+            | {"nereid.model": self._model_name},
+        )
+        span.end(int((epoch_s + max(end, start)) * 1e9))
+        carrier: dict[str, str] = {}
+        propagator.inject(carrier, set_span_in_context(span))
+        return carrier[TRACEPARENT]
+
+    def close(self) -> None:
+        """Send the recorded spans to the collector."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
+    """Return the parameter `traceparent` of a Triton request, or "" if it has none."""
+    parameters = request.parameters()
+    if not parameters or TRACEPARENT not in parameters:
+        return ""
+    return str(json.loads(parameters).get(TRACEPARENT, ""))
+
+
+def _make_provider() -> Any:  # noqa: ANN401 - the type of an optional package
+    """Return the SDK's provider of tracers, or None if no spans are recorded."""
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        log.warning(
+            "no spans are recorded, because OpenTelemetry cannot be imported (%s). Install "
+            "nereid-backend[tracing].",
+            error,
+        )
+        return None
+    # OTEL_SERVICE_NAME takes precedence over this name.
+    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "nereid"})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider

@@ -1,0 +1,112 @@
+"""The log as one JSON object on each line, for the setting log_format=json.
+
+The frontend writes its records with JsonFormatter. The Triton server and the models write plain
+lines, which `nereid serve` converts with JsonLines before it writes them to the log.
+
+Example of a line (without the line break):
+
+    {"time": "2026-01-31T12:00:00.123Z", "level": "info", "source": "frontend",
+     "message": "POST /v1/chat/completions 200", "request_id": "a1", "duration_s": 1.5}
+"""
+
+import io
+import json
+import logging
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import IO, Any
+
+from nereid_client.supervise.child_processes import ERROR_PREFIX, MESSAGE_PREFIX
+
+REQUEST_FIELDS = ("request_id", "route", "status", "duration_s", "client", "trace_id")
+"""The attributes of a log record that are copied to its JSON object."""
+# The first letter of a line of the Triton server, before the date.
+_TRITON_LEVELS = {"I": "info", "W": "warning", "E": "error"}
+_JSON_START = '{"time": "'
+_TRITON_LINE = re.compile(r"([IWE])\d{4} ")
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats the log records of the frontend."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON object of a record. The message includes the traceback, if there is one.
+
+        The message contains the text of an exception, but never the body of a request.
+        """
+        # The parent class adds the traceback to the message.
+        message = super().format(record)
+        fields = {name: getattr(record, name) for name in REQUEST_FIELDS if hasattr(record, name)}
+        return _json_line(record.created, record.levelname.lower(), "frontend", message, fields)
+
+
+class JsonLines(io.TextIOBase):
+    """A log that converts each plain line to a JSON object. Lines in JSON do not change.
+
+    Args:
+        log: the file to which the lines are written.
+    """
+
+    def __init__(self, log: IO[str]) -> None:
+        self._log = log
+
+    def write(self, line: str) -> int:
+        """Write one line, which ends with a line break."""
+        return self._log.write(to_json_line(line.rstrip("\n"), "tritonserver") + "\n")
+
+
+class LinesWithoutMessages(io.TextIOBase):
+    """A log without the lines that `nereid serve` prints itself, for a log on its standard output.
+
+    Args:
+        log: the file to which the other lines are written.
+    """
+
+    def __init__(self, log: IO[str]) -> None:
+        self._log = log
+
+    def write(self, line: str) -> int:
+        """Write one line, which ends with a line break, unless it is a message."""
+        if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
+            return 0
+        return self._log.write(line)
+
+
+def to_json_line(line: str, source: str) -> str:
+    """Return a line of the log as a JSON object, or unchanged if it is one.
+
+    Example: "E0131 12:00:00.1 7 x.cc:1] failed" has the level "error", and "nereid: error: ..." as
+    well. Other lines have the level "info".
+    """
+    if line.startswith(_JSON_START):
+        return line
+    match = _TRITON_LINE.match(line)
+    level = _TRITON_LEVELS[match[1]] if match else "info"
+    if line.startswith(ERROR_PREFIX):
+        level = "error"
+    return _json_line(datetime.now(UTC).timestamp(), level, source, line, {})
+
+
+def uvicorn_log_config(level: str) -> dict[str, Any]:
+    """Return the configuration of Python's logging with which the frontend logs in JSON."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": {"()": JsonFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        "root": {"level": level.upper(), "handlers": ["stderr"]},
+    }
+
+
+def _json_line(
+    created: float, level: str, source: str, message: str, fields: Mapping[str, Any]
+) -> str:
+    time = datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
+    record = {
+        "time": time.replace("+00:00", "Z"),
+        "level": level,
+        "source": source,
+        "message": message,
+    }
+    return json.dumps({**record, **fields}, ensure_ascii=False)

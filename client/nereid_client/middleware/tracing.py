@@ -1,0 +1,111 @@
+"""Traces: a span for each request, and its context for the models of the Triton server.
+
+Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK of
+OpenTelemetry (the optional extra `tracing`) is installed. Otherwise, the client's header
+traceparent is passed on unchanged.
+"""
+
+import logging
+import os
+import re
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nereid_client.middleware.request_metrics import is_from_supervisor
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+_log = logging.getLogger(__name__)
+
+current_traceparent: ContextVar[str] = ContextVar("current_traceparent", default="")
+"""The W3C header `traceparent` for the calls of the current request; "" for none."""
+
+
+class Traces:
+    """Middleware that records a span for each POST request and sets `current_traceparent`.
+
+    Args:
+        app: the application that this middleware calls.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._tracer = _make_tracer()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, and end the span when its response ends."""
+        if scope["type"] != "http" or scope["method"] != "POST" or is_from_supervisor(scope):
+            await self._app(scope, receive, send)
+        elif self._tracer is None:
+            given = Headers(scope=scope).get("traceparent", "")
+            _set_traceparent(scope, given if _TRACEPARENT.fullmatch(given) else "")
+            await self._app(scope, receive, send)
+        else:
+            await self._call_in_span(scope, receive, send)
+
+    async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        propagator = TraceContextTextMapPropagator()
+        with self._tracer.start_as_current_span(
+            f"POST {scope['path']}",
+            propagator.extract(dict(Headers(scope=scope))),
+            SpanKind.SERVER,
+            # The message of an exception can contain the text of a prompt.
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            carrier: dict[str, str] = {}
+            propagator.inject(carrier)
+            _set_traceparent(scope, carrier["traceparent"])
+
+            async def send_observed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_status(StatusCode.ERROR)
+                await send(message)
+
+            try:
+                await self._app(scope, receive, send_observed)
+            finally:
+                # The path of an unknown route is the client's text, and is not recorded.
+                route = getattr(scope.get("route"), "path_format", "unknown")
+                span.update_name(f"POST {route}")
+                span.set_attribute("http.route", route)
+                span.set_attribute("nereid.request_id", scope["state"]["request_id"])
+                span.set_attribute("nereid.client", scope["state"].get("client", ""))
+
+
+def _set_traceparent(scope: Scope, traceparent: str) -> None:
+    """Set the context of the current request for calls and for the log."""
+    current_traceparent.set(traceparent)
+    if traceparent:
+        scope["state"]["trace_id"] = traceparent.split("-")[1]
+
+
+def _make_tracer() -> Any:  # noqa: ANN401 - the type of an optional package
+    """Return a tracer of the SDK, or None if no spans are recorded."""
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        _log.warning(
+            "No spans are recorded, because OpenTelemetry cannot be imported (%s). Install "
+            "nereid-client[tracing].",
+            error,
+        )
+        return None
+    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "nereid"})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("nereid")  # the provider sends the last spans when the process exits

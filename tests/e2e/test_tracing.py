@@ -1,0 +1,93 @@
+"""A collector receives the spans of a request from the frontend and from every Triton model."""
+
+import itertools
+import json
+import urllib.request
+
+import pytest
+from fakes.otlp_receiver import receive_spans
+
+from loadtest.server.served import Served
+
+pytestmark = [pytest.mark.triton, pytest.mark.long]
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+STRICT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """Return the trace of a chat completion and of an embedding, the raw spans, and the log."""
+    with receive_spans() as receiver:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "NEREID_LOG_FORMAT": "json",
+        }
+        with Served(environment=environment) as served:
+            chat = {
+                "messages": [{"role": "user", "content": "a-secret-word"}],
+                "response_format": STRICT,
+                "max_tokens": 30,
+            }
+            post(served, "chat/completions", chat, TRACE)
+            names = ("tokenize", "grammar", "queue", "prefill", "decode", "parse")
+            chat_route = "POST /v1/chat/completions"
+            spans = receiver.wait_for([f"nereid.{name}" for name in names] + [chat_route], TRACE)
+            other = TRACE[::-1]
+            post(served, "embeddings", {"input": "a-secret-word"}, other)
+            embedding = receiver.wait_for(
+                ["nereid.queue", "nereid.compute", "POST /v1/embeddings"], other
+            )
+            log = served.server_log
+        yield spans, embedding, receiver.raw, log
+
+
+def post(served, route, body, trace):
+    headers = {
+        "Content-Type": "application/json",
+        "traceparent": f"00-{trace}-{PARENT}-01",
+        "X-Request-Id": f"id-{trace}",
+    }
+    url = f"{served.openai_url}/{route}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        response.read()
+
+
+def test_every_span_of_the_models_is_below_the_span_of_the_frontend(collected):
+    for spans, route in zip(collected, ("chat/completions", "embeddings"), strict=False):
+        root = spans[f"POST /v1/{route}"]
+        assert root.parent == PARENT
+        for name, span in spans.items():
+            if span != root:
+                assert span.parent == root.id, name
+                assert root.start_ns <= span.start_ns <= span.end_ns <= root.end_ns + 1e8, name
+
+
+def test_the_phases_follow_each_other(collected):
+    spans = collected[0]
+    ordered = [spans[f"nereid.{phase}"] for phase in ("queue", "prefill", "decode")]
+    for earlier, later in itertools.pairwise(ordered):
+        assert later.start_ns == pytest.approx(earlier.end_ns, abs=1e6)
+    assert spans["nereid.grammar"].end_ns <= spans["nereid.queue"].end_ns + 1e6
+    models = {name: span.attributes.get("nereid.model") for name, span in spans.items()}
+    assert models["nereid.tokenize"] == "tokenizer"
+    assert models["nereid.decode"] == "executor"
+    assert models["nereid.parse"] == "postprocessor"
+
+
+def test_neither_spans_nor_logs_contain_the_prompt(collected):
+    _, _, raw, log = collected
+    assert b"a-secret-word" not in raw
+    assert "a-secret-word" not in log
+
+
+def test_every_line_of_the_log_is_json_and_requests_have_their_ids(collected):
+    records = [json.loads(line) for line in collected[3].splitlines()]
+    assert all({"time", "level", "source", "message"} <= set(record) for record in records)
+    assert {"tritonserver", "frontend"} <= {record["source"] for record in records}
+    (chat,) = [one for one in records if one.get("request_id") == f"id-{TRACE}"]
+    assert (chat["route"], chat["status"]) == ("/v1/chat/completions", 200)
+    assert chat["trace_id"] == TRACE

@@ -54,6 +54,7 @@ from nereid_client.routes import (
     rerank,
     responses,
     score,
+    tei,
     tokenize,
 )
 from nereid_client.settings import Settings
@@ -69,7 +70,7 @@ _ROUTERS = [
     module.router
     for module in (
         *(chat, completions, responses, messages, tokenize),
-        *(embeddings, pooling, rerank, score, classify),
+        *(embeddings, pooling, rerank, score, classify, tei),
         *(models, health, metrics, abort, playground),
     )
 ]

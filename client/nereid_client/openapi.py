@@ -28,6 +28,7 @@ from nereid_client.protocol.rerank_requests import (
     SimilarityRequest,
 )
 from nereid_client.protocol.responses_request import ResponsesRequest
+from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
 from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
@@ -58,6 +59,8 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/score": ScoreRequest,
     "/similarity": SimilarityRequest,
     "/classify": ClassifyRequest,
+    "/predict": PredictRequest,
+    "/decode": DecodeRequest,
 }
 """Maps the path of a POST route to the type of its request body."""
 

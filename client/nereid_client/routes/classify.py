@@ -39,6 +39,11 @@ async def classify(request: Request) -> Response:
     return JSONResponse({**head, "data": data, "usage": usage_of(outputs)})
 
 
+def labels_of(served: ServedModel, num_classes: int) -> list[str]:
+    """Return the labels of a classifier. A model without labels has LABEL_0, LABEL_1, and so on."""
+    return served.info.get("labels") or [f"LABEL_{at}" for at in range(num_classes)]
+
+
 def _result(index: int, probabilities: list[float], served: ServedModel) -> dict[str, Any]:
     """Return the result for one text.
 
@@ -46,6 +51,5 @@ def _result(index: int, probabilities: list[float], served: ServedModel) -> dict
     "label": "yes", "probs": [0.1, 0.9], "num_classes": 2}.
     """
     num_classes = len(probabilities)
-    labels = served.info.get("labels") or [f"LABEL_{at}" for at in range(num_classes)]
-    label = labels[probabilities.index(max(probabilities))]
+    label = labels_of(served, num_classes)[probabilities.index(max(probabilities))]
     return {"index": index, "label": label, "probs": probabilities, "num_classes": num_classes}

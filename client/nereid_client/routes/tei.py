@@ -1,0 +1,115 @@
+"""POST /predict, POST /decode and GET /info, in TEI's format."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+import nereid_client
+from nereid_client.embeddings.model_choice import (
+    call_model,
+    choose_model,
+    pooling_models_of,
+    read_request,
+    require_kind,
+)
+from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, ServedModel
+from nereid_client.errors import BackendError
+from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
+from nereid_client.request_context import (
+    context_of,
+    read_prompt_body,
+    unique_request_id,
+    validate,
+)
+from nereid_client.routes.classify import labels_of
+from nereid_client.streaming.field_names import FieldNames
+
+router = APIRouter(tags=["Embeddings and reranking"])
+
+_DECODE_NAMES = FieldNames({"prompt": "ids"})
+"""The name of the token ids in /decode. In errors of the backend, they are the prompt."""
+
+
+@router.post("/predict", summary="Classify texts (TEI's format)")
+async def predict(request: Request) -> list[Any]:
+    """Return the score of each label, the highest first: one list, or one for each text."""
+    body = await read_request(request, PredictRequest)
+    served = await choose_model(request, body.model, (RERANK,))
+    require_kind(served, "classify")
+    options = {"activation": "none" if body.raw_scores else None, "truncate": body.truncates}
+    outputs = await call_model(request, served, body.model_inputs, options)
+    results = [_predictions(row, served) for row in outputs.arrays["probabilities"].tolist()]
+    return results if body.is_batch else results[0]
+
+
+@router.post("/decode", summary="Convert token ids to texts (TEI's format)")
+async def decode(request: Request) -> list[str]:
+    """Return one text for each list of token ids of the language model's tokenizer."""
+    body = validate(DecodeRequest, await read_prompt_body(request))
+    backend = context_of(request).backend
+    try:
+        return [
+            await backend.detokenize(
+                unique_request_id(request),
+                ids,
+                skip_special_tokens=body.skip_special_tokens is not False,
+            )
+            for ids in body.lists
+        ]
+    except BackendError as error:
+        raise _DECODE_NAMES.rename(error) from None
+
+
+@router.get("/info", summary="Describe the served model (TEI's format)")
+async def info(request: Request) -> dict[str, Any]:
+    """Return the properties of the embedding model, or of the reranker if there is no other one.
+
+    TEI's properties that Nereid does not have are null.
+    """
+    models = {model.kind: model for model in await pooling_models_of(request).all()}
+    served = models.get(EMBEDDING) or models.get(RERANK)
+    if served is None:
+        served = await choose_model(request, None, (EMBEDDING, RERANK))
+    settings = context_of(request).settings
+    return {
+        "model_id": served.name,
+        "served_model_name": served.name,
+        "model_sha": None,
+        "model_dtype": served.info.get("dtype"),
+        "model_type": _model_type(served),
+        "max_concurrent_requests": settings.max_concurrent_requests,
+        "max_input_length": served.info.get("max_model_len"),
+        "max_batch_tokens": None,
+        "max_batch_requests": None,
+        "max_client_batch_size": None,
+        "auto_truncate": False,
+        "tokenization_workers": None,
+        "version": nereid_client.__version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _model_type(served: ServedModel) -> dict[str, Any]:
+    """Return the kind of a model with its labels or its pooling.
+
+    Example: a classifier with the labels "no" and "yes" returns {"classifier": {"id2label": {"0":
+    "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}}.
+    """
+    if served.kind == EMBEDDING:
+        return {"embedding": {"pooling": served.info.get("pooling")}}
+    kind = "classifier" if "classify" in served.info.get("kinds", ()) else "reranker"
+    labels = served.info.get("labels") or []
+    return {
+        kind: {
+            "id2label": {str(number): label for number, label in enumerate(labels)},
+            "label2id": {label: number for number, label in enumerate(labels)},
+        }
+    }
+
+
+def _predictions(scores: list[float], served: ServedModel) -> list[dict[str, Any]]:
+    """Return the labels of a text with their scores, the highest score first."""
+    pairs = zip(labels_of(served, len(scores)), scores, strict=True)
+    ranked = sorted(pairs, key=lambda pair: -pair[1])
+    return [{"score": score, "label": label} for label, score in ranked]

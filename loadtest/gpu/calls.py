@@ -25,6 +25,7 @@ class Part:
         group: parts that follow each other and have the same group run at the same time.
         prefix: a program that runs Python, such as a profiler. Without this program on the PATH,
             the part is left out.
+        packages: packages that only this part needs. Without them, the part is left out.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Part:
     needs_engine: bool = False
     group: str = ""
     prefix: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,14 @@ def calls() -> dict[str, Call]:
             [
                 Part("machine", ("loadtest.gpu.machine",), 30),
                 *compare,
-                Part("tests", (*tests, "tests/backend/gpu"), 150, True, "compare"),
+                Part(
+                    "tests",
+                    (*tests, "tests/backend/gpu"),
+                    150,
+                    needs_engine=True,
+                    group="compare",
+                    packages=("pytest", "pytest-timeout", "hypothesis"),
+                ),
                 engine_part("0.6B", "0.6b", 60),
                 engine_part("0.6B, async", "0.6b", 60, async_scheduling=True),
                 Part("sanitizer", (_KERNELS, "compare", "--tiny"), 60, prefix=sanitizer),
@@ -121,14 +130,14 @@ def calls() -> dict[str, Call]:
                 engine_part(
                     "0.6B, compiled, async",
                     "0.6b",
-                    120,
+                    150,
                     async_scheduling=True,
                     compile_forward=True,
                 ),
                 engine_part(
                     "8B, compiled, async",
                     "8b",
-                    150,
+                    220,
                     "--profile",
                     async_scheduling=True,
                     compile_forward=True,

@@ -112,6 +112,7 @@ def compare(device: torch.device, args: argparse.Namespace) -> None:
     specs, shapes = (TINY_SPECS, TINY_SHAPES) if is_tiny else (REAL_SPECS, REAL_SHAPES)
     cases = [(kind, name, spec) for kind in kinds() for name, spec in specs.items()]
     number, count = args.share
+    num_equal = 0
     for (label, dtype, cache), name, spec in cases[number::count]:
         about = f"{name}, {label}"
         try:
@@ -122,6 +123,9 @@ def compare(device: torch.device, args: argparse.Namespace) -> None:
             emit(Rank.WRONG, f"{about}: {type(error).__name__}: {reason}", name=name, kind=label)
         else:
             emit(Rank.DETAIL, f"{about}: differs by {difference:.2g}", difference=difference)
+            num_equal += 1
+    num_cases = len(cases[number::count])
+    emit(Rank.VERDICT, f"{num_equal} of {num_cases} comparisons equal their references")
 
 
 def kinds() -> list[Kind]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loadtest.gpu.calls import Call, Part
-from loadtest.gpu.environment import ROOT
+from loadtest.gpu.environment import ROOT, installed_version
 from loadtest.gpu.lines import Rank, parsed
 
 # A part is started only if at least this many seconds of the call remain.
@@ -210,7 +210,10 @@ def run_together(
 def _can_run(part: Part, results: Results, can_run_engine: bool, end: float) -> bool:
     """Return whether a part can run. If not, add the reason to the results."""
     reason = ""
-    if part.needs_engine and not can_run_engine:
+    missing = [name for name in part.packages if installed_version(name) is None]
+    if missing:
+        reason = f"the package {missing[0]} is missing"
+    elif part.needs_engine and not can_run_engine:
         reason = "packages of the engine are missing"
     elif part.prefix and shutil.which(part.prefix[0]) is None:
         reason = f"the program {part.prefix[0]} is not installed"

@@ -110,6 +110,13 @@ def test_parts_of_a_program_that_is_not_installed_are_left_out(tmp_path):
     assert results.left_out == ["profile: the program no-such-program is not installed."]
 
 
+def test_parts_whose_packages_are_missing_are_left_out(tmp_path):
+    results = Results("checks", tmp_path, is_rehearsal=False)
+    call = Call("", 60, [Part("tests", ("nothing",), 5, packages=("pytest", "no-such-package"))])
+    run_call(call, results, {}, can_run_engine=True)
+    assert results.left_out == ["tests: the package no-such-package is missing."]
+
+
 def test_every_call_ends_within_its_minutes():
     assert set(calls()) == set(MINUTES)
     for name, call in calls().items():

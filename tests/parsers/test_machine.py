@@ -401,6 +401,9 @@ def test_python_that_is_no_keyword_call_is_content(text):
         ("[f(a=[1, 2)]", {"a": [1, 2]}),
         ("[f(a={'b': 1 : 2})]", {"a": {"b": 1}}),
         ("[f(a=1, 2)]", {"a": 1}),
+        ("[f(a=)]", {"a": None}),
+        ("[f(a={'b': )]", {"a": {"b": None}}),
+        ("[f(a={)]", {"a": {}}),
     ],
 )
 def test_broken_python_arguments_are_completed_to_json(text, arguments):

@@ -103,25 +103,38 @@ def _declared_types(
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return json_types_of(_resolve(reference, root), root, depth + 1)
-    declared = schema.get("type")
-    if declared is not None:
-        names = declared if isinstance(declared, list) else [declared]
-        types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
-        return frozenset(types) if types <= ALL_TYPES else None
+    if schema.get("type") is not None:
+        return _types_of_names(schema["type"])
     if isinstance(schema.get("enum"), list):
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
-    for keyword in ("anyOf", "oneOf"):
+    for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(keyword), list):
-            return _union(json_types_of(option, root, depth + 1) for option in schema[keyword])
-    if isinstance(schema.get("allOf"), list):
-        all_types = [json_types_of(option, root, depth + 1) for option in schema["allOf"]]
-        return next((types for types in all_types if types is not None), None)
+            parts = [json_types_of(part, root, depth + 1) for part in schema[keyword]]
+            return _first_known(parts) if keyword == "allOf" else _union(parts)
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})
     return None
+
+
+def _types_of_names(declared: object) -> frozenset[str] | None:
+    """Return the JSON types that the keyword `type` declares, or None if a name is unknown.
+
+    Examples: `"int"` gives `{"integer"}`, and `["string", "null"]` gives `{"string", "null"}`.
+    """
+    names = declared if isinstance(declared, list) else [declared]
+    types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
+    return frozenset(types) if types <= ALL_TYPES else None
+
+
+def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """Return the first set of types that is known. A value of `allOf` must match all parts.
+
+    Usually only one part of `allOf` declares types, for example a reference to another schema.
+    """
+    return next((types for types in parts if types is not None), None)
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
@@ -187,7 +200,7 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
     literal = _parse_literal(literal_text)
     if literal is not None:
         json_type, json_text = literal
-        if _keeps_type(json_type, types):
+        if not _becomes_string(json_type, types):
             return json_text
     return json.dumps(text, ensure_ascii=False)
 
@@ -201,30 +214,30 @@ def without_leading_zeros(text: str) -> str:
     return match.group(1) + match.group(2) if match else text
 
 
-def _keeps_type(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value of type `json_type` keeps this type, or becomes a string.
+def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
+    """Return whether the text of a JSON value is written as a JSON string.
 
-    Examples: the text `12` stays an integer if the schema allows "number", and becomes a string if
-    the schema allows only "string".
+    Examples:
+        The text `12` stays an integer if the schema allows "number". The text becomes the string
+        `"12"` if the schema allows only "string", or only "boolean". The text `null` stays null
+        even if the schema allows only "integer".
 
     Args:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
     if json_type == "string":
-        # The text starts and ends with a quote. If the schema allows a string, the quotes are a
+        # The text starts and ends with a quote. If the schema may allow a string, the quotes are a
         # part of the string.
-        return types is not None and "string" not in types
-    if types is None or json_type in types:
-        return True
-    if json_type == "integer" and "number" in types:
-        return True
-    if "string" in types:
+        return types is None or "string" in types
+    if types is None or json_type in types or (json_type == "integer" and "number" in types):
         return False
-    # The schema allows neither the type of this value nor a string. Only a boolean or a number
-    # becomes a string, unless the schema demands an integer and the number is a fraction.
+    if "string" in types:
+        return True
+    # No value that the text can stand for matches the schema. A number or a boolean becomes a
+    # string, except for a fraction in place of an integer.
     is_fraction_for_integer = json_type == "number" and "integer" in types
-    return is_fraction_for_integer or json_type in ("null", "object", "array")
+    return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 
 
 def _parse_literal(text: str) -> tuple[str, str] | None:

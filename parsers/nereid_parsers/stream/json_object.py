@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 
 from nereid_parsers.stream.argument_types import loads
 from nereid_parsers.stream.body_reader import StepReader
@@ -188,41 +189,33 @@ class ObjectReader(StepReader):
         if isinstance(keys, NameIsKey):
             return _Role.INVALID if self._has_arguments else _Role.ARGUMENTS
         path = ".".join(key for key in (*self._outer_keys, self._key) if key)
-        if path == keys.name:
-            return _Role.NAME if self._name is None else _Role.IGNORED
-        if path == keys.arguments or path in keys.also:
-            return _Role.IGNORED if self._has_arguments else _Role.ARGUMENTS
-        if path == keys.id:
-            return _Role.ID
-        if any(inner_path.startswith(path + ".") for inner_path in (keys.name, keys.arguments)):
-            return _Role.PARENT
-        if first_char == "{":
-            role = self._undeclared_role(path, keys)
-            if role is not None:
-                return role
-        if self._is_certain or self.writer.is_open or path.split(".")[-1] in keys.extra:
-            return _Role.IGNORED
-        return _Role.INVALID
+        role = _declared_roles(keys).get(path)
+        if role is None:
+            return self._undeclared_role(path, keys, first_char)
+        is_second_name = role is _Role.NAME and self._name is not None
+        is_second_arguments = role is _Role.ARGUMENTS and self._has_arguments
+        return _Role.IGNORED if is_second_name or is_second_arguments else role
 
-    def _undeclared_role(self, path: str, keys: Keys) -> _Role | None:
-        """Return the role of a key that the format does not declare, but that models often write.
+    def _undeclared_role(self, path: str, keys: Keys, first_char: str) -> _Role:
+        """Return the role of a key that the format does not declare.
 
-        The value is an object. Examples: in `{"name": "f", "input": {}}`, the role of `input` is
-        ARGUMENTS. In `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is
-        WRAPPER. Any other key gives None.
+        Models often write the arguments under another key, or enclose the whole tool call in an
+        object. Both are accepted and reported. Examples: in `{"name": "f", "input": {}}`, the role
+        of `input` is ARGUMENTS. In `{"function": {"name": "f", "arguments": {}}}`, the role of
+        `function` is WRAPPER. Any other key is ignored if the object is known to be a tool call.
         """
-        if not (self._is_certain or self.writer.tools.is_known):
-            return None
         parent, _, key = path.rpartition(".")
-        declared_parent = keys.arguments.rpartition(".")[0]
-        if key in _ARGUMENTS_KEYS and parent == declared_parent and not self._has_arguments:
-            self.writer.report(f"the arguments are under the key {key!r}")
-            return _Role.ARGUMENTS
-        is_at_start = self._name is None and not self._has_arguments
-        if path in _WRAPPER_KEYS and is_at_start:
-            self.writer.report(f"the tool call is under the key {key!r}")
-            return _Role.WRAPPER
-        return None
+        has_call_started = self._is_certain or self.writer.is_open
+        if first_char == "{" and (self._is_certain or self.writer.tools.is_known):
+            declared_parent = keys.arguments.rpartition(".")[0]
+            if key in _ARGUMENTS_KEYS and parent == declared_parent and not self._has_arguments:
+                self.writer.report(f"the arguments are under the key {key!r}")
+                return _Role.ARGUMENTS
+            is_at_start = self._name is None and not self._has_arguments
+            if path in _WRAPPER_KEYS and is_at_start:
+                self.writer.report(f"the tool call is under the key {key!r}")
+                return _Role.WRAPPER
+        return _Role.IGNORED if has_call_started or key in keys.extra else _Role.INVALID
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -371,3 +364,23 @@ class ObjectReader(StepReader):
             self.writer.write(text)
         else:
             self._early_arguments.append(text)
+
+
+@lru_cache(maxsize=256)
+def _declared_roles(keys: Keys) -> dict[str, _Role]:
+    """Return the role of each path that the format declares.
+
+    Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
+    `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a
+    path has several roles, the last of PARENT, ID, ARGUMENTS and NAME applies.
+    """
+    roles: dict[str, _Role] = {}
+    for path in (keys.name, keys.arguments):
+        *outer_keys, _ = path.split(".")
+        for depth in range(1, len(outer_keys) + 1):
+            roles[".".join(outer_keys[:depth])] = _Role.PARENT
+    if keys.id:
+        roles[keys.id] = _Role.ID
+    roles |= dict.fromkeys((keys.arguments, *keys.also), _Role.ARGUMENTS)
+    roles[keys.name] = _Role.NAME
+    return roles

@@ -84,10 +84,10 @@ class NestedReader(StepReader):
         Args:
             writer: The writer of the tool call.
             head: The head of the tool call.
-            mark: The text that precedes each tag.
+            mark: The text that precedes each tag, for example `~` in `~<city>Paris~</city>`.
             stop_marker: The marker that ends the body. The marker does not belong to the body.
         """
-        super().__init__(writer, self._read_piece)
+        super().__init__(writer, first_step=self._read_piece)  # It is also every other step.
         self._head = head
         self._mark = mark
         self._stop_marker = stop_marker
@@ -158,7 +158,7 @@ class NestedReader(StepReader):
             self._write_key(parent, name)
         parent.last_child = name
         self._elements.append(_Element(name, _child_schema(parent, name)))
-        self._value_pieces = []
+        self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: _Element, name: str) -> None:
         """Write what precedes a value: a comma if needed, and the key of a member of an object."""

@@ -63,7 +63,8 @@ class OpenCall:
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
         if self._writer.is_open:
-            self._write_call_text(buffer.text[start : buffer.pos])
+            text = buffer.text[start : buffer.pos]
+            self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
         else:
             self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
@@ -81,20 +82,17 @@ class OpenCall:
             # A tool call of a list has ended. Another tool call may follow, so the text after the
             # tool call is tentative.
             call_end = self._body.last_call_end
-            self._write_call_text(text[start:call_end])
-            self._text.end_call()
+            self._write_ended_call(text[start:call_end])
             self._text.hold_tentative(text[call_end:end])
         elif was_open or self._body.status is DONE:
-            self._write_call_text(text[start:end])
-            self._text.end_call()
+            self._write_ended_call(text[start:end])
         else:
             self._text.hold_tentative(text[start:end])
 
-    def _write_call_text(self, text: str) -> None:
-        """Classify `text` as the text of a tool call, and accept the tentative text before it."""
-        if self._text.tentative:
-            self._text.accept_tentative()
+    def _write_ended_call(self, text: str) -> None:
+        """Classify the text of a tool call that has ended."""
         self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
+        self._text.end_call()
 
     def _leave_body(self) -> Outcome:
         """Return the outcome of the call when its body is complete or not valid."""

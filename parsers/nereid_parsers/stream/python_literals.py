@@ -112,6 +112,8 @@ class LiteralReader:
         self._containers: list[_Container] = []  # From the outermost to the innermost.
         self._key: _Key | None = None  # The key that has been read, until its colon is read.
         self._string: StringReader | None = None  # The open string.
+        # The text of an open string that is a key or is converted. Only the whole text is written.
+        self._stored_string: list[str] = []
         self._types: frozenset[str] | None = None  # The types of the next value.
         # The schema does not allow a string for the open string. These types are allowed instead.
         self._converted_types: frozenset[str] | None = None
@@ -119,7 +121,7 @@ class LiteralReader:
     def take_json(self) -> str:
         """Return the JSON text that was read since the last call."""
         text = "".join(self._json_parts)
-        self._json_parts = []
+        self._json_parts.clear()
         return text
 
     def read(self, text: str, pos: int, is_final: bool) -> int:
@@ -136,7 +138,9 @@ class LiteralReader:
         size = len(text)
         while pos < size and self.status is MORE:
             if self._string is not None:
-                end = self._read_string(self._string, text, pos, is_final)
+                end = self._string.read(text, pos, is_final)
+                if self._string.is_closed:
+                    self._close_string()
             else:
                 end = self._read_token(text, pos, is_final)
             if end == pos:
@@ -147,17 +151,18 @@ class LiteralReader:
     def closing_text(self) -> str:
         """Return the text that completes the JSON text of the value, for example `"]}`.
 
-        A key without a value is omitted, so after `{"a": 1, "b`, the result is `}`.
+        A key without a colon is omitted, so after `{"a": 1, "b`, the result is `}`. A missing value
+        becomes null, so after `{"a": `, the result is `null}`.
         """
         closing = "".join(container.json_close for container in reversed(self._containers))
-        if self._expected is _Expected.COLON:
+        if self._expected is _Expected.VALUE:
+            return "null" + closing
+        if self._expected in (_Expected.FIRST_KEY, _Expected.COLON):
             is_first = not self._containers[-1].num_items
             return "{" + closing if is_first else closing
-        if self._string is None:
-            return closing
         if self._converted_types is not None:
-            return self._converted_value(self._string, self._converted_types) + closing
-        return '"' + closing
+            return self._converted_value(self._converted_types) + closing
+        return closing if self._string is None else '"' + closing
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read white space, a value, or the punctuation after a value.
@@ -320,9 +325,10 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start a string, and write its quote unless the string is a key or is converted."""
+        """Start a string. Write its quote, unless the string is a key or is converted."""
         is_member = self._expected is _Expected.VALUE
         self._begin_value()
+        self._stored_string = output = []
         if self._expected is _Expected.COLON:
             can_follow = _AFTER_KEY
         else:
@@ -330,39 +336,26 @@ class LiteralReader:
             if is_member and self._types is not None and "string" not in self._types:
                 self._converted_types = self._types
             else:
-                self._json_parts.append('"')
-        self._string = StringReader(quote, self._dialect, can_follow)
+                output = self._json_parts
+                output.append('"')
+        self._string = StringReader(quote, self._dialect, can_follow, output)
 
-    def _read_string(self, string: StringReader, text: str, pos: int, is_final: bool) -> int:
-        """Read a piece of the open string. Write the piece unless the string must be complete.
-
-        The text of a key is written at its colon. A string that is converted to another type is
-        written when it ends.
-        """
-        end = string.read(text, pos, is_final)
-        must_be_complete = self._expected is _Expected.COLON or self._converted_types is not None
-        if not must_be_complete:
-            self._json_parts.append(string.take_json())
-        if string.is_closed:
-            self._close_string(string)
-        return end
-
-    def _close_string(self, string: StringReader) -> None:
+    def _close_string(self) -> None:
         """End the open string. If the schema does not allow a string, write its value as JSON.
 
         Example: the string `3` becomes the number `3` if the schema allows only an integer.
         """
         self._string = None
         if self._expected is _Expected.COLON:
-            key = f'"{string.take_json()}"'
+            key = f'"{"".join(self._stored_string)}"'
             self._key = _Key(key, item_json=key)
         elif self._converted_types is not None:
-            self._json_parts.append(self._converted_value(string, self._converted_types))
+            self._json_parts.append(self._converted_value(self._converted_types))
             self._converted_types = None
         else:
             self._json_parts.append('"')
 
-    def _converted_value(self, string: StringReader, types: frozenset[str]) -> str:
-        """Return the JSON text of a string that is converted to one of `types`."""
-        text: str = json.loads(f'"{string.take_json()}"')
+    def _converted_value(self, types: frozenset[str]) -> str:
+        """Return the JSON text of the stored string, converted to one of `types`."""
+        text: str = json.loads(f'"{"".join(self._stored_string)}"')
         return to_json(text, types)

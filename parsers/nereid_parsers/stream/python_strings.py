@@ -63,9 +63,11 @@ class StringReader:
         is_closed: Whether the closing quote has been read.
     """
 
-    __slots__ = ("_can_follow", "_find_end", "_is_nesting", "_pieces", "_quote", "is_closed")
+    __slots__ = ("_can_follow", "_find_end", "_is_nesting", "_output", "_quote", "is_closed")
 
-    def __init__(self, quote: str, dialect: Dialect, can_follow: _Matcher) -> None:
+    def __init__(
+        self, quote: str, dialect: Dialect, can_follow: _Matcher, output: list[str]
+    ) -> None:
         """Create a reader for the string that `quote` has opened.
 
         Args:
@@ -73,19 +75,14 @@ class StringReader:
             dialect: The rules for strings.
             can_follow: A function that matches the texts which can follow the string, and the
                 beginnings of such texts.
+            output: The list to which the JSON text of the string is appended, without quotes.
         """
         self.is_closed = False
         self._quote = quote
         self._is_nesting = quote in dialect.nesting
         self._can_follow = can_follow
         self._find_end = _string_end_regex(quote, quote in dialect.escaping).search
-        self._pieces: list[str] = []
-
-    def take_json(self) -> str:
-        """Return the new JSON text of the string, without quotes, and forget this text."""
-        text = "".join(self._pieces)
-        self._pieces = []
-        return text
+        self._output = output
 
     def read(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read a piece of the string, up to the closing quote or the next escape sequence.
@@ -98,7 +95,7 @@ class StringReader:
         match = self._find_end(text, pos)
         start = match.start() if match else len(text)
         if start > pos:
-            self._pieces.append(escape_json(text[pos:start]))
+            self._output.append(escape_json(text[pos:start]))
         if match is None:
             return start
         if match.group() == self._quote:
@@ -108,7 +105,7 @@ class StringReader:
         # The text ends with the first characters of the quote, and more text may complete them.
         if not is_final:
             return start
-        self._pieces.append(escape_json(match.group()))
+        self._output.append(escape_json(match.group()))
         return match.end()
 
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
@@ -126,7 +123,7 @@ class StringReader:
             max_end = end + _MAX_LOOKAHEAD_CHARS
             following = self._can_follow(text, end, max_end)
             if following is None:
-                self._pieces.append(escape_json(self._quote))
+                self._output.append(escape_json(self._quote))
                 return end
             is_cut_off = following.end() == len(text) and len(text) < max_end
             if is_cut_off and not is_final:
@@ -156,9 +153,9 @@ class StringReader:
             if is_hexadecimal and len(digits) == num_digits:
                 code_point = int(digits, 16)
                 if code_point <= _MAX_CODE_POINT:
-                    self._pieces.append(_json_char(code_point))
+                    self._output.append(_json_char(code_point))
                     return end
-        self._pieces.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
+        self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
         return pos + 2
 
 

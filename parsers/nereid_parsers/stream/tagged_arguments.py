@@ -7,7 +7,6 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 from __future__ import annotations
 
 from json.encoder import encode_basestring as quote_json
-from typing import NamedTuple
 
 from nereid_parsers.stream.argument_types import to_json
 from nereid_parsers.stream.body_reader import Head, StepReader
@@ -28,18 +27,6 @@ _MISSING_CLOSE = "the closing marker of an argument is missing"
 # Values of the pattern fields {string} and {type} which declare that a value is a string.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
-
-
-class _ValueEnd(NamedTuple):
-    """The end of a value's text.
-
-    Attributes:
-        text_end: The position after the text of the value that has been found.
-        next_pos: The position after the closing marker. None if the value has not ended.
-    """
-
-    text_end: int
-    next_pos: int | None
 
 
 class TaggedReader(StepReader):
@@ -147,12 +134,16 @@ class TaggedReader(StepReader):
             self._step = self._keep_value
         return pos
 
-    def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
+    def _find_value_end(self, text: str, pos: int) -> tuple[int, int | None]:
         """Find the end of the value whose text continues at `pos`.
 
         Examples, for the closing marker `</p>`: the text `a</p>` gives `(1, 5)`, `a</` gives
         `(1, None)` and `ab` gives `(2, None)`. If the closing marker is missing, the value ends
         before the next marker, so `a</call>` gives `(1, 1)`.
+
+        Returns:
+            The end of the value's text, and the position after the closing marker. The second
+            position is None if more text of the value may follow.
         """
         form = self._form
         find = form.find_end if self.is_final else form.find_possible_end
@@ -161,15 +152,15 @@ class TaggedReader(StepReader):
             early_end = match.start("early")
             if early_end < 0:
                 is_complete = text.endswith(form.close, match.start(), match.end())
-                return _ValueEnd(match.start(), match.end() if is_complete else None)
+                return match.start(), match.end() if is_complete else None
             role = self._role_of_marker(text, early_end)
             if role is MarkerRole.UNDECIDED:
-                return _ValueEnd(match.start(), None)
+                return match.start(), None
             if role is MarkerRole.AFTER_VALUE:
                 self.writer.report(_MISSING_CLOSE)
-                return _ValueEnd(match.start(), early_end)
+                return match.start(), early_end
             match = find(text, early_end + 1)
-        return _ValueEnd(len(text), None)
+        return len(text), None
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Return the role of the stop marker or the opening of another argument at `pos`.

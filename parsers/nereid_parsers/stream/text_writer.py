@@ -104,22 +104,29 @@ class TextWriter:
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
 
-        Blank lines after a marker belong to the marker, so they are removed. Blank lines between
-        two pieces of content separate these pieces, so they are kept.
+        The event of content begins with the white space that was removed after the last content.
+        The trace has already received this white space as "markup".
         """
         is_content = event_type is ContentDelta
-        continues_content = is_content and self.has_content
-        if self.is_after_marker and not continues_content:
-            text = self._without_blank_lines(text)
-        self.is_after_marker = False
-        self.has_text = True
-        self._is_last_text_content = is_content
+        if self.is_after_marker:
+            text = self._after_marker(text, is_content)
         if self._trace is not None:
             self._trace(CONTENT if is_content else REASONING, text)
         if is_content:
-            self.has_content = True
             text = self._take_removed_blanks() + text
+            self.has_content = True
         self._events.append(event_type(text))
+        self.has_text = True
+        self._is_last_text_content = is_content
+
+    def _after_marker(self, text: str, is_content: bool) -> str:
+        """Return text that follows a marker without the blank lines that belong to the marker.
+
+        Blank lines between two pieces of content separate these pieces, so they are kept.
+        """
+        self.is_after_marker = False
+        continues_content = is_content and self.has_content
+        return text if continues_content else self._without_blank_lines(text)
 
     def _take_removed_blanks(self) -> str:
         r"""Return the white space that was removed after the last content, and forget it.
@@ -177,11 +184,13 @@ class TextWriter:
         self.has_text = False
 
     def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
-        """Write the stored white space, because the message has ended.
+        """Classify the stored white space, because the message has ended.
 
-        The white space is reasoning or content, like the text before it. White space directly after
-        a marker or tool call is removed. If the message contains only white space, the white space
-        is content.
+        There are three cases:
+
+        - Reasoning or content precedes the white space. The white space belongs to this text.
+        - A marker or a tool call precedes the white space, so the white space is removed.
+        - The message contains only white space, so the white space is content.
 
         Args:
             is_reasoning: Whether the message ended inside the reasoning.
@@ -190,8 +199,8 @@ class TextWriter:
         blanks = self._take_blanks()
         if not blanks:
             return
-        has_marker = self.is_after_marker or is_reasoning or has_calls
-        if has_marker and not self.has_text:
+        follows_markup = self.is_after_marker or is_reasoning or has_calls
+        if follows_markup and not self.has_text:
             self._classify(MARKUP, blanks)
         elif is_reasoning:
             self._classify(REASONING, blanks)
@@ -242,13 +251,15 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, may_be_reread: bool) -> None:
-        """Classify the text of a tool call as "call".
+        """Classify the text of a tool call as "call", and the tentative text before it as "markup".
 
         Args:
             text: The text.
             may_be_reread: Whether the text may be read again. If so, the text is stored until
                 `end_call`.
         """
+        if self.tentative:
+            self.accept_tentative()
         if self._trace is None and not self._num_prompt_chars:
             return
         if may_be_reread and self._trace is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import Enum
 
 from nereid_parsers.stream.argument_types import Tools, loads
 
@@ -45,14 +46,30 @@ def unwrap(arguments: str) -> str | None:
     return json.dumps(inner, ensure_ascii=False)
 
 
+class _State(Enum):
+    """The part of the arguments that a `WrapperFilter` waits for.
+
+    BRACE  The opening brace has not arrived.
+    KEY    The brace has been passed on. The first key is not complete.
+    END    The first key may be that of a superfluous object. The text is stored until it ends.
+    """
+
+    BRACE = "brace"
+    KEY = "key"
+    END = "end"
+
+
 class WrapperFilter:
     """Delays the JSON text of arguments as long as a superfluous object may enclose them.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
+
+    Attributes:
+        is_passing: Whether the filter passes on all text that follows.
     """
 
-    __slots__ = ("_has_brace", "_is_wrapped", "_pieces", "is_passing")
+    __slots__ = ("_delayed", "_state", "is_passing")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -61,9 +78,8 @@ class WrapperFilter:
             is_passing: Whether all text is passed on unchanged.
         """
         self.is_passing = is_passing
-        self._has_brace = False
-        self._is_wrapped = False
-        self._pieces: list[str] = []  # The delayed text.
+        self._state = _State.BRACE
+        self._delayed: list[str] = []
 
     def add(self, text: str) -> str:
         """Add a piece of the arguments. Return the text that is no longer delayed.
@@ -73,41 +89,50 @@ class WrapperFilter:
         """
         if self.is_passing:
             return text
-        self._pieces.append(text)
-        if self._is_wrapped:
+        self._delayed.append(text)
+        if self._state is _State.END:
             return ""
-        delayed = "".join(self._pieces)
-        start = 0 if self._has_brace else _end_of_brace(delayed)
-        key = delayed[max(start, 0) :].lstrip()
-        key_start = len(delayed) - len(key)
-        if key_start <= _MAX_BLANKS and (start < 0 or key.startswith(_QUOTED_KEYS)):
-            self._is_wrapped = start >= 0
-            return self._keep(delayed, max(start, 0))
-        if key_start <= _MAX_BLANKS and any(name.startswith(key) for name in _QUOTED_KEYS):
-            return self._keep(delayed, start)
-        self.is_passing = True
-        self._pieces = []
-        return delayed
+        delayed = "".join(self._delayed)
+        if self._state is _State.BRACE:
+            return self._read_brace(delayed)
+        return self._read_key(delayed)
 
-    def _keep(self, text: str, start: int) -> str:
-        """Delay the text from `start` on, and return the text before `start`."""
-        self._has_brace = self._has_brace or start > 0
-        self._pieces = [text[start:]]
-        return text[:start]
+    def _read_brace(self, text: str) -> str:
+        """Look for the opening brace in `text`. Return the text that is no longer delayed."""
+        start = text.lstrip()
+        if not start and len(text) <= _MAX_BLANKS:
+            return ""
+        if not start.startswith("{"):
+            return self._pass_on(text)  # The arguments are not an object.
+        self._state = _State.KEY
+        after_brace = start[1:]
+        return text.removesuffix(after_brace) + self._read_key(after_brace)
+
+    def _read_key(self, text: str) -> str:
+        """Look for the first key in `text`. Return the text that is no longer delayed.
+
+        Args:
+            text: The text after the opening brace.
+        """
+        key = text.lstrip()
+        if len(text) - len(key) > _MAX_BLANKS:
+            return self._pass_on(text)
+        self._delayed = [text]
+        if key.startswith(_QUOTED_KEYS):
+            self._state = _State.END
+            return ""
+        is_incomplete = any(name.startswith(key) for name in _QUOTED_KEYS)
+        return "" if is_incomplete else self._pass_on(text)
+
+    def _pass_on(self, text: str) -> str:
+        """Return `text`, and pass on all text that follows."""
+        self.is_passing = True
+        self._delayed = []
+        return text
 
     def finish(self) -> tuple[str, bool]:
         """Return the delayed text, and whether a superfluous object was removed from this text."""
-        text = "".join(self._pieces)
-        inner = unwrap("{" + text) if self._is_wrapped else None
-        return (text, False) if inner is None else (inner[1:], True)
-
-
-def _end_of_brace(text: str) -> int:
-    """Return the position after the opening brace of an object, or -1 if `text` is only blank.
-
-    Examples: ` {"a"` gives 2. For text that is not an object, such as `[1]`, the result is 0.
-    """
-    start = text.lstrip()
-    if not start:
-        return -1
-    return len(text) - len(start) + 1 if start.startswith("{") else 0
+        text = "".join(self._delayed)
+        # The opening brace has been passed on already.
+        inner = unwrap("{" + text) if self._state is _State.END else None
+        return (text, False) if inner is None else (inner.removeprefix("{"), True)

@@ -115,8 +115,7 @@ class Settings:
     `nereid serve` sets this variable."""
 
     metrics_names: Literal["nereid", "vllm"] = "nereid"
-    """`vllm` gives the language model's metrics the names and labels of vLLM, as far as vLLM has
-    the same metrics."""
+    """`vllm` publishes metrics that vLLM has, too, under vLLM's names."""
 
     ensemble: _Text = "llm"
     """The name of the language model in the model repository."""
@@ -176,8 +175,7 @@ class Settings:
     """The log level: `debug`, `info`, `warning` or `error`."""
 
     log_format: Literal["text", "json"] = "text"
-    """`json` writes one JSON object for each line of the log, and one line for each answered
-    request."""
+    """`json` writes each line of the log as a JSON object, and logs each answered request."""
 
     @property
     def model_name(self) -> str:

@@ -25,7 +25,7 @@ MONITORING = ROOT / "deploy" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana" / "dashboards" / "nereid.json").read_text())
 RULES = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
-VARIABLES = {"NEREID_API_KEY": "a", "NEREID_CHECKPOINT": "/model", "GRAFANA_PASSWORD": "b"}
+VARIABLES = {"NEREID_API_KEY": "a", "CHECKPOINT": "/model", "GRAFANA_PASSWORD": "b"}
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is missing"

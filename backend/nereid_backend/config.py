@@ -101,7 +101,7 @@ class EngineConfig:
     on GPUs."""
 
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed."""
+    """Whether CUDA graphs replay decode steps on a GPU. Not tested on GPUs."""
 
     lora_adapters: LoraAdapters = Field(default_factory=dict)
     """The LoRA adapters that requests can select: names and folders in PEFT's layout. As text:
@@ -146,8 +146,8 @@ class EngineConfig:
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens: the value must be at least max_num_seqs "
-                f"({self.max_num_seqs}), because each running sequence needs one token in every "
-                f"step, but it is {budget}. Raise max_num_batched_tokens or lower max_num_seqs."
+                f"({self.max_num_seqs}), but it is {budget}. Each running sequence needs one token "
+                "in every step. Raise max_num_batched_tokens or lower max_num_seqs."
             )
 
     @classmethod

@@ -47,7 +47,7 @@ def test_info_says_what_was_loaded(engine):
     [
         ([], "prompt: the prompt is empty"),
         ([5] * 90, r"prompt has 90 tokens; the limit is 64 \(max_model_len\)"),
-        ([5] * 64, "leaves no room for an answer"),
+        ([5] * 64, "leaves no token for the answer"),
         ([5, 320], r"token id 320 is outside the vocabulary \(0 to 319\)"),
         ([-1], "token id -1 is outside"),
         ([5, 1.5], "prompt: the value must be a list of token ids"),

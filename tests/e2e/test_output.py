@@ -224,7 +224,7 @@ def test_a_thinking_budget_ends_the_reasoning(served):
 
 REFUSED = {
     "response_format: type must be one of": {"response_format": {"type": "xml"}},
-    "best_of: this server returns every choice that it generates": {"best_of": 3},
+    "best_of: the value must equal n (1), but the request has 3.": {"best_of": 3},
     "guided_json: structured_outputs.json replaces this field": {"guided_json": SCHEMA},
     "tool_choice: the request has no tool with the name 'nobody'": {
         "tools": TOOLS,

@@ -245,7 +245,7 @@ def _describe_generative_reranker(
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """Return the activation in the files ("none", "sigmoid" or "softmax"), or None without one.
+    """Return the activation in the files: "none", "sigmoid" or "softmax"; None if they name none.
 
     Raises:
         UnsupportedModelError: the files name another activation.

@@ -18,7 +18,7 @@ Input = str | list[int] | dict[str, Any]
 
 
 class _OfflineModel:
-    """The common part of Embedder and Reranker: an engine that computes one request at a time."""
+    """The base class of Embedder and Reranker, which computes one request at a time."""
 
     _task: str
 

@@ -28,7 +28,7 @@ _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
 # Tokens at the end of a truncated document can merge with the text after it. If the prompt is then
-# too long, the document is truncated by this many more tokens.
+# too long, the document is truncated by these numbers of additional tokens, one after another.
 _SPARE_TOKENS = (0, 4, 16)
 
 

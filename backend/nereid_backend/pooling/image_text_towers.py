@@ -61,7 +61,8 @@ class ImageReader:
             )
         try:
             with warnings.catch_warnings():
-                # Pillow warns about large images, but they are refused below.
+                # Pillow warns about large images. The warning is not needed, because large images
+                # are refused below.
                 warnings.simplefilter("ignore")
                 image = self._images.open(io.BytesIO(data))
                 width, height = image.size

@@ -233,13 +233,13 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
 
 
 def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
-    """Raise a ModelError if weights are missing, or an UnsupportedModelError if any are unused."""
+    """Raise a ModelError for missing weights, and an UnsupportedModelError for unused weights."""
     missing = sorted(k for k in report["missing_keys"] if not k.endswith(_NOT_SAVED))
     if missing:
         raise ModelError(
-            f"{spec.folder} lacks {len(missing)} weights that a model for the task {spec.task} "
-            f"needs, such as {missing[0]}, so its output would be random. Download the checkpoint "
-            "again, or choose another task."
+            f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
+            f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
+            "choose another task."
         )
     # The weights of a pooler are not used, because the pooler is not loaded.
     unused = sorted(

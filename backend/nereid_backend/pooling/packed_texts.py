@@ -23,8 +23,8 @@ _MAX_STEPWISE_SCORES = 2**23
 # If attention is computed with separate matrix products, the memory contains at most this number of
 # scores at the same time.
 _MAX_SCORES = 2**24
-# The smallest number of queries in one call. With fewer, the additional calls cost more time than
-# the skipped keys save.
+# The smallest number of queries in one call. With fewer queries, the additional calls cost more
+# time than the skipped keys save.
 _MIN_BLOCK = 128
 
 

@@ -338,7 +338,7 @@ def _has_text(item: PoolingItem) -> bool:
 
 
 def _texts_of(item: PoolingItem) -> tuple[str, ...]:
-    """Return the text, or the two texts of a pair, with the prompt before the first one.
+    """Return the text, or the two texts of a pair, with the prompt before the first text.
 
     Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
     """

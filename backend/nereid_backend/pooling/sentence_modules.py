@@ -50,7 +50,7 @@ class ModuleSpec:
 
 
 def read_modules(root: Path) -> list[ModuleSpec]:
-    """Return the modules in modules.json in order. The first one is the transformers model.
+    """Return the modules in modules.json in order. The first module is the transformers model.
 
     The list is empty if the checkpoint in the folder `root` has no modules.json.
 
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
-    """Raise UnsupportedModelError if a module is not supported, or if the first one is missing."""
+    """Raise UnsupportedModelError if the first module or a later module is not supported."""
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(

@@ -18,8 +18,8 @@ TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # unknown word as one token. A text of at most this number of bytes is therefore always tokenised
 # (in at most about 50 ms), and the number of its tokens is checked.
 _MIN_TEXT_BYTES = 2**16
-# By default, the queue holds as many inputs of the largest size as fit into this memory. OpenAI's
-# limit for one request is 2048 inputs, so the queue holds at least as many.
+# The default length of the queue is the number of inputs of the largest size that fit into this
+# memory. The length is at least 2048, which is the limit of OpenAI's API for one request.
 _QUEUE_BYTES = 2**30
 _MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
 # A token id in a Python list: a pointer and an integer object.

@@ -299,7 +299,7 @@ class Sampler:
             defers=defers,
         )
         column = token_ids[:, None]
-        # The log-probabilities are those of the model's own distribution.
+        # Log-probabilities refer to the model's own distribution, before masks and penalties.
         logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
         # If every token of a row is forbidden, the sampled token is forbidden, too.
         has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
@@ -372,7 +372,7 @@ def _sample_rows(
     batch = SamplingBatch.of([inputs.positions[i] for i in random_rows], inputs.params[index])
     sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
-        # Convert indices into the random rows to indices into all rows.
+        # `uncertain.rows` contains indices of the random rows. Convert them to indices of all rows.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
     return token_ids.index_copy(0, rows, sampled_ids), uncertain
 

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 # saves.
 _WORTH_A_THREAD_S = 5e-4
 
-# Each job fills the masks of at least this many sequences, because starting a job costs about as
-# much time as filling a few masks.
+# The smallest number of sequences whose masks one job fills. Starting a job takes about the same
+# time as filling a few masks.
 _SEQUENCES_PER_JOB = 8
 # The largest number of threads that fill masks.
 _MAX_THREADS = 4

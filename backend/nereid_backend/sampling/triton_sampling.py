@@ -221,7 +221,7 @@ def sample_kernel(
     max_logit = tl.max(column_max, 0)
     token = tl.min(tl.where(column_max == max_logit, columns_of_max, vocab_size), 0)
     raw_max = tl.max(raw_column_max, 0)
-    # A row that contains only -inf is not a distribution either.
+    # A row that contains only -inf has no valid probabilities, either.
     is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):

@@ -38,7 +38,8 @@ _SIGNATURE_BYTES = 16
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
-# The process id of the executor, the number of the memfd in the executor, and the memfd's name.
+# The process id of the executor, the file descriptor of the memfd in the executor, and the name of
+# the memfd.
 _ADDRESS = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(nereid-feedback-[0-9a-f]{32})", re.ASCII)
 
 
@@ -62,7 +63,8 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        # Clients cannot guess this name, and the kernel reports the names of open memfds.
+        # The postprocessor accepts only a memfd with such a name. Clients cannot guess the name,
+        # and the kernel reports the names of open memfds.
         name = f"nereid-feedback-{secrets.token_hex(16)}"
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, _KEY_BYTES + num_slots * _BYTES_PER_SLOT)
@@ -70,7 +72,7 @@ class FeedbackReader:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._map[:_KEY_BYTES] = self._key
         self._words = memoryview(self._map).cast("Q")
-        # A queue, so that a released slot stays unused for as long as possible.
+        # The free slots are a queue, so that a released slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -214,14 +216,14 @@ def _map_memory(address: str) -> memoryview:
     if match is None:
         raise _address_error("the text has the wrong form")
     process, number, name = match.groups()
-    # O_PATH identifies the file without opening it, because opening a device has side effects. The
-    # second path leads to the same file, even if the executor has closed the file in between.
+    # O_PATH identifies the file without opening it, because opening a device has side effects.
+    # `link` leads to the same file, even if the executor closes the file in the meantime.
     identified = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{identified}"
         is_own = os.fstat(identified).st_uid == os.geteuid()
         if not is_own or os.readlink(link) != f"/memfd:{name} (deleted)":
-            raise _address_error("the file is not a feedback memory")
+            raise _address_error("the file is not the shared memory of an executor")
         opened = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(identified)
@@ -243,6 +245,6 @@ def _signature(key: bytes, state: bytes, token_ids: bytes) -> bytes:
 
 def _address_error(reason: str) -> RequestError:
     return RequestError(
-        f"state: the address of the feedback memory is wrong: {reason}. Only the executor may send "
-        "requests to the postprocessor."
+        f"state: the address of the executor's shared memory is wrong: {reason}. Only the executor "
+        "may send requests to the postprocessor."
     )

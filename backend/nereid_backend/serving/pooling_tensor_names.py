@@ -4,25 +4,25 @@
 EMBEDDING = "embedding"
 RERANK = "rerank"
 
-# embedding: inputs
+# Inputs of the model `embedding`
 TEXTS = "texts"
 INPUT_IDS = "input_ids"
 INPUT_LENGTHS = "input_lengths"
 PARTS = "parts"
-# rerank: inputs, beside TEXTS
+# Inputs of the model `rerank`, in addition to TEXTS
 QUERY = "query"
 DOCUMENTS = "documents"
-# both: inputs
+# Inputs of each of the two models
 OPTIONS = "options"
 RETURN_INFO = "return_info"
 
-# embedding: outputs
+# Outputs of the model `embedding`
 EMBEDDINGS = "embeddings"
 NUM_VECTORS = "num_vectors"
 SPARSE = "sparse"
-# rerank: outputs
+# Outputs of the model `rerank`
 SCORES = "scores"
 PROBABILITIES = "probabilities"
-# both: outputs
+# Outputs of each of the two models
 NUM_TOKENS = "num_tokens"
 INFO = "info"

@@ -246,7 +246,7 @@ class SequenceDelta:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Self:
-        """Return the delta whose fields `row` returned."""
+        """Return the delta with the values that the method `row` returned."""
         *values, ending = row
         return cls(*(*values, ending and Ending(*ending)))
 
@@ -308,7 +308,7 @@ _UPDATE_FIELDS = tuple(field.name for field in fields(RequestUpdate))
 
 
 def _unpacked(title: str, data: bytes, read: Callable[[Any], MessageT]) -> MessageT:
-    """Return the message that `read` makes of the unpacked `data`.
+    """Unpack `data`, and return the message that `read` builds from the unpacked values.
 
     Raises:
         RequestError: the bytes are not msgpack, or `read` raises an error. The text of the error

@@ -71,7 +71,8 @@ class StopStrings:
         """Return the start and the text of the stop string that ends the answer, or None."""
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, stop) for start, stop in positions if start >= 0]
-        # The smallest end comes first, and among equal ends the smallest start.
+        # Choose the match that ends first. Among matches with the same end, choose the longest
+        # match.
         return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _held_length(self, text: str) -> int:

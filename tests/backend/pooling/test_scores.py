@@ -209,6 +209,6 @@ def test_a_head_without_weights_is_refused(encoder_of, tmp_path):
     )
     with pytest.raises(
         ModelError,
-        match="lacks 2 weights that a model for the task rerank needs, such as classifier",
+        match="lacks 2 weights that the task rerank needs, such as classifier",
     ):
         Reranker(str(folder))

@@ -55,7 +55,7 @@ def test_nothing_is_left_in_the_file_system():
     reader, _ = connected()
     assert set(os.listdir("/dev/shm")) == before
     reader.close()
-    with pytest.raises(RequestError, match="address of the feedback memory"):
+    with pytest.raises(RequestError, match="address of the executor's shared memory"):
         FeedbackWriter().attach(reader.address)
 
 

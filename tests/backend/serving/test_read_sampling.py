@@ -88,7 +88,7 @@ def test_a_stop_string_may_stand_alone():
         ({"top_logprobs": 3}, "top_logprobs: this field requires logprobs=true."),
         ({"bad_words": "no"}, 'bad_words: the value must be a list, but the request has "no".'),
         ({"bad_words": ["no"]}, "bad_words: this server has no tokenizer"),
-        ({"best_of": 3}, "best_of: this server returns every choice"),
+        ({"best_of": 3}, "best_of: the value must equal n"),
         (
             {"skip_special_tokens": 1},
             "skip_special_tokens: the value must be true or false, but the request has 1.",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`, which sends requests to the engine process, and that process."""
+"""The Triton model `executor`, and the engine process to which it sends requests."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# If this process was paused, the postprocessor may have been paused, too. So one interval between
-# two calls counts as at most this many seconds of waiting.
+# If this process was paused, the postprocessor may have been paused, too. Therefore the time
+# between two calls counts as at most this number of seconds of waiting.
 _LONGEST_INTERVAL_S = 0.25
 
 
@@ -31,13 +31,15 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        self._orders = itertools.count(1)
+        # The numbers of steps, across all streams, in the order in which the steps are sent.
+        self._step_numbers = itertools.count(1)
+        # The largest number of a step that the postprocessor has consumed.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
         """Assign a number to the next step of `stream`. Call this before the step is sent."""
-        stream.unconsumed.append(next(self._orders))
+        stream.unconsumed.append(next(self._step_numbers))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
         """Read the number of consumed steps of each stream."""

@@ -29,7 +29,7 @@ _MAX_INTERVAL_S = 0.1
 
 
 class Pacer:
-    """Determines how long a stream waits between two steps, so that all streams keep a common rate.
+    """Determines the time between two steps of a stream, to limit the rate of all streams together.
 
     Args:
         responses_per_second: the rate of all streams together; 0 means 160 for each CPU, at most

@@ -269,8 +269,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """Send the response of a request: its outputs, or an error."""
         if not isinstance(result, Exception) and not _fits_shared_memory(result):
             result = CapacityError(
-                "the response does not fit into the free shared memory of the machine, because "
-                "/dev/shm is full. Try again later."
+                "the response is larger than the free part of /dev/shm, the shared memory of the "
+                "machine. Try again later."
             )
         self._metrics.note_response(result)
         super().respond(sender, result)

@@ -8,8 +8,9 @@ from typing import Any
 from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.serving.wire import StreamContext
 
-# Validates a complete message, given as {"content": text, "calls": [{"name", "arguments"}, ...]}.
-# Raises an EngineError if the message does not match a strict schema of the request.
+# A function that validates a complete message of the form
+# {"content": text, "calls": [{"name": text, "arguments": text}, ...]}. The function raises an
+# EngineError if the message does not match a strict schema of the request.
 Check = Callable[[dict[str, Any]], None]
 
 

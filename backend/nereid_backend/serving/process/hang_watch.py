@@ -5,8 +5,8 @@ import os
 import time
 from collections.abc import Callable
 
-# If this process was paused, the child process may have been paused, too. So one interval between
-# two calls counts as at most this many seconds of silence.
+# If this process was paused, the child process may have been paused, too. Therefore the time
+# between two calls counts as at most this number of seconds without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process that uses at least 10 % of a CPU counts as computing. If its model runs on a CPU, the
 # limit on the time without a message is then ten times as long.

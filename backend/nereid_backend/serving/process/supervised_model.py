@@ -201,7 +201,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
                 tensors.log.exception("the loop of the %s failed", self.title)
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
-        self._end_all(EngineError("the server is shutting down"))
+        self.end_all(EngineError("the server is shutting down"))
 
     def _receive(self, timeout_s: float) -> list[list[Any]]:
         """Return the messages of the child process; empty without a child process."""
@@ -226,7 +226,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         If a request cannot be ended, the process exits, and Triton server starts it again.
         """
         try:
-            self._end_all(EngineError(problem))
+            self.end_all(EngineError(problem))
         except Exception:  # noqa: BLE001 - the process ends here
             tensors.log.exception(
                 "%s. Its requests cannot be ended, so the process exits and must be restarted",
@@ -234,7 +234,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             )
             os._exit(1)
 
-    def _end_all(self, error: NereidError) -> None:
+    def end_all(self, error: NereidError) -> None:
         """End all requests with `error`, including requests that have just arrived."""
         self._take_arrivals()
         for request in list(self.requests.values()):
@@ -259,7 +259,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             if self._replace_child(error):
                 # Requests that arrived shortly before the loop noticed the outage were sent to the
                 # old process, so they end as well.
-                self._end_all(error)
+                self.end_all(error)
                 self.outage = ""
                 self.on_restart()
                 return
@@ -293,5 +293,5 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     def _end_during_outage(self, error: EngineDiedError) -> None:
         """End the requests that arrived during the outage, and publish the metrics."""
-        self._end_all(error)
+        self.end_all(error)
         self.publish_metrics()

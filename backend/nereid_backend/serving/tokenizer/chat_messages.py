@@ -77,7 +77,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     part_type = part.get("type") if isinstance(part, dict) else part
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
-        "supports only text parts. Send {type: text, text: ...}."
+        'supports only text parts. Send parts such as {"type": "text", "text": "..."}.'
     )
 
 

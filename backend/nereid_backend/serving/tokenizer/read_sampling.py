@@ -25,7 +25,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of a request that the engine does not need: for its text and its time limits.
+    """The options of a request for its text and its time limits. The engine does not need them.
 
     Attributes:
         stop: strings at which generation ends.
@@ -113,8 +113,8 @@ def read_sampling(
     )
     if checked.best_of not in (None, params.n):
         raise RequestError(
-            f"best_of: this server returns every choice that it generates, so best_of must equal n "
-            f"({params.n}), but the request has {checked.best_of}. Send n={checked.best_of} and "
+            f"best_of: the value must equal n ({params.n}), but the request has {checked.best_of}. "
+            f"This server returns every choice that it generates. Send n={checked.best_of} and "
             "select the choices with the highest cumulative_logprob."
         )
     return params, _options(checked)

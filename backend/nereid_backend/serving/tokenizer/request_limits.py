@@ -34,7 +34,7 @@ _OTHER_BYTES = 4 * 2**20
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
-# Below the 511 levels that msgpack can pack, and far below Python's recursion limit.
+# This number is below the 511 levels that msgpack can pack, and far below Python's recursion limit.
 _MAX_DEPTH = 256
 _MAX_TOOLS = 2048
 _PROMPT_FIELDS = ("messages", "tools", "documents", "chat_template_kwargs")
@@ -178,7 +178,7 @@ class RequestLimits:
             self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
 
     def check_token_ids(self, num_tokens: int) -> None:
-        """Refuse a prompt of too many token ids.
+        """Refuse a prompt with too many token ids.
 
         Raises:
             RequestError: the prompt has more than max_model_len token ids.

@@ -40,7 +40,7 @@ RESPONSES = """
 REJECTED = """
 ## Rejected fields
 
-Nereid rejects these fields, because ignoring a field could change the meaning of the request. The error message gives the reason or an alternative. Nereid accepts these fields with a value that turns the feature off, for example `false`, `[]` or `""`.
+Nereid rejects these fields, because ignoring a field could change the meaning of the request. The error message gives the reason or an alternative. Values that turn a feature off, such as `false` or `[]`, are accepted.
 
 """  # noqa: E501 - as above
 

@@ -8,7 +8,8 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this many characters per token. Only a longer text is cut into pieces.
+# Most texts have at most this number of characters per token. Only longer texts are cut into
+# pieces.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
 # Cutting a text into pieces can add tokens at the cuts. A text is refused only if its pieces exceed
@@ -43,7 +44,9 @@ class PromptEncoder:
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self.max_token_bytes = _longest_token(tokenizer, self._backend)
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, is_truncated: bool = False
+    ) -> list[int]:
         """Return the token ids of a text.
 
         A special token that is written in the text (`<|im_end|>`) becomes one token id.
@@ -51,12 +54,13 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
+            is_truncated: whether the caller removes tokens, so that the text may be too long.
 
         Raises:
             RequestError: the text is long, and its beginning alone has too many tokens.
         """
         limit = self._max_tokens
-        if limit is not None and len(text) > _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
+        if limit is not None and not is_truncated:
             self._check_length(text, limit)
         return self._encode(text, add_special_tokens)
 
@@ -70,7 +74,9 @@ class PromptEncoder:
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError as soon as the pieces of `text` have too many tokens."""
+        """Raise a RequestError as soon as the pieces of a long text have too many tokens."""
+        if len(text) <= _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
+            return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self._encode(text[start : start + _PIECE_CHARS], False))

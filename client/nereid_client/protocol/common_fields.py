@@ -165,6 +165,8 @@ class GenerationRequest(RequestBody):
     add_special_tokens: Annotated[bool | None, VLLM] = None
     """Whether the tokenizer adds its special tokens. The default is `false` for chats, and `true`
     for completions."""
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=INT64_LIMIT), VLLM] = None
+    """The number of tokens to keep at the end of the prompt. -1 keeps as many as fit."""
     return_token_ids: Annotated[bool | None, VLLM] = None
     """Whether the answer contains the token ids of the prompt and of each choice."""
     return_prompt_token_ids: Annotated[bool | None, SGLANG] = None
@@ -222,6 +224,15 @@ class GenerationRequest(RequestBody):
                 "prompt_logprobs",
                 "prompt_logprobs requires stream=false, because the log-probabilities of a prompt "
                 "are not streamed",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_truncate_prompt_tokens(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise FieldError(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens must be -1 or at least 1, but the request has 0",
             )
         return self
 

@@ -163,6 +163,12 @@ class CompletionRequest(GenerationRequest):
             )
         if not self.echo:
             return self
+        if self.truncate_prompt_tokens is not None:
+            raise FieldError(
+                "echo",
+                "echo=true requires a request without truncate_prompt_tokens. The frontend does "
+                "not know the text of the tokens that are kept.",
+            )
         if not all(isinstance(prompt, str) for prompt in self.prompt):
             raise FieldError(
                 "echo",

@@ -34,7 +34,7 @@ _CACHE_EVICTION = "cached prefixes are evicted when their memory is needed"
 
 REFUSED = {
     # vLLM
-    "truncation_side": Refusal("Nereid does not truncate prompts"),
+    "truncation_side": Refusal("Nereid removes tokens only at the start of a prompt", ("left",)),
     "return_prompt_text": Refusal(
         "the response cannot contain the prompt's text; return_token_ids returns its token ids",
         _FALSE,
@@ -105,7 +105,7 @@ REFUSED_BY_BACKEND = frozenset(
         *("use_beam_search", "length_penalty", "early_stopping", "logprob_token_ids"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "lora_name"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "logits_processors"),
-        *("prompt_embeds", "truncate_prompt_tokens", "repetition_detection", "stream_interval"),
+        *("prompt_embeds", "repetition_detection", "stream_interval"),
         *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "media_io_kwargs"),
         *("mm_processor_kwargs", "chat_template", "watermarking"),
         # SGLang

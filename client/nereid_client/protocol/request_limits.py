@@ -79,7 +79,8 @@ class RequestLimits:
                     f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
                     "prompt",
                 )
-            if isinstance(item, list) and len(item) > self.max_model_len:
+            is_truncated = body.get("truncate_prompt_tokens") is not None
+            if isinstance(item, list) and len(item) > self.max_model_len and not is_truncated:
                 raise self._error(f"prompt has {len(item)} tokens", "prompt")
 
     def _error(self, problem: str, param: str | None) -> ApiError:

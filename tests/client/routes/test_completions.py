@@ -134,6 +134,13 @@ async def test_logprobs_are_streamed_once_with_offsets_in_the_whole_text(complet
     assert whole[0]["text_offset"] == [0, 2, 4, 6, 7]
 
 
+async def test_echo_of_a_truncated_prompt_and_a_truncation_to_nothing_are_refused(complete):
+    error = (await complete("a b", echo=True, truncate_prompt_tokens=1)).json()["error"]
+    assert error["param"] == "echo"
+    error = (await complete("a b", truncate_prompt_tokens=0)).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens"
+
+
 async def test_echo_with_logprobs_scores_the_prompt_too(complete, backend):
     body = (await complete("one two", echo=True, logprobs=1, n=2)).json()
     first, second = body["choices"]

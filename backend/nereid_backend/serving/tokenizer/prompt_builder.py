@@ -94,32 +94,50 @@ class PromptBuilder:
         """
         return self._encoder.encode(text)
 
-    def from_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    def from_text(
+        self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None
+    ) -> Prompt:
         """Return the prompt of a completion request.
 
         Args:
             text: the text of the prompt.
             add_special_tokens: whether the tokenizer adds its own special tokens to the text.
+            num_kept: the number of tokens to keep at the end of the prompt. None keeps all tokens.
 
         Raises:
             RequestError: the text is too long, or it is empty and the tokenizer adds no token.
         """
-        self.limits.check_text(text)
-        token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens)
-        if not token_ids:
+        prompt = self._tokenize(text, add_special_tokens, num_kept)
+        if not prompt.token_ids:
             raise RequestError(
                 "text_input: the text is empty, and this tokenizer adds no special token. Send "
                 "at least one character."
             )
-        return Prompt(token_ids, text)
+        return prompt
 
-    def from_chat(self, body: Mapping[str, Any]) -> Prompt:
+    def _tokenize(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
+        """Return the prompt of a text, with at most `num_kept` tokens.
+
+        Raises:
+            RequestError: the text is too long.
+        """
+        self.limits.check_text(text)
+        token_ids = self._encoder.encode(
+            text, add_special_tokens=add_special_tokens, is_truncated=num_kept is not None
+        )
+        if num_kept is None or len(token_ids) <= num_kept:
+            return Prompt(token_ids, text)
+        token_ids = token_ids[-num_kept:]
+        return Prompt(token_ids, str(self._tokenizer.decode(token_ids)))
+
+    def from_chat(self, body: Mapping[str, Any], num_kept: int | None = None) -> Prompt:
         """Render chat messages with the checkpoint's chat template and return the prompt.
 
         Args:
             body: a chat completion request. These fields are read: messages, tools, tool_choice,
                 chat_template_kwargs, reasoning_effort, thinking, documents,
                 add_generation_prompt, continue_final_message, add_special_tokens.
+            num_kept: the number of tokens to keep at the end of the prompt. None keeps all tokens.
 
         Raises:
             RequestError: a field has a wrong value, the chat exceeds a limit, or the template
@@ -149,8 +167,7 @@ class PromptBuilder:
         )
         # By default, no special tokens are added, because the rendered text contains them.
         adds = read_flag(body, "add_special_tokens", default=False)
-        self.limits.check_text(text)
-        return Prompt(self._encoder.encode(text, add_special_tokens=adds), text)
+        return self._tokenize(text, adds, num_kept)
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that a chat request sets in the chat template.

@@ -79,6 +79,8 @@ class RequestFields(BaseModel):
     """The time limit for waiting in the queue in seconds. 0 means no limit."""
     add_special_tokens: Any = None
     """Whether the tokenizer adds its special tokens to the prompt."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """The number of tokens to keep at the end of a prompt. -1 keeps as many as fit."""
     response_format: Any = None
     """OpenAI's format of the output: text, json_object, json_schema or structural_tag."""
     structured_outputs: Any = None

@@ -39,6 +39,7 @@ from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
 )
+from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
 from nereid_backend.serving.tracing import TRACEPARENT, Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
 
@@ -48,7 +49,7 @@ _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
-# Tokenising this many bytes takes about 15 ms.
+# Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 _SERVER_PARAMETER_PREFIX = "triton_"
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -243,30 +244,35 @@ class TokenizerModel:
                 or the prompt exceeds a limit.
         """
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        ids = self._input_ids(request)
+        num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
+        ids = self._input_ids(request, num_kept)
         if sum(value is not None for value in (text, ids, body)) != 1:
             raise RequestError(
                 "a request must have exactly one of text_input, input_ids and chat_request."
             )
         if body is not None:
             # `from_chat` checks all limits of a chat, including the limits on nested values.
-            return self._prompts.from_chat(body)
+            return self._prompts.from_chat(body, num_kept)
         self._prompts.limits.check_members(fields)
         if text is not None:
             adds = read_flag(fields, "add_special_tokens", default=True)
-            return self._prompts.from_text(text, add_special_tokens=adds)
+            return self._prompts.from_text(text, add_special_tokens=adds, num_kept=num_kept)
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)
 
-    def _input_ids(self, request: Any) -> list[int] | None:  # noqa: ANN401 - the server's own type
+    def _input_ids(self, request: Any, num_kept: int | None = None) -> list[int] | None:  # noqa: ANN401 - the server's own type
         """Return the token ids of a request; None if it has no tensor with token ids.
+
+        If `num_kept` is not None, return at most this number of token ids, the last ones.
 
         The number of token ids is checked before they are converted to a list.
         """
         ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
         if ids is None:
             return None
+        if num_kept is not None:
+            ids = ids[-num_kept:]
         self._prompts.limits.check_token_ids(ids.size)
         token_ids: list[int] = ids.tolist()
         return token_ids

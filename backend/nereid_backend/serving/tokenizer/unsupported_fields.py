@@ -63,9 +63,6 @@ _REFUSALS: dict[str, _Refusal] = {
         ([],),
     ),
     "prompt_embeds": _Refusal("a prompt must be text or token ids"),
-    "truncate_prompt_tokens": _Refusal(
-        "this server does not truncate prompts", remedy="Send a prompt that fits max_model_len"
-    ),
     "spaces_between_special_tokens": _Refusal(
         "a request cannot choose the spaces between special tokens", (True,)
     ),

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The field `truncate_prompt_tokens`: tokens are removed at the start of a prompt."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.request_fields import RequestFields
+
+_FIELD = "truncate_prompt_tokens"
+_AS_MANY_AS_FIT = -1
+
+
+def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
+    """Return the number of tokens to keep at the end of a prompt, or None to keep all tokens.
+
+    Example: -1 with max_tokens=100 and max_model_len=4096 returns 3996.
+
+    Args:
+        fields: the request's fields.
+        max_model_len: the length limit of the prompt and the output together, in tokens.
+
+    Raises:
+        RequestError: the value is neither -1 nor at least 1.
+    """
+    given = {_FIELD: fields[_FIELD]} if _FIELD in fields else {}
+    num_kept = RequestFields.check(given).truncate_prompt_tokens
+    if num_kept == 0:
+        raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
+    if num_kept != _AS_MANY_AS_FIT:
+        return num_kept
+    # A wrong value of max_tokens is reported when the sampling fields are read.
+    max_tokens = fields.get("max_tokens")
+    if not isinstance(max_tokens, int) or not 0 < max_tokens < max_model_len:
+        max_tokens = 1
+    return max_model_len - max_tokens

@@ -39,6 +39,16 @@ class StepEngine(Protocol):
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences."""
 
+    @property
+    def lora_names(self) -> list[str]:
+        """The names of the loaded LoRA adapters."""
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, or replace the adapter with this name."""
+
+    def unload_lora(self, name: str) -> None:
+        """Unload a LoRA adapter."""
+
     def step(self) -> list[RequestUpdate]:
         """Compute one step and return the updates of all requests."""
 

@@ -22,17 +22,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
+from nereid_backend.linear.prepack import prepack_linears
 
 # The joined matrices of a step are used again for a later step with fewer adapters, if their total
 # rank is at most this many times the rank that the later step needs.
@@ -44,7 +44,7 @@ class LayerPair(NamedTuple):
 
     Attributes:
         down: [rank, in_features].
-        up: [rank, out_features], the transposed second matrix, multiplied by the adapter's scale.
+        up: [out_features, rank], multiplied by the adapter's scale.
     """
 
     down: Tensor
@@ -57,15 +57,34 @@ AdapterWeights = Mapping[str, LayerPair]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """The matrices of several adapters for one linear layer.
+    """The matrices of several adapters for one linear layer, joined along their ranks.
 
     Attributes:
-        pair: the matrices, joined along their ranks.
-        ranks: for each adapter of the step, in order, the number of rows in `pair.down`.
+        down: the layer with the first matrices.
+        up: the layer with the second matrices.
+        ranks: for each adapter of the step, in order, the number of rows in its first matrix.
     """
 
-    pair: LayerPair
+    down: nn.Linear
+    up: nn.Linear
     ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pairs: list[LayerPair | None]) -> Self:
+        """Join the matrices of adapters. The item of an adapter without matrices is None."""
+        present = [pair for pair in pairs if pair is not None]
+        layers = nn.ModuleList(
+            [
+                _linear(torch.cat([pair.down for pair in present])),
+                _linear(torch.cat([pair.up for pair in present], dim=1)),
+            ]
+        )
+        # torch is several times slower than the packed layers for such narrow matrices on a CPU.
+        prepack_linears(layers)
+        down, up = layers
+        assert isinstance(down, nn.Linear)
+        assert isinstance(up, nn.Linear)
+        return cls(down, up, tuple(0 if pair is None else len(pair.down) for pair in pairs))
 
 
 class LoraLayers:
@@ -170,12 +189,7 @@ class LoraLayers:
         names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])
         for name in names:
             pairs = [self._weights[adapter].get(name) for adapter in adapters]
-            present = [pair for pair in pairs if pair is not None]
-            joined = LayerPair(
-                torch.cat([pair.down for pair in present]), torch.cat([pair.up for pair in present])
-            )
-            ranks = tuple(0 if pair is None else len(pair.down) for pair in pairs)
-            self._joined[name] = _Joined(joined, ranks)
+            self._joined[name] = _Joined.of(pairs)
 
     def _add_product(
         self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
@@ -185,12 +199,11 @@ class LoraLayers:
         joined = self._joined.get(name)
         if self._owners is None or joined is None:
             return
-        down, up = joined.pair
-        rows = inputs[0].reshape(-1, down.shape[1]).to(down.dtype)
-        hidden = functional.linear(rows, down)
+        down, up = joined.down, joined.up
+        hidden = down(inputs[0].reshape(-1, down.in_features).to(down.weight.dtype))
         # Multiplying by zero would not remove NaN and infinity of another request's row.
         hidden.masked_fill_(self._mask(joined.ranks), 0)
-        output.view(-1, up.shape[1]).addmm_(hidden, up)
+        output.view(-1, up.out_features).add_(up(hidden))
 
     def _mask(self, ranks: tuple[int, ...]) -> Tensor:
         """Return which products belong to an adapter other than that of the row.
@@ -206,3 +219,11 @@ class LoraLayers:
             owners = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
             self._masks[ranks] = self._owners[:, None] != owners.to(self._owners.device)
         return self._masks[ranks]
+
+
+def _linear(matrix: Tensor) -> nn.Linear:
+    """Return a linear layer without bias whose weight is `matrix`, [out_features, in_features]."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.out_features, layer.in_features = matrix.shape
+    layer.weight = nn.Parameter(matrix, requires_grad=False)
+    return layer

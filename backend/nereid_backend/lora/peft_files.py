@@ -183,7 +183,7 @@ def _read_weights(
             raise ModelError(f"{file}: {name}: {problem}")
         down, up = parts["A"].to(like), parts["B"].float()
         scale = _scale(file.with_name(_CONFIG_FILE), config, name, rank=len(down))
-        weights[name] = LayerPair(down, (up * scale).t().contiguous().to(like))
+        weights[name] = LayerPair(down, (up * scale).to(like))
     return weights
 
 

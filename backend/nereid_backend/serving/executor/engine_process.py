@@ -5,9 +5,12 @@ Messages, in addition to the messages that every child process has (process_entr
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
                       ["abort", id, index or None]
+                      ["load_lora", id, name, path]
+                      ["unload_lora", id, name]
     engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
                       ["compiled", [[id, monotonic time of the request, of the end], ...]], grammars
+                      ["adapters", id or "", [name, ...]], the names of all LoRA adapters
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
@@ -48,29 +51,44 @@ class EngineService:
     def start(self) -> None:
         """Load the grammar libraries, and send the first statistics."""
         self._engine.warm_up()
+        self._send(["adapters", "", self._engine.lora_names])
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message of the kind "add" or "abort" from the stub."""
+        """Handle a message from the stub. An error refuses only the request of the message."""
         if kind == "abort":
             self._engine.abort(*values)
             return
-        request_id, token_ids, packed_params, num_sequences = values
+        request_id = values[0]
         try:
-            prompt = memoryview(token_ids).cast("i")
-            params = unpack_params(packed_params)
-            if params.n != num_sequences:
-                raise RequestError(
-                    f"envelope: the message from the tokenizer to the executor is for "
-                    f"{num_sequences} sequences, but its sampling parameters have n={params.n}."
-                )
-            self._engine.add_request(request_id, prompt, params)
+            if kind == "add":
+                self._add(*values)
+            elif kind == "load_lora":
+                self._engine.load_lora(*values[1:])
+            else:
+                self._engine.unload_lora(*values[1:])
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:
             # The request ends here. An error of one request must not end the other requests.
             log.exception("request %s could not be added", request_id)
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
+        else:
+            if kind != "add":
+                self._send(["adapters", request_id, self._engine.lora_names])
+
+    def _add(
+        self, request_id: str, token_ids: bytes, packed_params: bytes, num_sequences: int
+    ) -> None:
+        """Add a request to the engine; see `Engine.add_request` for the errors."""
+        prompt = memoryview(token_ids).cast("i")
+        params = unpack_params(packed_params)
+        if params.n != num_sequences:
+            raise RequestError(
+                f"envelope: the message from the tokenizer to the executor is for "
+                f"{num_sequences} sequences, but its sampling parameters have n={params.n}."
+            )
+        self._engine.add_request(request_id, prompt, params)
 
     def advance(self) -> None:
         """Compute one step, and send its updates."""

@@ -8,6 +8,7 @@ postprocessor (feedback.py), and sends steps and errors to the server.
 
 import dataclasses
 import itertools
+import json
 import math
 import threading
 import time
@@ -19,6 +20,8 @@ import numpy as np
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving.executor import adapter_calls
+from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.request_spans import record_spans
@@ -72,6 +75,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
         self._sequences = SharedLimit(settings.max_streams)
         self._sequences_lock = threading.Lock()
+        self._adapter_calls = AdapterCalls()
         # Only the loop's thread uses the following attributes.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -95,6 +99,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
+        parameters = json.loads(request.parameters() or "{}")
+        if is_adapter_call(parameters):
+            change = self._adapter_calls.accept(parameters, sender)
+            if change is None:
+                self.respond_later(sender, self._adapter_calls.listing())
+            else:
+                self.send(change)
+            return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS)
         stream = self._open_stream(envelope, len(token_ids), sender)
@@ -170,9 +182,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif kind == "stats":
             (self._engine_stats,) = values
         elif kind == "refused":
-            request_id, error_class, text = values
-            if stream := self.requests.get(request_id):
-                self.end(stream, refusal_error(error_class, text))
+            self._handle_refusal(*values)
+        elif kind == "adapters":
+            self._handle_adapters(*values)
 
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next step is due."""
@@ -205,6 +217,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         if isinstance(result, CapacityError):
             self._statistics.counts["requests_refused_total"] += 1
         super().respond(sender, result)
+
+    def end_all(self, error: NereidError) -> None:
+        """End all requests, including requests about adapters."""
+        super().end_all(error)
+        for sender in self._adapter_calls.take_waiting():
+            super().respond(sender, error)
 
     def restart_message(self) -> str:
         """Return the reason for which requests are refused while the engine restarts."""
@@ -241,6 +259,27 @@ class ExecutorModel(SupervisedModel[Stream]):
                 "engine_up": int(not self.outage),
             }
             self._metrics.publish(self._engine_stats, own, self._statistics)
+
+    def _handle_refusal(self, request_id: str, error_class: str, text: str) -> None:
+        """End the request that the engine process refuses."""
+        error = refusal_error(error_class, text)
+        if stream := self.requests.get(request_id):
+            self.end(stream, error)
+        elif sender := self._adapter_calls.refuse(request_id):
+            super().respond(sender, error)
+        elif request_id == adapter_calls.RESTORED:
+            tensors.log.error("a LoRA adapter is lost after the restart: %s", error)
+
+    def _handle_adapters(self, call_id: str, names: list[str]) -> None:
+        """Answer the adapter request that the engine has completed.
+
+        A new engine process sends the call id "". It then gets all earlier changes again.
+        """
+        if response := self._adapter_calls.answer(call_id, names):
+            super().respond(*response)
+        if not call_id:
+            for message in self._adapter_calls.history():
+                self.send(message)
 
     def _handle_update(self, update: RequestUpdate) -> None:
         """Add an update of the engine to its stream, or end the stream with the update's error."""

@@ -172,6 +172,8 @@ class ScriptedEngine:
         self._queue: dict[str, _Request] = {}
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []  # scripted output needs no grammar
+        # The scripted engine accepts every adapter, and ignores which adapter a request selects.
+        self._adapters = dict(config.lora_adapters)
         self.info = _info(config, self._tokenizer.get_vocab_size(), () if eos is None else (eos,))
 
     def warm_up(self) -> None:
@@ -212,6 +214,25 @@ class ScriptedEngine:
         for sequence in () if request is None else request.sequences.values():
             if index in (None, sequence.index):
                 sequence.is_aborted = True
+
+    @property
+    def lora_names(self) -> list[str]:
+        """The names of the adapters."""
+        return list(self._adapters)
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Record an adapter without reading its files."""
+        self._adapters[name] = path
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
+        if name not in self._adapters:
+            raise RequestError(f"lora_name: no adapter has the name {name!r}.")
+        del self._adapters[name]
 
     def has_work(self) -> bool:
         """Return whether a request runs or waits."""

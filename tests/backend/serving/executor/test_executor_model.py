@@ -246,3 +246,45 @@ def test_a_wrong_number_of_sequences_ends_only_its_own_request(start, n):
         time.sleep(0.01)
     assert len(neighbour.token_ids) > num_tokens
     assert neighbour.error is None
+
+
+def adapter_request(model, **parameters):
+    """Return the request, with its response, of a call that loads, unloads or lists adapters."""
+    request = Request(
+        **{
+            tensor_names.ENVELOPE: np.zeros(1, np.uint8),
+            tensor_names.PROMPT_TOKEN_IDS: np.zeros(1, np.int32),
+        }
+    )
+    request.request_parameters = json.dumps(parameters)
+    model.execute([request])
+    return request.wait()
+
+
+def adapters(model, **parameters):
+    """Return the names of the adapters after a call."""
+    (reply,) = adapter_request(model, **parameters).replies
+    return json.loads(reply[tensor_names.STATE].tobytes())["adapters"]
+
+
+def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
+    model = start(ENDLESS, lora_adapters="first=/f")
+    assert adapters(model, load_lora="second", lora_path="/s") == ["first", "second"]
+    assert adapters(model, unload_lora="first") == ["second"]
+    assert adapters(model, list_loras=True) == ["second"]
+    os.kill(model.child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while model._num_restarts == 0 or adapters(model, list_loras=True) != ["second"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_adapter_call_without_a_path_or_for_an_unknown_name_is_refused(start):
+    model = start(ENDLESS)
+    refused = adapter_request(model, load_lora="a")
+    assert (
+        refused.error
+        == "[INVALID_ARGUMENT] lora_path: the parameter must be a text, but it is None."
+    )
+    unknown = adapter_request(model, unload_lora="a")
+    assert unknown.error == "[INVALID_ARGUMENT] lora_name: no adapter has the name 'a'."

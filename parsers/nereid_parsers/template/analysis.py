@@ -67,7 +67,7 @@ from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.format import Format, Messages, Sections, Source, Wrapper
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.environment import CompiledTemplate
@@ -141,17 +141,36 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    if not prober.find_content_form():
+    content_form = prober.find_content_form()
+    if content_form is None:
         why = next(iter(prober.refusals.values()), "the rendering does not contain the content")
         prober.undecided.append(f"The template does not render plain content: {why}")
-    prober.find_call_form()
+    else:
+        prober.form = content_form
+    call_form = prober.find_call_form()
+    if call_form is not None:
+        prober.form = call_form
     frame = compare_generation_prompt(prober)
     quarantined = find_quarantined(jinja_source)
-    return _infer(frame) if quarantined is None else _recognise(frame, *quarantined)
+    if quarantined is None:
+        return _infer(frame)
+    entry, fmt = quarantined
+    return _recognise(frame, entry, fmt, has_calls=call_form is not None)
 
 
-def _recognise(frame: TurnFrame, entry: QuarantineEntry, fmt: Format) -> TemplateAnalysis:
-    """Return the analysis of a template whose format is given in known_formats.py."""
+def _recognise(
+    frame: TurnFrame, entry: QuarantineEntry, fmt: Format, has_calls: bool
+) -> TemplateAnalysis:
+    """Return the analysis of a template whose format is given in known_formats.py.
+
+    The report shows the comparisons, although the format is not inferred from them.
+
+    Args:
+        frame: The frame of the model's turn.
+        entry: The description of the template.
+        fmt: The format.
+        has_calls: Whether the template renders tool calls.
+    """
     prober = frame.prober
     prober.undecided.append(
         f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
@@ -159,11 +178,9 @@ def _recognise(frame: TurnFrame, entry: QuarantineEntry, fmt: Format) -> Templat
     reasoning = find_rendered_reasoning(frame)
     renderer = CallRenderer(frame)
     compare_call_presence(renderer)
-    tools = ToolFindings(
-        form="recognised" if prober.has_call_form else NO_CALLS,
-        is_parallel=bool(compare_two_calls(renderer)),
-    )
-    compare_content(frame, None, None)  # sets the end markers of the frame
+    two_calls = compare_two_calls(renderer)
+    tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
+    frame.end_markers = compare_content(frame, ReasoningFindings()).end_markers
     if isinstance(fmt.layout, Messages):
         message_ends = fmt.layout.ends
         turn_ends = tuple(end for end in frame.end_markers if end not in message_ends)
@@ -174,11 +191,11 @@ def _recognise(frame: TurnFrame, entry: QuarantineEntry, fmt: Format) -> Templat
 def _infer(frame: TurnFrame) -> TemplateAnalysis:
     """Make all comparisons, infer the format and check the format."""
     reasoning = find_reasoning(frame)
-    wrapper = compare_content(frame, reasoning.part, reasoning.wrapper)
-    if wrapper is None:
-        wrapper = compare_content_with_call(frame, reasoning.part)
+    content = compare_content(frame, reasoning)
+    frame.end_markers = content.end_markers
+    wrapper = content.wrapper or compare_content_with_call(frame, reasoning.part)
     tools = find_tools(frame, reasoning.part, wrapper)
-    fmt = _make_format(frame, reasoning.part, wrapper, tools)
+    fmt = _make_format(frame, reasoning, wrapper, tools)
     proofs = parse_renderings(fmt, frame, reasoning, tools)
     wrong_calls = [proof for proof in proofs if proof.differs and proof.name == ONE_CALL_PROOF]
     if wrong_calls:
@@ -186,8 +203,8 @@ def _infer(frame: TurnFrame) -> TemplateAnalysis:
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_calls[0].text!r}."
         )
-        tools = ToolFindings()
-        fmt = _make_format(frame, reasoning.part, wrapper, tools)
+        tools = ToolFindings(inner_headers=tools.inner_headers)
+        fmt = _make_format(frame, reasoning, wrapper, tools)
         proofs = parse_renderings(fmt, frame, reasoning, tools)
     frame.prober.undecided += [
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
@@ -199,20 +216,23 @@ def _infer(frame: TurnFrame) -> TemplateAnalysis:
 
 
 def _make_format(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None, tools: ToolFindings
+    frame: TurnFrame, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
 ) -> Format:
     """Return the format with the inferred parts.
 
     If the parts contradict each other, return the format for plain content and record the reason.
     """
-    headers = (*frame.inner_headers, header_after_result(frame))
+    # The parser removes the headers that the model writes inside a message like end markers.
+    inner_headers = tools.inner_headers or reasoning.inner_headers
+    headers = (*inner_headers, header_after_result(frame))
     ends = [end for end in (*frame.end_markers, *tools.end_markers, *headers) if end]
     sources = (Source("inferred from the chat template"),)
     plain = Format("plain", Sections(), ends=tuple(dict.fromkeys(ends)), sources=sources)
-    reasoning_markers = (*reasoning.opens, *reasoning.closes) if reasoning is not None else ()
+    part = reasoning.part
+    reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
     turn = turn_markers(frame, [marker.strip() for marker in reasoning_markers])
     try:
-        layout = Sections(reasoning, wrapper, tools.part)
+        layout = Sections(part, wrapper, tools.part)
         return replace(plain, name="inferred", layout=layout, turn=turn)
     except FormatError as error:
         frame.prober.undecided.append(f"The inferred parts contradict each other: {error}")

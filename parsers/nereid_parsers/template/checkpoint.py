@@ -6,6 +6,7 @@ The sources of the format are, in this order: names that the user chose, the che
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from dataclasses import dataclass
@@ -187,6 +188,7 @@ def format_for_checkpoint(
     reasoning: str | None = None,
     tools: str | None = None,
     name: str | None = None,
+    chat_template: str | None = None,
 ) -> ChosenFormat:
     """Return the format of a checkpoint, with the reason for the choice.
 
@@ -201,6 +203,7 @@ def format_for_checkpoint(
         tools: A name of the registry. The tool section of that format is used. If only one of
             `reasoning` and `tools` is given, the other sources determine the other part.
         name: A name of the registry. The whole format is used.
+        chat_template: The source of a chat template that replaces the checkpoint's one.
 
     Raises:
         FormatError: A name is unknown, or the path is neither a checkpoint nor a template.
@@ -211,7 +214,10 @@ def format_for_checkpoint(
         fmt = get_format(reasoning=reasoning, tools=tools)
         why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
         return ChosenFormat(fmt, "chosen", why)
-    file_format = _format_of_files(read_checkpoint(path))
+    text = read_checkpoint(path)
+    if chat_template is not None:
+        text = dataclasses.replace(text, template=chat_template)
+    file_format = _format_of_files(text)
     if reasoning is None and tools is None:
         return file_format
     return _combine(file_format, reasoning, tools)

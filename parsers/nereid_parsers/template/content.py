@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -22,47 +23,62 @@ from nereid_parsers.template.difference import (
     markers,
 )
 from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 
 # Markers with a word between them: `<|out|>turn<|of|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 
 
-def compare_content(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
-) -> Wrapper | None:
+@dataclass(frozen=True, slots=True)
+class ContentFindings:
+    """The result of comparison C1.
+
+    Attributes:
+        wrapper: The markers around the content, or None if the content has no markers.
+        end_markers: The markers that end the model's turn.
+    """
+
+    wrapper: Wrapper | None = None
+    end_markers: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return the findings as sentences for the report."""
+        text = "Content is written without markers."
+        if self.wrapper is not None:
+            text = f"Content is written between {self.wrapper.open!r} and {self.wrapper.close!r}."
+        return f"{text} {self.end_markers[0]!r} ends the turn." if self.end_markers else text
+
+
+def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFindings:
     """Compare a conversation that ends with a question with one that ends with an answer.
 
-    Set `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
-    wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.
+    Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
+    `</answer>` and the end marker `<|im_end|>`.
 
     Args:
         frame: The frame of the model's turn.
-        reasoning: The reasoning part of the format.
-        wrapper_of_reasoning: The wrapper of the content in a message with reasoning.
-
-    Returns:
-        The wrapper of the content, or None if the content has no markers.
+        reasoning: The findings about reasoning. If messages with reasoning show a wrapper of the
+            content, that wrapper is the default.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = frame.text_after_header(conversation) or ""
     before, content, after = text.partition(CONTENT_TEXT)
     if not content:
-        return wrapper_of_reasoning
-    wrapper = wrapper_of_reasoning
-    opening = strip_reasoning_markers(before, reasoning).lstrip()
+        return ContentFindings(reasoning.wrapper)
+    wrapper = reasoning.wrapper
+    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
     if opening:
         wrapper = Wrapper(opening, _wrapper_close(after, opening.strip(), frame))
         after = after.removeprefix(wrapper.close)
-    frame.end_markers = tuple(_end_markers(after, frame))
-    finding = "Content is written without markers."
-    if wrapper is not None:
-        finding = f"Content is written between {wrapper.open!r} and {wrapper.close!r}."
-    if frame.end_markers:
-        finding += f" {frame.end_markers[0]!r} ends the turn."
+    findings = ContentFindings(wrapper, tuple(_end_markers(after, frame)))
     frame.prober.record(
-        "C1 content", "The assistant answers.", Conversation(), conversation, finding
+        "C1 content",
+        "The assistant answers.",
+        Conversation(),
+        conversation,
+        findings.describe(),
     )
-    return wrapper
+    return findings
 
 
 def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
@@ -77,21 +93,32 @@ def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> 
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text = strip_reasoning_markers(frame.text_after_header(with_content) or "", reasoning)
-    before, _, after = text.partition(CONTENT_TEXT)
+    before, _, after = _text_without_reasoning(frame, with_content, reasoning).partition(
+        CONTENT_TEXT
+    )
     opening = before.strip()
     closing = leading_marker(after)
     if not closing or MARKER.fullmatch(opening) is None:
         return None
-    text_of_call = strip_reasoning_markers(frame.text_after_header(call_only) or "", reasoning)
-    empty_pair = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    if not re.match(empty_pair, text_of_call):
+    empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
+    if not re.match(empty_content, _text_without_reasoning(frame, call_only, reasoning)):
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     frame.prober.record(
         "C2 content with a call", "The message has content.", call_only, with_content, finding
     )
     return Wrapper(opening, closing)
+
+
+def _text_without_reasoning(
+    frame: TurnFrame, conversation: Conversation, reasoning: Reasoning | None
+) -> str:
+    """Return the rendered answer of a conversation without the markers of empty reasoning.
+
+    Return "" if the template refuses the conversation. Example: the answer
+    "<think></think><call>.." gives "<call>..".
+    """
+    return strip_reasoning_markers(frame.text_after_header(conversation) or "", reasoning)
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
@@ -175,6 +202,8 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     if compound:
         return compound
     marker = leading_marker(after)
+    if not marker:
+        return ""
     # A marker that also follows user messages ends the turn, unless its spelling shows that it
     # closes the content.
     ends_turn = marker == EOS_TOKEN or marker in frame.trailing_text

@@ -69,9 +69,9 @@ class TurnFrame:
         header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
         prompts: The generation prompts, one for each setting of the switches that the template
             renders. The first one is the default.
-        end_markers: The markers that end a turn: `("<|im_end|>",)`. `compare_content` sets them.
+        end_markers: The markers that end a turn: `("<|im_end|>",)`. They are set when
+            `compare_content` has found them.
         trailing_text: The text that the template writes after the last message: `"<|im_end|>\n"`.
-        inner_headers: Headers that the model writes itself between two parts of one message.
     """
 
     prober: Prober
@@ -79,7 +79,6 @@ class TurnFrame:
     prompts: list[GenerationPrompt] = field(default_factory=list)
     end_markers: tuple[str, ...] = ()
     trailing_text: str = ""
-    inner_headers: tuple[str, ...] = ()
 
     def text_after_header(self, conversation: Conversation) -> str | None:
         r"""Return the text after the header of the model's turn in a rendered conversation.
@@ -91,13 +90,14 @@ class TurnFrame:
         if text is None:
             return None
         has_result = conversation.after_tool_result and RESULT_TEXT in text
-        rest = text_after_last(text, RESULT_TEXT if has_result else USER_TEXT)
-        header = self._header_in(rest)
-        if header:
-            _, _, after_header = rest.partition(header)
-            return after_header
-        # Without a header, the answer starts where the user's message ends.
-        return rest.removeprefix(common_prefix(rest, self.trailing_text))
+        last_input = RESULT_TEXT if has_result else USER_TEXT
+        after_input = text_after_last(text, last_input)
+        header = self._header_in(after_input)
+        if not header:
+            # Without a header, the answer starts after the markup that ends the user's message.
+            return after_input.removeprefix(common_prefix(after_input, self.trailing_text))
+        _, _, after_header = after_input.partition(header)
+        return after_header
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Return the text that a model would generate for the answer of a conversation.
@@ -205,11 +205,24 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     header = _strip_prefixes(frame.header.strip(), frame.end_markers)
     if not markers(header):
         return ()
-    prompt = _prompt_after_result(frame.prober)
-    if prompt is None or header in prompt:
+    after_result = _prompt_after_result(frame.prober)
+    if after_result is None or header in after_result:
         return (header,)
-    opening = trailing_marker(_strip_suffixes(prompt, reasoning_markers))
-    return (header, opening) if opening else ()
+    other_marker = _marker_after_result(after_result, reasoning_markers)
+    return (header, other_marker) if other_marker else ()
+
+
+def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
+    """Return the marker that opens the model's turn after a tool's result, or "".
+
+    >>> _marker_after_result("</result><|answer|><think>", ["<think>"])
+    '<|answer|>'
+
+    Args:
+        after_result: The text after the result in a prompt.
+        reasoning_markers: The markers of reasoning.
+    """
+    return trailing_marker(_strip_suffixes(after_result, reasoning_markers))
 
 
 def _prompt_after_result(prober: Prober) -> str | None:

@@ -63,7 +63,6 @@ class Prober:
         kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary, if known.
         form: The form in which the template expects conversations.
-        has_call_form: Whether the template renders some form of tool calls completely.
         refusals: The template's error messages, by the conversation that the template refused.
         comparisons: The comparisons so far, for the report.
         undecided: Sentences that describe what could not be inferred, and why.
@@ -75,7 +74,7 @@ class Prober:
     kwargs: Mapping[str, Any]
     added_tokens: frozenset[str] = frozenset()
     form: InputForm = field(default_factory=InputForm)
-    has_call_form: bool = False
+
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
@@ -83,22 +82,27 @@ class Prober:
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
-    def render(self, conversation: Conversation) -> str | None:
+    def render(self, conversation: Conversation, form: InputForm | None = None) -> str | None:
         """Return the rendered conversation, or None if the template refuses to render it.
 
         The numbers and ids of tool calls are replaced by COUNTER_MARK and ID_MARK. Each
         conversation is rendered once in each form.
+
+        Args:
+            conversation: The conversation.
+            form: The form of the messages, or None for the attribute `form`.
         """
-        key = (conversation, self.form)
+        form = form or self.form
+        key = (conversation, form)
         if key not in self._cache:
-            self._cache[key] = self._render(conversation)
+            self._cache[key] = self._render(conversation, form)
         return self._cache[key]
 
-    def _render(self, conversation: Conversation) -> str | None:
-        """Render a conversation in the current form. See `render`."""
-        has_tools = conversation.tools or self.form.always_tools
+    def _render(self, conversation: Conversation, form: InputForm) -> str | None:
+        """Render a conversation in a form. See `render`."""
+        has_tools = conversation.tools or form.always_tools
         variables = {
-            "messages": self.form.messages(conversation),
+            "messages": form.messages(conversation),
             # The template gets a copy, because it may change the list.
             "tools": copy.deepcopy(TOOLS) if has_tools else None,
             "documents": None,
@@ -113,10 +117,10 @@ class Prober:
             text = self.template.render(variables)
         except RenderRefused as refusal:
             if self._fill_undefined_variable(str(refusal)):
-                return self._render(conversation)
+                return self._render(conversation, form)
             self.refusals[conversation] = str(refusal)
             return None
-        return _mask_call_ids(text, self.form)
+        return _mask_call_ids(text, form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
         """Define the variable that a refusal reports as undefined. Its value becomes "".
@@ -154,44 +158,41 @@ class Prober:
 
     # ---- the form of the input -------------------------------------------------------------------
 
-    def find_content_form(self) -> bool:
-        """Set `form` to the first form in which the template renders plain content.
+    def find_content_form(self) -> InputForm | None:
+        """Return the first form in which the template renders plain content.
 
-        Returns:
-            False if the template renders plain content in no form.
+        Return None if the template renders plain content in no form.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
-            self.form = form
-            text = self.render(conversation) or ""
+            text = self.render(conversation, form) or ""
             if CONTENT_TEXT in text and USER_TEXT in text:
-                return True
-        self.form = InputForm()
-        return False
+                return form
+        return None
 
-    def find_call_form(self) -> None:
-        """Set `form` to the first form in which the template renders a whole tool call.
+    def find_call_form(self) -> InputForm | None:
+        """Return the first variant of `form` in which the template renders a whole tool call.
 
-        Set `has_call_form` to True if there is such a form.
+        Return None if there is no such variant.
         """
-        content_form = self.form
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
-        for form in forms_of_calls(content_form):
-            self.form = form
-            text = self.render(conversation)
-            if text is not None and _shows_call(self._text_of_answer(text)):
-                self.has_call_form = True
-                return
-        self.form = content_form
+        for form in forms_of_calls(self.form):
+            if _shows_call(self._text_of_answer(conversation, form)):
+                return form
+        return None
 
-    def _text_of_answer(self, text: str) -> str:
-        """Return the text that the answer adds to a rendering.
+    def _text_of_answer(self, conversation: Conversation, form: InputForm) -> str:
+        """Return the text that the answer of a conversation with tools adds to the rendering.
 
         Some templates list the tools at the end of the conversation. This list is removed from the
-        text. Example: "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ".
+        text. Example: "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ". Return "" if the
+        template refuses the conversation.
         """
-        without_answer = self.render(Conversation(tools=True)) or ""
+        text = self.render(conversation, form)
+        if text is None:
+            return ""
+        without_answer = self.render(Conversation(tools=True), form) or ""
         after_question = text_after_last(without_answer, USER_TEXT)
         return drop_common_suffix(text_after_last(text, USER_TEXT), after_question)
 

@@ -55,10 +55,12 @@ class ReasoningMarkup:
     Attributes:
         part: The reasoning part of the format.
         wrapper: The markers around the content, if the comparison shows them.
+        inner_headers: Headers that the model itself writes between the reasoning and the content.
     """
 
     part: Reasoning
     wrapper: Wrapper | None = None
+    inner_headers: tuple[str, ...] = ()
 
 
 def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
@@ -78,7 +80,7 @@ def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
     if conversation is not None:
         part = compare_reasoning_before_call(frame, part, conversation)
     part = replace(part, opener=_infer_opener(frame, part))
-    return replace(rendered, part=part, wrapper=markup.wrapper)
+    return replace(rendered, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
 def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
@@ -99,8 +101,7 @@ def compare_reasoning_presence(
 ) -> ReasoningMarkup | None:
     """Compare a message without and with reasoning (comparison R1).
 
-    Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. Set
-    `frame.inner_headers` if a header is written between reasoning and content.
+    Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
 
     Args:
         frame: The frame of the model's turn.
@@ -128,14 +129,15 @@ def compare_reasoning_presence(
         f"Reasoning is written between {opening!r} and {closing!r}.",
     )
     header = frame.header.strip()
+    has_inner_header = bool(header) and header in around.between
     before_content = around.between.removeprefix(closing)
-    if header and header in around.between:
-        frame.inner_headers = (header,)
+    if has_inner_header:
         before_content = before_content.replace(header, "")
     also_open = last_marker_alone(opening, closing + frame.header)
     return ReasoningMarkup(
         Reasoning(opening, closing, also_open=also_open),
         content_wrapper(before_content, around.after) if answer.content else None,
+        inner_headers=(header,) if has_inner_header else (),
     )
 
 
@@ -231,7 +233,7 @@ def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
     """
     for prompt in frame.prompts[1:]:
         if prompt.switches.system:
-            continue
+            continue  # The probe itself has written the added system message.
         pairs = empty_pairs(difference(frame.prompts[0].text, prompt.text).right)
         if not pairs or not is_thinking_marker(pairs[0][0]):
             continue
@@ -273,17 +275,19 @@ def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
     `content.split('</think>')` shows the marker `</think>`.
     """
     for literal in frame.prober.template.literals:
-        pair = named_pair(literal)
-        if pair is None:
+        reasoning_pair = named_pair(literal)
+        if reasoning_pair is None:
             continue
+        _, closing = reasoning_pair
         frame.prober.record(
             "R4 source",
             _UNCHANGED,
+            Conversation(),  # This comparison renders nothing, so the report shows no difference.
             Conversation(),
-            Conversation(),
-            f"A string constant of the template contains {pair[1]!r}.",
+            f"A string constant of the template contains {closing!r}.",
         )
-        return _markup_of_pairs([pair, *(other for other in empty_pairs(literal) if other != pair)])
+        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
+        return _markup_of_pairs([reasoning_pair, *other_pairs])
     return None
 
 
@@ -306,12 +310,11 @@ def compare_reasoning_before_call(
     Returns:
         `part`, with the marker that interrupts reasoning if there is such a marker.
     """
-    answer = AssistantMessage("", REASONING_TEXT, ONE_CALL)
-    conversation = replace(conversation, answer=answer, tools=True)
-    text = frame.text_after_header(conversation) or ""
-    _, reasoning, after = text.partition(REASONING_TEXT)
-    between, name, _ = after.rpartition(FIRST_TOOL)
-    if not reasoning or not name or part.close.strip() in between:
+    call_only = AssistantMessage(calls=ONE_CALL)
+    with_reasoning = replace(call_only, reasoning=REASONING_TEXT)
+    reasoned = replace(conversation, answer=with_reasoning, tools=True)
+    between = _text_between(frame.text_after_header(reasoned) or "", REASONING_TEXT, FIRST_TOOL)
+    if between is None or part.close.strip() in between:
         return part
     interruption = next(iter(markers(between)), "")
     if not interruption:
@@ -323,11 +326,24 @@ def compare_reasoning_before_call(
     frame.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        replace(conversation, answer=AssistantMessage(calls=ONE_CALL)),
-        conversation,
+        replace(reasoned, answer=call_only),
+        reasoned,
         f"{interruption!r} ends reasoning that has no closing marker.",
     )
     return replace(part, interrupted_by=(interruption,))
+
+
+def _text_between(text: str, first: str, last: str) -> str | None:
+    """Return the text between the first occurrence of `first` and the last occurrence of `last`.
+
+    Return None if `text` does not contain `first` and, after it, `last`.
+
+    >>> _text_between("<think>REASONING<call>f", "REASONING", "f")
+    '<call>'
+    """
+    _, found_first, after = text.partition(first)
+    between, found_last, _ = after.rpartition(last)
+    return between if found_first and found_last else None
 
 
 def _first_occurring(frame: TurnFrame, candidates: list[str]) -> str:

@@ -46,6 +46,7 @@ class ReasoningFindings:
             reasoning must be a part of the content, see `InputForm.reasoning`.
         switches: The text that each switch puts after the header in the generation prompt, if that
             text differs from the default. Example: {"enable_thinking=False": "<think></think>"}.
+        inner_headers: Headers that the model itself writes between the reasoning and the content.
     """
 
     part: Reasoning | None = None
@@ -53,6 +54,7 @@ class ReasoningFindings:
     conversation: Conversation | None = None
     fields: tuple[str, ...] = ()
     switches: dict[str, str] = field(default_factory=dict)
+    inner_headers: tuple[str, ...] = ()
 
 
 def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
@@ -118,10 +120,8 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
         return (form.reasoning,)
     rendered = []
     for name in REASONING_FIELDS:
-        prober.form = replace(form, reasoning=name)
-        if REASONING_TEXT in (prober.render(conversation) or ""):
+        if REASONING_TEXT in (prober.render(conversation, replace(form, reasoning=name)) or ""):
             rendered.append(name)
-    prober.form = form
     return tuple(rendered)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
@@ -92,6 +93,7 @@ class ToolFindings:
         is_parallel: Whether one message can have several tool calls.
         with_content: Whether one message can have both content and tool calls.
         end_markers: The markers after the tool calls that end the turn.
+        inner_headers: Headers that the model itself writes between the content and a tool call.
     """
 
     part: ToolSection | None = None
@@ -99,6 +101,7 @@ class ToolFindings:
     is_parallel: bool = False
     with_content: bool = False
     end_markers: tuple[str, ...] = ()
+    inner_headers: tuple[str, ...] = ()
 
 
 def find_tools(
@@ -135,7 +138,8 @@ def find_tools(
             form=calls.form,
             end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
         )
-    return replace(findings, with_content=compare_content_before_call(frame))
+    with_content, inner_headers = compare_content_before_call(frame)
+    return replace(findings, with_content=with_content, inner_headers=inner_headers)
 
 
 # ---- rendered tool calls ------------------------------------------------------------------------
@@ -261,33 +265,44 @@ def _change_text(parts: Difference) -> str:
     return f"{parts.left!r} becomes {parts.right!r}."
 
 
-def compare_content_before_call(frame: TurnFrame) -> bool:
+class ContentBeforeCall(NamedTuple):
+    """The result of comparison T8.
+
+    Attributes:
+        is_rendered: Whether a message can have both content and tool calls.
+        inner_headers: The header and the end marker that the model itself writes between the
+            content and the tool call, if the template writes them as two turns.
+    """
+
+    is_rendered: bool
+    inner_headers: tuple[str, ...] = ()
+
+
+def compare_content_before_call(frame: TurnFrame) -> ContentBeforeCall:
     """Compare a tool call alone and a tool call with content before it (comparison T8).
 
-    Set `frame.inner_headers` if the template writes content and tool calls as two turns. Example:
-    in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and the header
-    `<|start|>assistant`.
-
-    Returns:
-        Whether a message can have both content and tool calls.
+    Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and
+    the header `<|start|>assistant`.
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = frame.text_after_header(with_content) or ""
     _, content, after_content = text.partition(CONTENT_TEXT)
     between, name, _ = after_content.rpartition(FIRST_TOOL)
     if not content or not name:
-        return False
+        return ContentBeforeCall(is_rendered=False)
     finding = "Content is written before the call."
+    inner_headers: tuple[str, ...] = ()
     header = frame.header.strip()
     if header and header in between:
         finding = "Content and calls are written as separate turns."
         before_header, _, _ = between.partition(header)
-        frame.inner_headers = (header, *markers(before_header)[:1])
+        end_marker = markers(before_header)[:1]
+        inner_headers = (header, *end_marker)
     call_only = conversation_with_calls(*ONE_CALL)
     frame.prober.record(
         "T8 content before a call", "The message has content.", call_only, with_content, finding
     )
-    return True
+    return ContentBeforeCall(True, inner_headers)
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
@@ -357,14 +372,13 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
 
     If the section is invalid, append the reason to `undecided`.
     """
-    has_open = bool(calls.markup.open.strip())
+    open_marker = calls.markup.open
+    if not open_marker.strip():
+        # Without an opening marker there is no section, so `close` does not belong to one.
+        open_marker = ""
+        close = ""
     try:
-        return ToolSection(
-            calls.calls,
-            open=calls.markup.open if has_open else "",
-            close=close.rstrip() if has_open else "",
-            separator=calls.markup.separator,
-        )
+        return ToolSection(calls.calls, open_marker, close.rstrip(), calls.markup.separator)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None

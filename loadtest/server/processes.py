@@ -54,8 +54,8 @@ def roles(served: Served) -> dict[str, psutil.Process]:
             if process.status() == psutil.STATUS_ZOMBIE or not words:
                 continue
             role = _role(words)
-            if role == "worker" and (stub := process.parent()) is not None:
-                role = _role(stub.cmdline() or words).replace("stub", "worker")
+            if role == "worker":  # the last argument is "worker of the model NAME"
+                role = f"{words[-1].split()[-1]} worker"
         except psutil.NoSuchProcess:
             continue
         name, number = role, 2
@@ -75,6 +75,7 @@ def _role(words: list[str]) -> str:
         # The engine starts the process for trials of grammars with the first slow grammar.
         kinds = {
             "nereid_client": "frontend",
+            "nereid_backend.serving.process.fork_server": "fork server",
             "nereid_backend.grammar.trial_process": "grammar trials",
         }
         return kinds.get(module, "worker" if module.endswith("pooling_worker") else "engine")

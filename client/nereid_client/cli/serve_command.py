@@ -16,7 +16,7 @@ from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_pat
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError, complain
 from nereid_client.settings import SCHEMA, VARIABLES, Settings
-from nereid_client.supervise import pooling_models, startup_checks
+from nereid_client.supervise import fork_server, pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.supervise.supervisor import (
@@ -81,6 +81,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME",
         help="The name of the model in the API. The default is the name of the folder. "
         "[NEREID_SERVED_MODEL_NAME]",
+    )
+    model.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="A LoRA adapter, which requests select with the model NAME. The flag can be repeated. "
+        "[NEREID_LORA_ADAPTERS]",
     )
     engine_settings = json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))
     for flag, metavar in _ENGINE_FLAGS.items():
@@ -204,6 +212,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     addresses = {flag: (host, getattr(args, _attribute(flag))) for flag in _PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
     startup_checks.check_model_settings(repository, environment)
+    fork_server_address = fork_server.choose_address(repository, environment)
+    if fork_server_address:
+        environment[fork_server.ADDRESS_VARIABLE] = fork_server_address
     shm_prefix = f"nereid_{os.getpid()}_"
     openai_url = f"http://{_local_host(settings.host)}:{settings.port}"
     http_url = f"http://{_local_host(host)}:{args.http_port}"
@@ -237,6 +248,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
         log_format=settings.log_format,
+        fork_server=fork_server_address,
     )
 
 
@@ -253,6 +265,8 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         value = getattr(args, _attribute(flag))
         if value is not None:
             environment[variable] = value
+    if args.lora:
+        environment["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
     if os.environ.get("NEREID_GRPC_URL") not in (None, "", grpc_url):
         complain(
@@ -267,6 +281,14 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         "NEREID_METRICS_URL": _metrics_url(args),
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
+
+
+def _absolute_adapter(value: str) -> str:
+    """Return a value of --lora with an absolute path. Example: "a=b" gives "a=/folder/b"."""
+    name, separator, path = value.partition("=")
+    if not (name and path) or "," in value:
+        raise CliError(f"--lora: the value must be NAME=PATH without a comma, but it is {value!r}.")
+    return f"{name}{separator}{Path(path).expanduser().absolute()}"
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:

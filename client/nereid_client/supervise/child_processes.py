@@ -56,6 +56,7 @@ class ChildProcess:
         environment: all environment variables of the program.
         log: the log file.
         on_line: is called with each line of the output that starts with `nereid:`, except errors.
+        files: the file descriptors that the program inherits.
 
     Attributes:
         errors: the last lines that a Triton server marked as errors.
@@ -74,6 +75,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         log: IO[str],
         on_line: Callable[[str], None],
+        files: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
@@ -89,6 +91,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_die_with_parent,
+            pass_fds=files,
         )
         self._reader = threading.Thread(target=self._relay, args=(log, on_line), daemon=True)
         self._reader.start()

@@ -16,6 +16,7 @@ from typing import IO, cast
 from nereid_client.console import CliError, complain, say, set_line_format
 from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
+from nereid_client.supervise.fork_server import start_fork_server
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, HangWatch
 from nereid_client.supervise.memory_watch import MemoryWatch
@@ -75,6 +76,7 @@ class ServePlan:
         warnings: sentences that are printed at the start.
         restarts: the limits on restarts.
         drain_timeout_s: the time that running requests have to finish after a signal to stop.
+        fork_server: the address of the fork server to start (fork_server.py), or None.
     """
 
     server: Program
@@ -93,6 +95,7 @@ class ServePlan:
     restarts: RestartPolicy
     drain_timeout_s: float
     log_format: str = "text"
+    fork_server: str | None = None
 
     @property
     def log_name(self) -> str:
@@ -166,6 +169,7 @@ class Supervisor:
         self._hang_watches: list[HangWatch] = []
         self._memory = MemoryWatch(plan.max_process_memory, complain)
         self._programs: list[SupervisedProgram] = []
+        self._fork_server: ChildProcess | None = None
 
     @property
     def _server(self) -> SupervisedProgram:
@@ -191,6 +195,9 @@ class Supervisor:
         say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_name}")
         for warning in plan.warnings:
             complain(f"nereid: warning: {warning}")
+        if plan.fork_server:
+            environment = plan.server.environment
+            self._fork_server = start_fork_server(plan.fork_server, environment, log, say)
         for program in (plan.server, plan.frontend_program):
             self._programs.append(SupervisedProgram(program, plan.restarts, log))
         self._start_warm_up()
@@ -296,6 +303,9 @@ class Supervisor:
         # The requests to this program may wait forever. They fail at once when it is killed.
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
+        if self._fork_server is not None:
+            # It kills the processes that it has created for the stubs of a dead server.
+            others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
         if program is self._server:
             self._remove_shared_memory()
@@ -382,6 +392,8 @@ class Supervisor:
             is_server = program is self._server
             grace_s = SERVER_EXIT_TIMEOUT_S + 5.0 if is_server else _FRONTEND_GRACE_S
             program.child.stop(grace_s, self._hurry.wait)
+        if self._fork_server is not None:
+            self._fork_server.stop(_LEFTOVER_GRACE_S, self._hurry.wait)
         leftovers = end_descendants(_LEFTOVER_GRACE_S, self._hurry.wait)
         if leftovers:
             say(f"nereid: ended processes that were still running: {', '.join(leftovers)}")

@@ -7,11 +7,9 @@ module runs in the parent, which is a stub of Triton server. process_entry.py ru
 
 import contextlib
 import functools
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any, Self
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError, pack
+from nereid_backend.serving.process.forked_process import start_process
 from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
 from nereid_backend.serving.process.outbox import Outbox
 
@@ -81,13 +80,7 @@ class ChildProcess:
     def __init__(self, program: ChildProgram) -> None:
         """Start the process. Call `start` instead, which also waits until the model is loaded."""
         parent_end, child_end = socket.socketpair()
-        # Use the interpreter of the stub's environment. An embedded Python may not know its path.
-        python = sys.executable or shutil.which("python3") or "python3"
-        self._process = subprocess.Popen(
-            [python, "-m", program.module, str(child_end.fileno())],
-            pass_fds=[child_end.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
+        self._process = start_process(program.module, child_end, program.title)
         child_end.close()
         self.pid = self._process.pid
         self.info: dict[str, Any] = {}
@@ -113,7 +106,7 @@ class ChildProcess:
         Args:
             program: the program and its limits.
             progress: called with one line for each slow operation of loading.
-            meanwhile: called a few times a second while the process loads.
+            meanwhile: a function that is called a few times a second while the process loads.
 
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
@@ -169,8 +162,8 @@ class ChildProcess:
             limit = self._program.hang_timeout
             raise EngineDiedError(
                 f"the {self._program.name} process was killed, because it sent no message for "
-                f"{self._hang_watch.silent_s:.0f} s during one step and the limit is "
-                f"{limit.value} s ({limit.setting})."
+                f"{self._hang_watch.silent_s:.0f} s during one step. The limit is {limit.value} s "
+                f"({limit.setting})."
             )
         return messages
 

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports torch and transformers once, and forks the engine process and the worker processes.
+
+    python -m nereid_backend.serving.process.fork_server FD MODULE...
+
+FD is an inherited Unix socket that listens for requests, and each MODULE is imported at once. The
+imports take several seconds of CPU time, and a forked process has them already. `nereid serve`
+starts the fork server before Triton server. A stub that finds no fork server starts its child
+process itself (forked_process.py).
+
+Each connection to the socket belongs to one child process:
+
+    stub -> fork server    one byte and the four open files of `_receive`
+    fork server -> stub    the process id, and at the end of the process its exit code
+
+A number is 8 bytes long. If the connection is closed earlier, the stub has died, and the fork
+server kills the child process. If the fork server cannot create the process, it closes the
+connection.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import logging
+import os
+import platform
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from nereid_backend.fast_imports import importing
+
+NUMBER = struct.Struct("!q")
+"""The format of the process id and of the exit code."""
+_CREDENTIALS = struct.Struct("3i")
+_FILES_OF_REQUEST = 4
+# The positions of arg_start and arg_end among the fields of /proc/self/stat after the program name.
+_ARGUMENTS = slice(45, 47)
+# Environment variables that no library reads while it is imported.
+_IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
+_IGNORED_VARIABLES = {
+    *("LD_LIBRARY_PATH", "PATH", "PYTHONUNBUFFERED", "XDG_CACHE_HOME", "XDG_STATE_HOME"),
+    *("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "_"),
+}
+
+log = logging.getLogger("nereid")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a child process.
+
+    Attributes:
+        connection: the connection to the stub.
+        module: the module to run, as `python -m` does.
+        arguments: the arguments of the module. The text "{fd}" stands for the file descriptor of
+            the channel.
+        python: the version of the stub's Python and the path of its package nereid_backend.
+        environment: the environment variables of the child process.
+        folder: the current folder of the child process.
+        files: the channel to the stub, the standard output and the standard error.
+    """
+
+    connection: socket.socket
+    module: str
+    arguments: list[str]
+    python: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: list[int]
+
+
+def python_identity() -> list[str]:
+    """Return the version of this Python and the path of its package nereid_backend."""
+    return [platform.python_version(), str(Path(__file__).resolve().parents[2])]
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket belongs to this user."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(packed)[1] == os.getuid())
+
+
+class ForkServer:
+    """Forks child processes and reports how they end.
+
+    Args:
+        listener: the listening socket.
+        environment: the environment variables before the imports.
+    """
+
+    def __init__(self, listener: socket.socket, environment: Mapping[str, str]) -> None:
+        self._listener = listener
+        self._environment = environment
+        self._connections: dict[int, socket.socket] = {}
+        # Python writes a byte into this socket pair when a child process has ended.
+        self._wake, wake_writer = socket.socketpair()
+        self._wake.setblocking(False)
+        wake_writer.setblocking(False)
+        self._wake_writer = wake_writer
+        # Without a handler, SIGCHLD would be ignored and would not wake the selector.
+        signal.signal(signal.SIGCHLD, _do_nothing)
+        signal.set_wakeup_fd(wake_writer.fileno())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
+
+    def run(self) -> NoReturn:
+        """Handle requests and the ends of child processes for ever."""
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        request = _receive(connection) if is_same_user(connection) else None
+        pid = self._fork(request) if request is not None else None
+        for file in request.files if request is not None else ():
+            os.close(file)
+        if pid is None:
+            connection.close()
+            return
+        self._connections[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
+        self._send(pid, pid)
+
+    def _fork(self, request: Request) -> int | None:
+        """Return the id of a new process for a request, or None if none can be created."""
+        if not _can_serve(request, self._environment):
+            return None
+        try:
+            pid = os.fork()
+        except OSError as error:  # too little memory, or too many processes
+            log.warning("the fork server cannot create a process: %s", error)
+            return None
+        if pid == 0:
+            self._become(request)
+        return pid
+
+    def _become(self, request: Request) -> NoReturn:
+        """In the forked process: run the module of the request, then exit."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            for one in (
+                self._listener,
+                self._wake,
+                self._wake_writer,
+                request.connection,
+                *self._connections.values(),
+            ):
+                one.close()
+            for name in self._environment:
+                del os.environ[name]
+            _run_module(request)
+        except BaseException:  # noqa: BLE001 - the process ends here
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _kill(self, pid: int) -> None:
+        """Kill the child process of a stub that has died."""
+        self._selector.unregister(self._connections[pid])
+        os.kill(pid, signal.SIGKILL)  # `_reap` has not seen its end, so the id is not reused
+
+    def _reap(self) -> None:
+        """Report the exit codes of all child processes that have ended."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                self._send(pid, os.waitstatus_to_exitcode(status))
+                connection = self._connections.pop(pid)
+                with contextlib.suppress(KeyError):  # the stub has closed it
+                    self._selector.unregister(connection)
+                connection.close()
+
+    def _send(self, pid: int, number: int) -> None:
+        """Send a number to the stub of a child process. Do nothing if the stub has died."""
+        with contextlib.suppress(OSError):
+            self._connections[pid].sendall(NUMBER.pack(number))
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _receive(connection: socket.socket) -> Request | None:
+    """Receive a request. Return None if it is incomplete."""
+    files: list[int] = []
+    try:
+        connection.settimeout(5.0)
+        _, files, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
+        text, *others = files
+        with open(text, "rb", closefd=False) as file:
+            file.seek(0)
+            request = Request(connection=connection, files=others, **json.load(file))
+        os.close(files.pop(0))
+        if len(others) == _FILES_OF_REQUEST - 1:
+            return request
+    except (OSError, ValueError, TypeError):
+        pass
+    for number in files:
+        os.close(number)
+    return None
+
+
+def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
+    """Return whether the imported modules are those that the child process would import."""
+    own, other = _variables(environment), _variables(request.environment)
+    differences = sorted(name for name, _ in own.items() ^ other.items())
+    if request.python != python_identity() or differences:
+        log.warning(
+            "the fork server does not create the process %s, because its Python or these "
+            "environment variables differ: %s",
+            request.module,
+            ", ".join(differences) or "none",
+        )
+        return False
+    return True
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that libraries may have read while they were imported."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_IGNORED_PREFIXES) and name not in _IGNORED_VARIABLES
+    }
+
+
+def _run_module(request: Request) -> None:
+    """Run the module of a request in this process, as `python -m` would do."""
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    channel, output, errors = request.files
+    for file, number in ((output, 1), (errors, 2)):
+        os.dup2(file, number)
+        os.close(file)
+    arguments = [one.format(fd=channel) for one in request.arguments]
+    _rename([sys.executable, "-m", request.module, *arguments])
+    sys.argv = [request.module, *arguments]
+    gc.enable()
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def _rename(command: list[str]) -> None:
+    """Change the command line of this process, which programs such as ps show.
+
+    The new command line is cut to the length of the old one, or its last argument is filled with
+    spaces.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = map(int, fields[_ARGUMENTS])
+        size = end - start
+        text = "\0".join(command).encode(errors="replace")[: size - 1]
+        ctypes.memmove(start, text.ljust(size - 1) + b"\0", size)
+
+
+def _has_unsafe_threads() -> bool:
+    """Return whether a fork would leave another thread running, whose locks the child would copy.
+
+    OpenBLAS, the library of numpy, ends its own threads before each fork.
+    """
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) > 1
+
+
+def main(argv: list[str]) -> int:
+    """Import the modules, then serve requests. Return an exit code if forking is not safe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(argv[1]))
+    environment = dict(os.environ)  # imported libraries set further variables
+    with importing():
+        for module in argv[2:]:
+            importlib.import_module(module)
+    gc.disable()  # a collection would copy the pages that all processes share
+    if _has_unsafe_threads():
+        log.warning("the fork server ends, because an imported library has started a thread")
+        return 1
+    ForkServer(listener, environment).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a child process through the fork server of `nereid serve`, or as a new Python."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+from nereid_backend.serving.process.fork_server import NUMBER, is_same_user, python_identity
+
+ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
+"""The environment variable with the name of the fork server's abstract Unix socket."""
+# The fork server answers when it has imported its modules, which takes long on a busy machine.
+_ANSWER_TIMEOUT_S = 120.0
+
+
+class ForkedProcess:
+    """A process that the fork server has created. The methods are those of subprocess.Popen.
+
+    Args:
+        connection: the connection to the fork server.
+
+    Raises:
+        OSError: the fork server does not create the process.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = self._receive(_ANSWER_TIMEOUT_S)
+        self._exit_code: int | None = None
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end of the process, and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
+        """
+        if self._exit_code is None:
+            try:
+                self._exit_code = self._receive(timeout)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+            except OSError:
+                # The fork server has died, and its child processes end for this reason.
+                self._exit_code = 1
+            self._connection.close()
+        return self._exit_code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.001)
+        if self._exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+
+    def _receive(self, timeout_s: float) -> int:
+        """Return the next number that the fork server sends."""
+        self._connection.settimeout(timeout_s)
+        packed = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
+        if len(packed) < NUMBER.size:
+            raise ConnectionError("the fork server has closed the connection")
+        return int(NUMBER.unpack(packed)[0])
+
+
+def start_process(
+    module: str, channel: socket.socket, title: str
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Start a child process that runs a module.
+
+    Args:
+        module: the module.
+        channel: the child's end of its channel. Its file descriptor is the module's first argument.
+        title: the second argument. It is only shown in lists of processes.
+    """
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        with contextlib.suppress(OSError):
+            return _fork(address, module, channel, title)
+    # Use the interpreter of the stub's environment. An embedded Python may not know its path.
+    python = sys.executable or shutil.which("python3") or "python3"
+    number = channel.fileno()
+    return subprocess.Popen(
+        [python, "-m", module, str(number), title], pass_fds=[number], stdin=subprocess.DEVNULL
+    )
+
+
+def _fork(address: str, module: str, channel: socket.socket, title: str) -> ForkedProcess:
+    """Let the fork server create the process.
+
+    Raises:
+        OSError: there is no fork server, or it does not create the process.
+    """
+    request = {
+        "module": module,
+        "arguments": ["{fd}", title],
+        "python": python_identity(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect("\0" + address)
+        if not is_same_user(connection):
+            raise PermissionError("the fork server belongs to another user")
+        with os.fdopen(os.memfd_create("request"), "wb") as file:
+            file.write(json.dumps(request).encode())
+            file.flush()
+            files = [file.fileno(), channel.fileno(), 1, 2]
+            socket.send_fds(connection, [b"\0"], files)
+        return ForkedProcess(connection)
+    except OSError:
+        connection.close()
+        raise

@@ -1,0 +1,54 @@
+"""Start the fork server, from which the Triton models create their engine and worker processes.
+
+These processes import torch and transformers, which takes several seconds of CPU time. The fork
+server imports the packages once, while the Triton server is starting, and creates the processes
+by forking itself. Without a fork server, each process imports the packages itself.
+"""
+
+import importlib.util
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from nereid_client.supervise.child_processes import ChildProcess
+
+ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
+"""The environment variable in which the Triton models find the name of the fork server's abstract
+Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
+# A model of the repository that needs the fork server. Other repositories do not contain it.
+_MODEL = "executor"
+_PACKAGE = "nereid_backend"
+_MODULE = f"{_PACKAGE}.serving.process.fork_server"
+_IMPORTS = (f"{_PACKAGE}.engine", f"{_PACKAGE}.pooling.pooling_engine")
+# The variable that selects the scripted engine, which does not need torch.
+_OTHER_ENGINE = "NEREID_ENGINE"
+
+
+def choose_address(repository: Path, environment: Mapping[str, str]) -> str | None:
+    """Return a new name for the fork server's socket, or None if no fork server is necessary.
+
+    Args:
+        repository: the model repository.
+        environment: the environment variables of the Triton server.
+    """
+    if ADDRESS_VARIABLE in environment or environment.get(_OTHER_ENGINE):
+        return None
+    if not (repository / _MODEL).is_dir() or importlib.util.find_spec(_PACKAGE) is None:
+        return None
+    return f"nereid-{os.getpid()}-{secrets.token_hex(16)}"
+
+
+def start_fork_server(
+    address: str, environment: Mapping[str, str], log: IO[str], on_line: Callable[[str], None]
+) -> ChildProcess:
+    """Start the fork server, which listens at once, but answers after its imports."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        number = listener.fileno()
+        command = [sys.executable, "-m", _MODULE, str(number), *_IMPORTS]
+        return ChildProcess("the fork server", command, environment, log, on_line, [number])

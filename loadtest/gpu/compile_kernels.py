@@ -107,7 +107,7 @@ def record(
         if case == _SAMPLING:
             run_sampling(dtype)
         else:
-            float8 = Float8.DEVICE if capability >= 89 else Float8.BITS
+            float8 = Float8.DEVICE if capability >= 90 else Float8.BITS
             run_layer(SPECS[case], dtype, device, float8)
     finally:
         for (module, name), recorder in recorders.items():

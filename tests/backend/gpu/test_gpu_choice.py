@@ -7,6 +7,7 @@ from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, GpuBatch
+from nereid_backend.attention.gpu.gpu_call import Float8
 from nereid_backend.attention.gpu.tuning import (
     KERNELS,
     Device,
@@ -134,6 +135,23 @@ def test_tables_in_the_repository_can_be_read():
         device = json.loads(path.read_text())["device"]
         assert slug(device) == path.stem
         assert set(table_of(device)) <= set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "conversion"),
+    [
+        ((8, 0), Float8.BITS),
+        # Triton 3.6 cannot compile the instructions of 8.9.
+        ((8, 9), Float8.BITS),
+        ((9, 0), Float8.DEVICE),
+        ((12, 0), Float8.DEVICE),
+    ],
+)
+def test_numbers_of_8_bits_are_converted_as_the_gpu_can(monkeypatch, capability, conversion):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    convert = gpu_attention.float8_of.__wrapped__
+    assert convert(torch.device("cuda:0")) is conversion
+    assert convert(CPU) is Float8.BITS
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

@@ -490,8 +490,12 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 @functools.cache
 def float8_of(device: torch.device) -> Float8:
-    """Return how the kernels convert 8-bit floating point numbers on a device."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+    """Return how the kernels convert 8-bit floating point numbers on a device.
+
+    GPUs of compute capability 8.9 have instructions for these numbers, too. But Triton 3.6 cannot
+    compile the conversion to bfloat16 for them.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return Float8.DEVICE
     return Float8.BITS
 

@@ -26,7 +26,7 @@ class Float8(enum.IntEnum):
     NONE = 0
     """The cache contains other numbers: floating point numbers of the model, or integers."""
     DEVICE = 1
-    """The kernels use instructions of the GPU, which exist from compute capability 8.9 on."""
+    """The kernels use instructions of the GPU; see `gpu_attention.float8_of`."""
     BITS = 2
     """The kernels shift the bits of the numbers; see `triton_common.converted`."""
 

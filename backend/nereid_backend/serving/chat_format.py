@@ -13,6 +13,7 @@ from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_form
 from nereid_backend.cache_folder import cache_folder
 from nereid_backend.errors import ConfigError
 from nereid_backend.serving import tensors
+from nereid_backend.serving.chat_template import read_chat_template
 from nereid_backend.serving.serving_settings import NO_FORMAT, ServingSettings
 
 _POLICIES = {"lenient": LENIENT, "strict": STRICT}
@@ -32,7 +33,8 @@ def choose_format(
     """Return the chat format of a checkpoint; None if its output is plain text.
 
     Args:
-        settings: the settings reasoning_parser, tool_parser, parser_policy and model.
+        settings: the settings model, chat_template, reasoning_parser, tool_parser and
+            parser_policy.
         report: called with one line that says how the format was chosen.
 
     Raises:
@@ -55,7 +57,8 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     """
     reasoning, tools = settings.reasoning_parser, settings.tool_parser
     if NO_FORMAT not in (reasoning, tools):
-        fmt, reason = _derive_format(Path(settings.model), reasoning, tools)
+        template = read_chat_template(settings)
+        fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
         report(f"chat format: {reason}")
         return fmt
     if reasoning not in (NO_FORMAT, ""):
@@ -66,7 +69,9 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     return None
 
 
-def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
+def _derive_format(
+    model: Path, template: str | None, reasoning: str, tools: str
+) -> tuple[Format, str]:
     """Return the format that is derived from a checkpoint's files, and the reason for the choice.
 
     The result is stored in the cache folder, because both the tokenizer and the postprocessor need
@@ -75,44 +80,47 @@ def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str
 
     Args:
         model: the folder of the checkpoint.
+        template: the chat template that replaces the checkpoint's one, or None.
         reasoning: the name of the format of reasoning; "" for the derived format.
         tools: the name of the format of tool calls; "" for the derived format.
     """
     try:
         folder = cache_folder() / "chat-formats"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _fingerprint(model, reasoning, tools)).open("a+b") as file:
+        with (folder / _fingerprint(model, template, reasoning, tools)).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             try:
                 result: tuple[Format, str] = pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
                 # The file is new, or an earlier process was killed while it wrote the file.
-                result = _analyse(model, reasoning, tools)
+                result = _analyse(model, template, reasoning, tools)
                 file.truncate(0)
                 file.write(pickle.dumps(result))
             return result
     except (OSError, RuntimeError):
         # The home folder is unknown, or the cache folder cannot be written.
-        return _analyse(model, reasoning, tools)
+        return _analyse(model, template, reasoning, tools)
 
 
-def _analyse(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
+def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> tuple[Format, str]:
     """Return the result of `_derive_format` without a cache."""
     # Imported here, because the analysis is needed only once for each checkpoint.
     from nereid_parsers.template import format_for_checkpoint
 
-    chosen = format_for_checkpoint(model, reasoning=reasoning or None, tools=tools or None)
+    chosen = format_for_checkpoint(
+        model, reasoning=reasoning or None, tools=tools or None, chat_template=template
+    )
     return chosen.format, chosen.why
 
 
-def _fingerprint(model: Path, *names: str) -> str:
-    """Return a hash of the checkpoint's files, the names of formats, and the analysis code.
+def _fingerprint(model: Path, *settings: str | None) -> str:
+    """Return a hash of the checkpoint's files, the values of settings, and the analysis code.
 
     A derived format depends on all of them. The code is identified by the sizes and modification
     times of its files.
     """
-    digest = hashlib.sha256(repr(names).encode())
+    digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:
         for path in sorted(model.glob(pattern)):
             digest.update(repr((path.name, path.read_bytes())).encode())

@@ -47,6 +47,12 @@ class ServingSettings:
     """The name of the format of tool calls. By default, the format is derived from the chat
     template. `none` leaves tool calls in the content."""
 
+    chat_template: str = ""
+    """The path of a Jinja file whose chat template replaces the checkpoint's one."""
+
+    chat_template_kwargs: str = ""
+    """A JSON object: the chat template's variables for requests that do not set them."""
+
     parser_policy: Literal["", "lenient", "strict"] = ""
     """`lenient` keeps text around tool calls and forwards invalid arguments. `strict` accepts tool
     calls only directly after the reasoning, and repairs or drops invalid arguments. By default,

@@ -229,6 +229,11 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
     `file_format`. If the layout of one of the formats is `Messages`, the two formats cannot be
     combined, and the chosen format is returned.
+
+    Args:
+        file_format: The format that the files of the checkpoint declare or imply.
+        reasoning: The name of the chosen reasoning part, or None.
+        tools: The name of the chosen tool section, or None. Exactly one of the names is given.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
     why = f"The user chose the format {reasoning or tools!r}."
@@ -237,15 +242,14 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     if not isinstance(chosen_layout, Sections) or not isinstance(file_layout, Sections):
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", why)
+    content = chosen_layout.content or file_layout.content
     if reasoning is not None:
-        reasoning_part = chosen_layout.reasoning
+        layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
     else:
+        # A tool name can stand for a family with reasoning, see `ToolEntry.reasoning`. This
+        # reasoning is used if the files show none.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning
-    layout = Sections(
-        reasoning=reasoning_part,
-        content=chosen_layout.content or file_layout.content,
-        tools=chosen_layout.tools if tools is not None else file_layout.tools,
-    )
+        layout = Sections(reasoning_part, content, chosen_layout.tools)
     fmt = Format(
         f"{chosen.name}+{file_format.format.name}",
         layout,

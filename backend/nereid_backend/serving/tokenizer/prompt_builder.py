@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nereid_parsers import TemplateError
 
-from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
@@ -73,16 +73,31 @@ class PromptBuilder:
         limits: the limits on the size of a request.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_model_len: int,
+        template_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         """Create a builder.
 
         Args:
             tokenizer: the checkpoint's tokenizer.
             max_model_len: the length limit of a request in tokens.
+            template_defaults: the variables of the chat template for requests that do not set them.
+
+        Raises:
+            ConfigError: a variable of `template_defaults` has a reserved name.
         """
         self._tokenizer = tokenizer
+        self._template_defaults = dict(template_defaults or {})
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._reserved_variables = _reserved_variables(tokenizer)
+        if reserved := sorted(self._reserved_variables & self._template_defaults.keys()):
+            raise ConfigError(
+                f"chat_template_kwargs: the name {reserved[0]} is reserved, because the server "
+                "sets this variable itself."
+            )
         self.limits = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
@@ -183,7 +198,7 @@ class PromptBuilder:
                     f"this variable itself. Remove {name}, or send the field of the request that "
                     "has this meaning."
                 )
-        return template_kwargs
+        return self._template_defaults | template_kwargs
 
     def _min_message_tokens(self) -> int:
         """Return the number of tokens that the chat template writes for a message without text.

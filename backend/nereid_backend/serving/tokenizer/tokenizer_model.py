@@ -15,6 +15,7 @@ from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.field_checks import shown
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
+from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
@@ -64,7 +65,11 @@ class TokenizerModel:
             settings, config = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._tokenizer = load_tokenizer(settings.model)
-            self._prompts = PromptBuilder(self._tokenizer, length_limit(config))
+            if (template := read_chat_template(settings)) is not None:
+                self._tokenizer.chat_template = template
+            self._prompts = PromptBuilder(
+                self._tokenizer, length_limit(config), read_template_defaults(settings)
+            )
             # The postprocessor chooses the same format and logs its choice, so this model does not.
             self._format = choose_format(settings, report=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))

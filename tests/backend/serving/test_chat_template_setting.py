@@ -1,0 +1,64 @@
+"""The settings chat_template and chat_template_kwargs replace what the checkpoint contains."""
+
+import json
+
+import pytest
+from backend.serving.fake_server import DEMO
+from backend.serving.pipeline import Pipeline, chat
+from nereid_backend.errors import ConfigError
+from nereid_backend.serving.chat_format import choose_format
+from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
+from nereid_backend.serving.serving_settings import ServingSettings
+from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer
+
+MODEL = str(DEMO / "chat")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ style }}{% endif %}"
+)
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "server.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def test_the_template_and_its_defaults_apply_to_chats(template, tmp_path, monkeypatch):
+    defaults = json.dumps({"style": "Short: "})
+    pipeline = Pipeline(
+        DEMO / "chat",
+        [{"when": "", "text": "yes"}],
+        tmp_path,
+        monkeypatch,
+        chat_template=str(template),
+        chat_template_kwargs=defaults,
+    )
+
+    def prompt(**fields):
+        (first, *_) = pipeline.ask(**chat("Hi", return_token_ids=True, **fields))
+        return pipeline.tokenizer._tokenizer.decode(first["delta"][0]["prompt_token_ids"])
+
+    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt() == start + "Short: "
+    assert prompt(chat_template_kwargs={"style": "Long: "}) == start + "Long: "
+
+
+def test_the_format_is_derived_from_the_template_of_the_server(template):
+    own = choose_format(ServingSettings(model=MODEL))
+    servers = choose_format(ServingSettings(model=MODEL, chat_template=str(template)))
+    assert own.layout.tools is not None
+    assert servers.layout.tools is None
+
+
+def test_a_missing_template_and_wrong_defaults_are_refused(tmp_path):
+    settings = ServingSettings(model=MODEL, chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(ConfigError, match=r"chat_template: the file .* cannot be read"):
+        read_chat_template(settings)
+    for text in ("[1]", "{", "5"):
+        with pytest.raises(ConfigError, match="chat_template_kwargs: the value must be"):
+            read_template_defaults(ServingSettings(model=MODEL, chat_template_kwargs=text))
+    with pytest.raises(ConfigError, match="the name messages is reserved"):
+        PromptBuilder(load_tokenizer(MODEL), 4096, {"messages": []})

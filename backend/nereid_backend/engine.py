@@ -149,7 +149,8 @@ class Engine:
             CapacityError: if max_num_waiting requests are waiting already.
         """
         params = params or SamplingParams()
-        sequence = self._make_sequence(request_id, prompt_token_ids, params)
+        token_ids = self._check_request(request_id, prompt_token_ids, params)
+        sequence = self._make_sequence(request_id, token_ids, params)
         if _needs_guide(params):
             future = self._load_guides().prepare(params, sequence.stop_token_ids)
             self._pending_grammars.add(request_id, future)
@@ -202,10 +203,13 @@ class Engine:
             detail = str(error).removeprefix("lora_path: ").removeprefix("lora_name: ")
             raise ConfigError(f"lora_adapters: {detail}") from error
 
-    def _make_sequence(
+    def _check_request(
         self, request_id: str, prompt_token_ids: abc.Sequence[int], params: SamplingParams
-    ) -> Sequence:
-        """Check a request, and return its first sequence. `add_request` documents the errors."""
+    ) -> list[int]:
+        """Check a new request, and return the token ids of its prompt.
+
+        `add_request` documents the errors.
+        """
         if request_id in self._scheduler:
             raise RequestError(
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
@@ -218,6 +222,12 @@ class Engine:
                 f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
                 f"{self._config.max_num_waiting} (max_num_waiting). Try again later."
             )
+        return token_ids
+
+    def _make_sequence(
+        self, request_id: str, token_ids: list[int], params: SamplingParams
+    ) -> Sequence:
+        """Return the first sequence of a request that `_check_request` has accepted."""
         max_total_tokens = self.info.max_model_len
         if params.max_tokens is not None:
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
@@ -228,6 +238,7 @@ class Engine:
             params,
             max_total_tokens=max_total_tokens,
             eos_token_ids=self.info.eos_token_ids,
+            # The seed of a request is any integer, but the random numbers need 64 bits.
             seed=seed % 2**64,
         )
         if params.lora_name:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import choose_device
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import model_limit, usable_cpus
+from nereid_backend.model.limits import usable_cpus
 from nereid_backend.pooling.checkpoint_spec import (
     CAUSAL,
     MASKED,
@@ -22,12 +22,7 @@ from nereid_backend.pooling.checkpoint_spec import (
     CheckpointSpec,
     read_checkpoint_spec,
 )
-from nereid_backend.pooling.choose_forward import (
-    ChosenForward,
-    choose_forward,
-    choose_head,
-    position_table,
-)
+from nereid_backend.pooling.choose_forward import ChosenForward, choose_forward, choose_head
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.image_text_towers import (
     ImageReader,
@@ -35,6 +30,7 @@ from nereid_backend.pooling.image_text_towers import (
     image_vectors,
     text_vectors,
 )
+from nereid_backend.pooling.length_limit import length_limit
 from nereid_backend.pooling.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.output_layers import load_output_layers
 from nereid_backend.pooling.packed_texts import TokenBatch
@@ -56,8 +52,6 @@ from nereid_backend.text.prompt_encoder import PromptEncoder
 # step are equally fast within 3 %.
 _CPU_TOKENS = 1024
 _GPU_TOKENS = 16384
-# Tokenizers without a length limit return a huge number as their limit.
-_NO_LIMIT = 10**9
 
 NOT_FINITE = (
     "the model's output contains numbers that are not finite. The data type may overflow (set "
@@ -124,7 +118,7 @@ class PoolingModel:
                 attention=self._hook.name,
                 progress=progress,
             )
-        max_len = _length_limit(config, spec, encoder)
+        max_len = length_limit(config, spec, encoder)
         progress("comparing the vectors of texts in a batch and one by one")
         # If the model has a text and an image tower, there is no method to choose, and no head.
         self._chosen: ChosenForward | None = None
@@ -410,40 +404,3 @@ def _image_tokens(encoder: Encoder) -> int:
     vision = encoder.model.config.vision_config
     side = getattr(vision, "image_size", 224) // max(1, getattr(vision, "patch_size", 16))
     return int(side * side + 1)
-
-
-def _length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
-    """Return the length limit of inputs in tokens.
-
-    Raises:
-        ConfigError: the setting max_model_len is larger than the number of the model's positions.
-    """
-    limit = model_limit(spec.config.get_text_config())
-    largest = limit.num_tokens
-    reason = limit.reason
-    num_positions = _num_positions(encoder)
-    if num_positions is not None and num_positions < largest:
-        largest = num_positions
-        reason = "the number of position embeddings"
-    configured = config.max_model_len
-    if configured is not None:
-        if configured > largest:
-            raise ConfigError(
-                f"max_model_len: the value must be at most {largest} ({reason}), but it is "
-                f"{configured}."
-            )
-        return configured
-    file_limit = spec.max_seq_length or encoder.tokenizer.model_max_length
-    return min(largest, file_limit) if 0 < file_limit < _NO_LIMIT else largest
-
-
-def _num_positions(encoder: Encoder) -> int | None:
-    """Return the number of position embeddings for tokens; None if the model has no table of them.
-
-    If the table has a padding embedding, the positions of tokens begin after it.
-    """
-    table = position_table(encoder)
-    if table is None:
-        return None
-    size = int(table.weight.shape[0])
-    return size if table.padding_idx is None else size - table.padding_idx - 1

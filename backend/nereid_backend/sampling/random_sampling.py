@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random sampling with temperature, min_p, top_k and top_p.
 
-There is no random number generator with a state. Each random number is a hash of the request's seed
-and the number of tokens in its output. The random numbers of a request therefore do not depend on
-other requests. If a request is computed a second time after a preemption, it gets the same numbers.
-
 A uniform random number selects a token from the cumulative probabilities in the order of the
 vocabulary. That order does not change if rounding swaps the ranks of two nearly equal
 probabilities.
@@ -22,6 +18,7 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.random_numbers import uniform_numbers
 from nereid_backend.sampling.sampling_table import SamplingRows
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
@@ -368,26 +365,6 @@ def _search(cumulated: Tensor, target: Tensor) -> Tensor:
 def _column(values: Numbers, like: Tensor) -> Tensor:
     """Return the numbers of the rows as a column [n, 1] on the device of `like`."""
     return upload(values, like.device)[:, None]
-
-
-def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return a random number in [0, 1) for each pair of a seed and a counter.
-
-    Equal pairs give equal numbers. The seed is hashed, the counter times a constant (the golden
-    gamma) is added, and the sum is hashed again.
-
-    Source: SplitMix64 (Steele, Lea, Flood 2014).
-    """
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the hash of each value: the output function of SplitMix64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _filter_rows(

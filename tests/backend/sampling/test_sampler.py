@@ -6,7 +6,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.sampling import random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
-from nereid_backend.sampling.random_sampling import uniform_numbers
+from nereid_backend.sampling.random_numbers import uniform_numbers
 
 VOCAB = 50
 

@@ -175,12 +175,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 raise CapacityError(self._not_served_message())
             self.respond_later(sender, self._info())
             return
-        limit = self._settings.max_requests
-        if self.num_requests >= limit:
-            raise CapacityError(
-                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
-                "Try again later."
-            )
+        self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
         if returns_info and not given:
             self.respond_later(sender, self._info())
@@ -191,13 +186,26 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             outputs = self.empty_outputs() | (self._info() if returns_info else {})
             self.respond_later(sender, outputs)
             return
+        self._add_job(request, sender, job, returns_info=returns_info)
+
+    def _check_num_requests(self) -> None:
+        """Raise a CapacityError if the model has as many requests as the setting allows."""
+        limit = self._settings.max_requests
+        if self.num_requests >= limit:
+            raise CapacityError(
+                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
+                "Try again later."
+            )
+
+    def _add_job(self, request: Any, sender: Any, job: Job, *, returns_info: bool) -> None:  # noqa: ANN401
+        """Send the job of a request to the worker."""
         pending = PendingRequest(
-            str(next(self._ids)),
-            sender,
-            returns_info,
-            len(job.inputs),
-            time.monotonic(),
-            traceparent_of(request),
+            request_id=str(next(self._ids)),
+            sender=sender,
+            returns_info=returns_info,
+            num_inputs=len(job.inputs),
+            arrived=time.monotonic(),
+            traceparent=traceparent_of(request),
         )
         self.add_request(pending.request_id, pending, ["add", pending.request_id, *job.row()])
 

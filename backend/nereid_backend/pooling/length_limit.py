@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Determines the length limit of the inputs of a pooling model."""
+
+from nereid_backend.errors import ConfigError
+from nereid_backend.model.limits import model_limit
+from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
+from nereid_backend.pooling.choose_forward import position_table
+from nereid_backend.pooling.load_encoder import Encoder
+from nereid_backend.pooling.pooling_config import PoolingConfig
+
+# Tokenizers without a length limit return a huge number as their limit.
+_NO_LIMIT = 10**9
+
+
+def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
+    """Return the length limit of inputs in tokens.
+
+    Raises:
+        ConfigError: the setting max_model_len is larger than the number of the model's positions.
+    """
+    limit = model_limit(spec.config.get_text_config())
+    largest = limit.num_tokens
+    reason = limit.reason
+    num_positions = _num_positions(encoder)
+    if num_positions is not None and num_positions < largest:
+        largest = num_positions
+        reason = "the number of position embeddings"
+    configured = config.max_model_len
+    if configured is not None:
+        if configured > largest:
+            raise ConfigError(
+                f"max_model_len: the value must be at most {largest} ({reason}), but it is "
+                f"{configured}."
+            )
+        return configured
+    file_limit = spec.max_seq_length or encoder.tokenizer.model_max_length
+    return min(largest, file_limit) if 0 < file_limit < _NO_LIMIT else largest
+
+
+def _num_positions(encoder: Encoder) -> int | None:
+    """Return the number of position embeddings for tokens; None if the model has no table of them.
+
+    If the table has a padding embedding, the positions of tokens begin after it.
+    """
+    table = position_table(encoder)
+    if table is None:
+        return None
+    size = int(table.weight.shape[0])
+    return size if table.padding_idx is None else size - table.padding_idx - 1

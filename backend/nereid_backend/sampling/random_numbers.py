@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes random numbers from seeds, without a generator that has a state.
+
+Each random number is a hash of the request's seed and the number of tokens in its output. The
+random numbers of a request therefore do not depend on other requests. If a request is computed a
+second time after a preemption, it gets the same numbers.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return a random number in [0, 1) for each pair of a seed and a counter.
+
+    Equal pairs give equal numbers. The seed is hashed, the counter times a constant (the golden
+    gamma) is added, and the sum is hashed again.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014).
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the hash of each value: the output function of SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -125,7 +125,7 @@ def test_a_child_that_hangs_ends_its_requests_and_is_started_again(start):
     model = start(hang_timeout=1)
     os.kill(model.child.pid, signal.SIGSTOP)
     request = ask(model, "echo", "ID", "late").wait()
-    assert "during one step and the limit is 1 s (hang_timeout_s)" in request.error
+    assert "during one step. The limit is 1 s (hang_timeout_s)" in request.error
     assert request.elapsed_s < 30
     wait_until(lambda: not model.outage)
     assert echo(model)

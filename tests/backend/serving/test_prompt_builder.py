@@ -83,8 +83,11 @@ def test_a_checkpoint_may_have_a_template_for_tools():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('no') }}", "messages: the chat template refuses them: no"),
-        ("{{ messages[0].content + 1 }}", "messages: the chat template fails to render them: Type"),
+        ("{{ raise_exception('no') }}", "messages: the chat template refuses this chat: no"),
+        (
+            "{{ messages[0].content + 1 }}",
+            "messages: the chat template cannot render this chat: Type",
+        ),
         ("{{ 'x' * 10 ** 9 }}", "messages: the chat template exceeds a limit"),
         (
             "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",

@@ -297,9 +297,11 @@ class PromptBuilder:
         except RenderRefused as error:
             if isinstance(error.__cause__, RaisedByTemplate):
                 reason = error.__cause__
-                raise RequestError(f"messages: the chat template refuses them: {reason}") from error
+                raise RequestError(
+                    f"messages: the chat template refuses this chat: {reason}"
+                ) from error
             raise RequestError(
-                f"messages: the chat template fails to render them: {error}"
+                f"messages: the chat template cannot render this chat: {error}"
             ) from error
 
 

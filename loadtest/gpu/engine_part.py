@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from nereid_backend import Engine, SamplingParams
-from nereid_backend.attention.cpu import cpu_build
+from nereid_backend.attention.cpu import compile_kernels
 from nereid_backend.model import load_weights
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,7 +84,7 @@ def main() -> None:
     settings = {"device": str(device), "num_threads": min(8, os.cpu_count() or 1)}
     if IS_REHEARSAL:
         # A rehearsal tests this program. Building the CPU kernels would only make it longer.
-        cpu_build._COMPILERS = ()
+        compile_kernels.COMPILERS = ()
         # As on a GPU, weights are not packed. Inductor cannot compile the layout of oneDNN.
         settings |= {"kv_cache_memory": "64MiB", "num_threads": 1, "prepack": False}
         # torch also multiplies 8-bit floating point numbers on a CPU.

@@ -1,13 +1,16 @@
 """The wheels: what they contain, and that they serve the demo models without the repository."""
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,9 +65,12 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
 @pytest.mark.triton
 def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_path):
     wheels = [build_wheel(name, tmp_path / "dist") for name in FOLDERS]
-    names = zipfile.ZipFile(wheels[0]).namelist()
+    by_name = dict(zip(FOLDERS, wheels, strict=True))
+    names = zipfile.ZipFile(by_name["nereid"]).namelist()
     assert "nereid/model_repository/llm/config.pbtxt" in names
     assert "nereid/demo/chat/model.safetensors" in names
+    names = zipfile.ZipFile(by_name["backend"]).namelist()
+    assert {"avx2.so", "avx512.so"} <= {Path(n).name for n in names if "precompiled" in n}
 
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)
@@ -77,7 +83,8 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
     ports = dict(zip(("http", "grpc", "metrics", "openai"), free_ports(4), strict=True))
     flags = [f"--{name}-port={port}" for name, port in ports.items()]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
-    variables["XDG_STATE_HOME"] = str(tmp_path)
+    variables |= {"XDG_STATE_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    variables["PATH"] = str(folder_without_compilers(tmp_path))
     server = subprocess.Popen(
         [nereid, "serve", *flags], cwd=empty, env=variables, text=True, stdout=subprocess.PIPE
     )
@@ -93,6 +100,29 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"]
+        # The engine uses the kernels of the wheel, and has built none.
+        assert any("attention/cpu/precompiled/" in maps for maps in memory_maps(environment))
+        assert not list((tmp_path / "cache" / "nereid").glob("cpu-kernels-*"))
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=120)
+
+
+def folder_without_compilers(folder: Path) -> Path:
+    """Return a folder with links to the programs of this machine, without compilers."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for source in (path for place in ("/usr/bin", "/usr/sbin") for path in Path(place).iterdir()):
+        is_compiler = re.search(r"(^|-)(g\+\+|gcc|c\+\+|cc|clang(\+\+)?)(-\d+)?$", source.name)
+        if not is_compiler and not (programs / source.name).is_symlink():
+            (programs / source.name).symlink_to(source)
+    return programs
+
+
+def memory_maps(environment: Path) -> Iterator[str]:
+    """Yield the memory maps of all processes that run the Python of an environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text()
+            if str(environment) in maps:
+                yield maps

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nereid_backend.attention.cpu import cpu_attention, cpu_build
+from nereid_backend.attention.cpu import compile_kernels, cpu_attention, cpu_build
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
@@ -158,15 +158,16 @@ def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
+    monkeypatch.setattr(compile_kernels, "SOURCES", (broken,))
     monkeypatch.setattr(cpu_build, "SOURCES", (broken,))
-    with pytest.raises(cpu_build.KernelBuildError, match="failed"):
+    with pytest.raises(compile_kernels.KernelBuildError, match="failed"):
         cpu_build.load_library()
     assert not list((tmp_path / "nereid").iterdir())
 
 
 def test_without_a_compiler_the_error_names_the_supported_compilers(monkeypatch):
-    monkeypatch.setattr(cpu_build.shutil, "which", lambda name: None)
-    with pytest.raises(cpu_build.KernelBuildError, match=r"g\+\+"):
+    monkeypatch.setattr(compile_kernels.shutil, "which", lambda name: None)
+    with pytest.raises(compile_kernels.KernelBuildError, match=r"g\+\+"):
         cpu_build.load_library()
 
 

@@ -1,10 +1,45 @@
+import logging
 import shutil
 
 import pytest
-from nereid_backend.attention.cpu.cpu_build import load_library
+from nereid_backend.attention.cpu import compile_kernels, cpu_build
+from nereid_backend.attention.cpu.instruction_sets import usable_instruction_sets
+
+HAS_COMPILER = any(map(shutil.which, compile_kernels.COMPILERS))
+
+pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
 def test_the_kernels_are_built_if_there_is_a_compiler():
     # Everything that needs them is skipped where they can't be built.
-    assert load_library().nereid_has_linear() in (0, 1)
+    assert cpu_build.load_library().nereid_has_linear() in (0, 1)
+
+
+@pytest.fixture
+def precompiled(tmp_path, monkeypatch):
+    """The path of the library in the package for the best instruction set, without a compiler."""
+    built = cpu_build.load_library()._name
+    monkeypatch.setattr(cpu_build, "_PRECOMPILED", tmp_path)
+    monkeypatch.setattr(compile_kernels, "COMPILERS", ())
+    path = tmp_path / f"{usable_instruction_sets()[0].name}.so"
+    shutil.copy(built, path)
+    return path
+
+
+def test_without_a_compiler_the_library_of_the_package_is_used(precompiled):
+    library = cpu_build.load_library()
+    assert library._name == str(precompiled)
+    assert library.nereid_has_linear() in (0, 1)
+
+
+def test_a_library_of_the_package_that_cannot_be_loaded_is_ignored(
+    precompiled, monkeypatch, caplog
+):
+    precompiled.write_bytes(b"no library")
+    with pytest.raises(compile_kernels.KernelBuildError, match="no C\\+\\+ compiler was found"):
+        cpu_build.load_library()
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(cpu_build, "_PRECOMPILED", precompiled.parent)
+        assert cpu_build.load_library()._name != str(precompiled)
+    assert "The precompiled CPU kernels cannot be used" in caplog.text

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch
-from nereid_backend.attention.cpu.cpu_build import KernelBuildError
+from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
 from nereid_backend.attention.cpu.cpu_library import (
     KernelTimes,
     NativeDecodeGroup,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU kernels once for an instruction set, and loads them.
+"""Loads the CPU kernels for the best instruction set of the processor.
 
-The build needs a C++ compiler but no torch headers, because the kernels and torch exchange plain C
-types. It takes some seconds. The library is stored in a cache folder; its name contains
-the instruction set and a hash of everything that it was built from. Its functions are loaded as
-global symbols, so that models that AOTInductor has compiled can call them.
+A wheel contains libraries for the usual instruction sets (see hatch_build.py). Without a suitable
+one, the kernels are built, which takes some seconds. The build needs a C++ compiler but no torch
+headers, because the kernels and torch exchange plain C types. A built library is stored in a cache
+folder; its name contains the instruction set and a hash of everything that it was built from. The
+functions of a library are loaded as global symbols, so that models that AOTInductor has compiled
+can call them.
 """
 
 import ctypes
@@ -12,130 +14,98 @@ import hashlib
 import logging
 import platform
 import re
-import shutil
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from nereid_backend.attention.cpu.compile_kernels import (
+    FLAGS,
+    HEADERS,
+    SOURCES,
+    KernelBuildError,
+    compile_library,
+    find_compiler,
+)
 from nereid_backend.attention.cpu.instruction_sets import InstructionSet, usable_instruction_sets
 from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-SOURCES = (
-    Path(__file__).with_name("cpu_decode.cpp"),
-    Path(__file__).with_name("cpu_prefill.cpp"),
-    Path(__file__).with_name("cpu_shim.cpp"),
-    Path(__file__).parents[2] / "linear" / "cpu_linear.cpp",
-    Path(__file__).parents[2] / "linear" / "cpu_grouped.cpp",
-    Path(__file__).parents[2] / "sampling" / "cpu_logits.cpp",
-)
-_HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
+# The folder with the libraries that a wheel contains.
+_PRECOMPILED = Path(__file__).with_name("precompiled")
 # The library of the functions that cpu_shim.cpp calls.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-_COMPILERS = ("g++", "c++")
-_FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
-# The compiler needs about 10 seconds, but a busy machine can take several minutes.
-_TIMEOUT_S = 900
-# The largest number of characters of the compiler's output in an error message.
-_MAX_OUTPUT = 500
-
-
-class KernelBuildError(Exception):
-    """The kernels cannot be built on this machine.
-
-    The message is the reason, as a clause without a final period.
-    """
 
 
 def load_library() -> ctypes.CDLL:
     """Return the library of kernels for the best instruction set of the processor.
 
-    Build the library if this machine has not built it yet. If the compiler is too old for an
-    instruction set, use the next lower one.
+    Build the library if neither this package nor the cache contains it. If the compiler is too old
+    for an instruction set, use the next lower one.
 
     Raises:
-        KernelBuildError: if there is no compiler, or if the compiler fails.
+        KernelBuildError: if there is no library, and no compiler, or if the compiler fails.
     """
-    compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
-    if compiler is None:
-        raise KernelBuildError(
-            f"no C++ compiler was found; install one of {' and '.join(_COMPILERS)}"
-        )
     try:
         instruction_sets = usable_instruction_sets()
     except ValueError as error:
         raise KernelBuildError(str(error)) from error
     for instruction_set in instruction_sets[:-1]:
         try:
-            return _load(compiler, instruction_set)
+            return _load(instruction_set)
         except KernelBuildError as error:
             logger.warning(
                 "The CPU kernels for %s are not available: %s.", instruction_set.name, error
             )
-    return _load(compiler, instruction_sets[-1])
+    return _load(instruction_sets[-1])
 
 
-def _load(compiler: str, instruction_set: InstructionSet) -> ctypes.CDLL:
+def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
     """Return the library of kernels for an instruction set. Build it if necessary."""
-    fingerprint = _fingerprint(compiler, instruction_set)
-    path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
-    if not path.is_file():
-        _build(compiler, instruction_set, path)
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise KernelBuildError(
-            f"the file {path} cannot be loaded ({error}); delete the file to build it again"
-        ) from error
+    library = _load_precompiled(instruction_set)
+    if library is None:
+        compiler = find_compiler()
+        fingerprint = _fingerprint(compiler, instruction_set)
+        path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
+        if not path.is_file():
+            _build(compiler, instruction_set, path)
+        try:
+            library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise KernelBuildError(
+                f"the file {path} cannot be loaded ({error}); delete the file to build it again"
+            ) from error
     logger.info("The CPU kernels use the instruction set %s.", instruction_set.name)
     return library
+
+
+def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
+    """Return the library that this package contains for an instruction set.
+
+    Return None if the package contains no such library, or if it does not fit to torch.
+    """
+    path = _PRECOMPILED / f"{instruction_set.name}.so"
+    openmp = _openmp()
+    if openmp is None or not path.is_file():
+        return None
+    try:
+        # The library names neither torch nor OpenMP, because the names of their files depend on the
+        # version of torch. Their functions must therefore be global symbols.
+        for needed in (str(_TORCH), openmp):
+            ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        logger.warning("The precompiled CPU kernels cannot be used (%s).", error)
+        return None
 
 
 def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """Compile and link the kernels for an instruction set into the file `path`."""
     openmp = _openmp()
-    flags = [*_FLAGS, *instruction_set.flags, *(["-fopenmp"] if openmp else [])]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The library is built in a temporary folder and then moved, because another process may
-        # build it at the same time.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            objects = _compile(compiler, flags, Path(folder))
-            built = Path(folder) / path.name
-            # The library is linked without -fopenmp, because this flag would add the compiler's
-            # own OpenMP library. With -Bsymbolic, its functions call each other even if the
-            # process has also loaded the library for another instruction set.
-            libraries = [str(_TORCH), *([openmp] if openmp else [])]
-            _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
-            built.replace(path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"the kernels could not be built ({error})") from error
+    flags = [*instruction_set.flags, "-mtune=native", *(["-fopenmp"] if openmp else [])]
+    compile_library(compiler, flags, [str(_TORCH), *([openmp] if openmp else [])], path)
     logger.info("The CPU kernels were built: %s.", path)
-
-
-def _compile(compiler: str, flags: list[str], folder: Path) -> list[str]:
-    """Compile the sources in parallel, and return the paths of the object files in `folder`."""
-    objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
-    commands = [
-        [compiler, *flags, "-c", str(source), "-o", target]
-        for source, target in zip(SOURCES, objects, strict=True)
-    ]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(_run, commands))
-    return objects
-
-
-def _run(command: list[str]) -> None:
-    """Run a command and raise KernelBuildError if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    if done.returncode != 0:
-        raise KernelBuildError(
-            f"the compiler {command[0]} failed: {done.stderr.strip()[-_MAX_OUTPUT:]}"
-        )
 
 
 def _openmp() -> str | None:
@@ -166,9 +136,9 @@ def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     the hash then includes the processor, too.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    sources = [source.read_text(encoding="utf-8") for source in (*_HEADERS, *SOURCES)]
+    sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
     libraries = [torch.__version__, str(_TORCH), _openmp() or ""]
-    flags = [*_FLAGS, *instruction_set.flags]
+    flags = [*FLAGS, *instruction_set.flags]
     target = "" if instruction_set.features else processor()
     parts = [*sources, *flags, *libraries, version.stdout, target]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

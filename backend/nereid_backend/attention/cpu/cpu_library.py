@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
 
-from nereid_backend.attention.cpu.cpu_build import KernelBuildError, load_library
+from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
+from nereid_backend.attention.cpu.cpu_build import load_library
 from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 
 

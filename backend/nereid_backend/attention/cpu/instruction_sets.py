@@ -36,7 +36,7 @@ class InstructionSet:
         """The compiler's flags. Example: the feature avx512_vnni gives -mavx512vnni."""
         if not self.features:
             return ("-march=native",)
-        return (*(f"-m{feature.replace('_', '')}" for feature in self.features), "-mtune=native")
+        return tuple(f"-m{feature.replace('_', '')}" for feature in self.features)
 
 
 # The instruction sets from the fastest to the slowest. The last one runs on every processor: it is

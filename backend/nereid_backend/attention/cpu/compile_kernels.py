@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the CPU kernels to a shared library.
+
+The kernels are compiled when a server starts (cpu_build.py), or when the wheel is built
+(hatch_build.py). This module imports no other package, because a wheel is built without torch.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[2]
+SOURCES = (
+    Path(__file__).with_name("cpu_decode.cpp"),
+    Path(__file__).with_name("cpu_prefill.cpp"),
+    Path(__file__).with_name("cpu_shim.cpp"),
+    _PACKAGE / "linear" / "cpu_linear.cpp",
+    _PACKAGE / "linear" / "cpu_grouped.cpp",
+    _PACKAGE / "sampling" / "cpu_logits.cpp",
+)
+HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
+COMPILERS = ("g++", "c++")
+FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
+# The compiler needs about 10 seconds, but a busy machine can take several minutes.
+_TIMEOUT_S = 900
+# The largest number of characters of the compiler's output in an error message.
+_MAX_OUTPUT = 500
+
+
+class KernelBuildError(Exception):
+    """The kernels cannot be built on this machine.
+
+    The message is the reason, as a clause without a final period.
+    """
+
+
+def find_compiler() -> str:
+    """Return the path of a C++ compiler.
+
+    Raises:
+        KernelBuildError: if there is none.
+    """
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if compiler is None:
+        raise KernelBuildError(
+            f"no C++ compiler was found; install one of {' and '.join(COMPILERS)}"
+        )
+    return compiler
+
+
+def compile_library(
+    compiler: str, flags: Sequence[str], libraries: Sequence[str], path: Path
+) -> None:
+    """Compile and link the kernels into the file `path`.
+
+    Args:
+        compiler: the path of the compiler.
+        flags: the flags for an instruction set and for OpenMP, in addition to FLAGS.
+        libraries: the libraries that the loader loads with the kernels. Functions that they do not
+            contain must be global symbols when the kernels are loaded.
+        path: the file of the library.
+
+    Raises:
+        KernelBuildError: if the compiler fails.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The library is built in a temporary folder and then moved, because another process may
+        # build it at the same time.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
+            built = Path(folder) / path.name
+            # The library is linked without -fopenmp, because this flag would add the compiler's
+            # own OpenMP library. With -Bsymbolic, its functions call each other even if the
+            # process has also loaded the library for another instruction set.
+            _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
+            built.replace(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"the kernels could not be built ({error})") from error
+
+
+def _compile(compiler: str, flags: list[str], folder: Path) -> list[str]:
+    """Compile the sources in parallel, and return the paths of the object files in `folder`."""
+    objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
+    commands = [
+        [compiler, *flags, "-c", str(source), "-o", target]
+        for source, target in zip(SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
+    return objects
+
+
+def _run(command: list[str]) -> None:
+    """Run a command and raise KernelBuildError if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    if done.returncode != 0:
+        raise KernelBuildError(
+            f"the compiler {command[0]} failed: {done.stderr.strip()[-_MAX_OUTPUT:]}"
+        )

@@ -231,7 +231,7 @@ class InputForm:
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
         """
         if answer.reasoning and self.reasoning == BLOCKS:
-            return _message_of_blocks(answer)
+            return _message_of_blocks(answer)  # The blocks contain the tool calls too.
         if answer.reasoning and self.reasoning == PARTS:
             message = {"role": "assistant", "content": _content_with_thinking(answer)}
         else:

@@ -280,8 +280,10 @@ def compound_closing(text: str, opening: str) -> str:
         return ""
     shared_end = opening.removeprefix(opening_markers[0])  # `think<|sep|>`
     first_marker, found, _ = text.partition(shared_end)
-    # A longer text before the shared end is not one marker, but the next part of the message.
-    return first_marker + shared_end if found and len(first_marker) <= len(opening) else ""
+    # The first marker is about as long as the opening's. A text that is longer than the whole
+    # opening contains other text, so `shared_end` belongs to a later part of the message.
+    is_one_marker = len(first_marker) <= len(opening)
+    return first_marker + shared_end if found and is_one_marker else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

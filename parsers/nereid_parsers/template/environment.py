@@ -357,6 +357,7 @@ def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> Co
     try:
         tree = env.parse(source)
         counting.visit(tree)
+        # jinja2 has no public methods for the two steps of its compilation.
         python_code = env._generate(tree, name=None, filename=None)
         if len(python_code) > MAX_CODE:
             raise LimitError(
@@ -364,7 +365,7 @@ def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> Co
                 f"limit is {MAX_CODE}"
             )
         return env._compile(python_code, "<template>")
-    except LimitError:
+    except LimitError:  # It is a ValueError, which the last handler would catch.
         raise
     except (RecursionError, MemoryError, OverflowError) as error:
         raise LimitError("the template is nested too deeply to compile") from error

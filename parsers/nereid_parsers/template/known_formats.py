@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from nereid_parsers.format import (
     Call,
@@ -27,6 +28,7 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.formats.registry import TOOLS, get_format
 from nereid_parsers.template.difference import markers
+from nereid_parsers.tool_declarations import Body
 
 # ---- templates whose format is given ------------------------------------------------------------
 
@@ -156,42 +158,65 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
     )
 
 
-def _markup_of(call: Call) -> tuple[object, ...]:
+class _Markup(NamedTuple):
+    """The markers and the keys of a tool call, to compare tool calls without their white space.
+
+    Attributes:
+        body_type: The class of the body.
+        open, head, close: The markers and the head of the tool call.
+        around_arguments: The keys of the name and of the arguments in a JSON body, or the markers
+            around a tagged argument. () for all other bodies.
+    """
+
+    body_type: type[Body]
+    open: str
+    head: str
+    close: str
+    around_arguments: tuple[str, ...] = ()
+
+
+def _markup_of(call: Call) -> _Markup:
     """Return the markers and the keys of a tool call, without the white space around the markers.
 
-    >>> _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))[1:]
-    ('<call>', '', '</call>', 'name', 'arguments')
+    >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
+    >>> markup.open, markup.close, markup.around_arguments
+    ('<call>', '</call>', ('name', 'arguments'))
     """
-    markup = (type(call.body), call.open.strip(), call.head.strip(), call.close.strip())
-    match call.body:
-        case JsonObject(Keys() as keys) | JsonArray(Keys() as keys):
-            return (*markup, keys.name, keys.arguments)
-        case TaggedArguments(opening, closing):
-            return (*markup, opening.strip(), closing.strip())
-        case _:
-            return markup
+    around_arguments: tuple[str, ...] = ()
+    keys = _keys_of(call)
+    if keys is not None:
+        around_arguments = (keys.name, keys.arguments)
+    elif isinstance(call.body, TaggedArguments):
+        around_arguments = (call.body.open.strip(), call.body.close.strip())
+    return _Markup(
+        type(call.body), call.open.strip(), call.head.strip(), call.close.strip(), around_arguments
+    )
+
+
+def _keys_of(call: Call) -> Keys | None:
+    """Return the declared keys of a tool call's JSON, or None if it has another body."""
+    if isinstance(call.body, JsonObject | JsonArray) and isinstance(call.body.keys, Keys):
+        return call.body.keys
+    return None
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of `call` that also accepts the alternative and the ignored keys of families.
+    """Return a copy of `call` that accepts the same keys as the first tool calls of the families.
 
-    Example: `Keys(arguments="parameters", also=("arguments",))` accepts the arguments under both
-    keys.
+    `Keys.also` contains other keys of the arguments, and `Keys.extra` contains keys that the parser
+    ignores. The result has the keys of `call` and of all families in both fields.
     """
-    body = call.body
-    if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
+    keys = _keys_of(call)
+    if keys is None or not isinstance(call.body, JsonObject | JsonArray):
         return call
-    family_keys = [body.keys]
-    for family in families:
-        family_body = family.calls[0].body
-        if isinstance(family_body, JsonObject | JsonArray) and isinstance(family_body.keys, Keys):
-            family_keys.append(family_body.keys)
-    keys = replace(
-        body.keys,
-        also=_union(keys.also for keys in family_keys),
-        extra=_union(keys.extra for keys in family_keys),
+    family_keys = [_keys_of(family.calls[0]) for family in families]
+    all_keys = [keys, *(other for other in family_keys if other is not None)]
+    merged = replace(
+        keys,
+        also=_union(other.also for other in all_keys),
+        extra=_union(other.extra for other in all_keys),
     )
-    return replace(call, body=replace(body, keys=keys))
+    return replace(call, body=replace(call.body, keys=merged))
 
 
 def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

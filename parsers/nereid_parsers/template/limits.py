@@ -202,8 +202,7 @@ class Budget:
         elif name == "tojson":
             self.check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
         elif name == "indent" and isinstance(value, str):
-            given = (*args, kwargs.get("width"))
-            width = next((option for option in given if option), _DEFAULT_INDENT)
+            width = (args[0] if args else kwargs.get("width")) or _DEFAULT_INDENT
             indent_size = len(width) if isinstance(width, str) else int(width)
             self.check_size(value.count("\n") * indent_size)
 

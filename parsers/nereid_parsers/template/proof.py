@@ -62,8 +62,10 @@ def parse_renderings(
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
         prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
-        text = _output(frame, reasoning.part, conversation, prompt or "")
-        if prompt is None or text is None or conversation.answer is None:
+        if prompt is None or conversation.answer is None:
+            continue
+        text = _output(frame, reasoning.part, conversation, prompt)
+        if text is None:
             continue
         prompt = unmask_call_ids(prompt)
         text = unmask_call_ids(text)
@@ -129,6 +131,8 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'
+    >>> _drop_repetition("</think>Hello.", "<think></think>", Reasoning("<think>", "</think>"))
+    'Hello.'
 
     Args:
         text: The text of a rendered message after the header.

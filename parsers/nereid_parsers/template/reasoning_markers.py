@@ -54,10 +54,11 @@ def last_opening(before: str) -> str:
     # `<|open|>think<|sep|>` is one run of characters without white space. For a marker that
     # contains a space, such as `<start think>`, the last run `think>` is only a part of the marker.
     text_to_marker = before[: last.end()]
-    run = text_to_marker.split()[-1]
-    opening = max(run, last.group(), key=len)
-    text_before_opening = text_to_marker.removesuffix(opening).rstrip()
-    return before.removeprefix(text_before_opening)  # with the white space around the opening
+    last_run = text_to_marker.split()[-1]
+    opening = max(last_run, last.group(), key=len)
+    before_opening = text_to_marker.removesuffix(opening)
+    # The white space before and after the opening is a part of the result.
+    return before.removeprefix(before_opening.rstrip())
 
 
 def first_opening(after_header: str) -> str:
@@ -109,12 +110,16 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
     >>> text = "\n<a>\n<b>"
     >>> _words_or_marker(text, MARKER.search(text))
     '\n<a>\n'
+
+    Args:
+        text: The text.
+        first: The match of the first marker in `text`.
     """
     words = text[: first.start()]
     if words.strip():
         return words
-    after_marker = text[first.end() :]
-    return text[: len(text) - len(after_marker.lstrip())]
+    after_marker_and_blanks = text[first.end() :].lstrip()
+    return text.removesuffix(after_marker_and_blanks)
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
@@ -128,9 +133,10 @@ def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
     >>> last_marker_alone("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     ()
     """
+    if len(markers(opening)) < 2:
+        return ()
     last = trailing_marker(opening)
-    is_alone = len(markers(opening)) < 2
-    return () if not last or is_alone or last in other_markup else (last,)
+    return (last,) if last and last not in other_markup else ()
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:

@@ -185,21 +185,14 @@ def report_text(report: Report, paint: Paint = no_colour) -> str:
 
 
 def _lines(report: Report, paint: Paint) -> Iterator[str]:
+    """Yield the lines of the report, section by section."""
     analysis = report.analysis
     if report.title:
         yield paint("title", report.title)
         yield report.why
         yield ""
     if analysis is not None:
-        yield paint("title", "Comparisons")
-        yield from _indented(_COMPARISONS_EXPLAINED)
-        for comparison in analysis.comparisons:
-            yield from _comparison_lines(comparison, paint)
-        yield ""
-        yield paint("title", "What the template supports")
-        for name, value in supports_rows(analysis):
-            yield f"    {name:20} {value}"
-        yield ""
+        yield from _analysis_lines(analysis, paint)
     yield paint("title", "Format")
     yield from _indented(part_lines(report.format))
     yield ""
@@ -208,19 +201,32 @@ def _lines(report: Report, paint: Paint) -> Iterator[str]:
     yield ""
     if analysis is not None and analysis.undecided:
         yield paint("title", "Not decided")
-        for sentence in analysis.undecided:
-            yield f"    {paint('reason', sentence)}"
+        yield from _indented(paint("reason", sentence) for sentence in analysis.undecided)
         yield ""
     yield paint("title", "Constraint of a required call")
     yield from _indented(report.constraint.splitlines())
 
 
+def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
+    """Yield the lines about the comparisons and about the parts that the template renders."""
+    yield paint("title", "Comparisons")
+    yield from _indented(_COMPARISONS_EXPLAINED)
+    for comparison in analysis.comparisons:
+        yield from _comparison_lines(comparison, paint)
+    yield ""
+    yield paint("title", "What the template supports")
+    yield from _indented(f"{name:20} {value}" for name, value in supports_rows(analysis))
+    yield ""
+
+
 def _indented(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines with an indent of four spaces."""
     for line in lines:
         yield f"    {line}"
 
 
 def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
+    """Yield the lines of one comparison: its name, its finding and the differing texts."""
     yield f"{paint('name', comparison.name)}: {comparison.changed}"
     yield f"    {comparison.finding}"
     yield from _indented(difference_lines(comparison, paint))

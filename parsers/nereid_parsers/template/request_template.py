@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.limits import Budget, limits_for_request
+from nereid_parsers.template.limits import Budget, Limits, limits_for_request
 
 # The names under which clients send the reasoning of a message. The first one is preferred.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -62,16 +62,26 @@ class RequestTemplate:
         """
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
-        final_text = self._mark_final_message(messages) if continue_final_message else ""
+        if not continue_final_message:
+            return self._render_in_thread({**variables, "messages": messages}, limits)
+        final_text = self._mark_final_message(messages)
+        text = self._render_in_thread({**variables, "messages": messages}, limits)
+        return _cut_after(final_text, text)
+
+    def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
+        """Render with the template of this thread, which is created at the first use."""
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
-        text = self._of_thread.template.render({**variables, "messages": messages}, Budget(limits))
-        return _cut_after(final_text, text) if continue_final_message else text
+        text: str = self._of_thread.template.render(variables, Budget(limits))
+        return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Append `_END_OF_MESSAGE` to the content of the last message. Return that content.
+        """Append `_END_OF_MESSAGE` to the content of the last message in `messages`.
 
         If the content is a list of parts, the last part with text is the content.
+
+        Returns:
+            The content, without `_END_OF_MESSAGE`.
 
         Raises:
             ContinuationRefused: There is no such content.
@@ -99,14 +109,16 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
     Templates read the reasoning under one of two names, so the message contains both. Example:
     `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking` and
-    `reasoning_content` are "Hm".
+    `reasoning_content` are "Hm". A `thinking` that the client sends is not overwritten.
     """
-    present = {name: value for name, value in message.items() if value is not None}
+    prepared = {name: value for name, value in message.items() if value is not None}
     for name in _REASONING_FIELDS:
-        if name in present:
-            reasoning = present[name]
-            return {"thinking": reasoning, **present, "reasoning_content": reasoning}
-    return present
+        if name in prepared:
+            reasoning = prepared[name]
+            prepared.setdefault("thinking", reasoning)
+            prepared["reasoning_content"] = reasoning
+            break
+    return prepared
 
 
 def _cut_after(final_text: str, text: str) -> str:
@@ -124,7 +136,8 @@ def _cut_after(final_text: str, text: str) -> str:
     Raises:
         ContinuationRefused: The text does not contain the whole content of the last message.
     """
-    end = text.rfind(_END_OF_MESSAGE.strip())
+    # The mark ends with a blank, which shows whether the template keeps white space at the end.
+    end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0 or final_text.strip() not in text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"

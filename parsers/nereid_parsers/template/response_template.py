@@ -14,7 +14,7 @@ how the text of the field is parsed:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
@@ -250,13 +250,14 @@ def _pattern(pieces: Pieces) -> str:
     >>> _pattern(("<f{x} ", Field("name"), Blank()))
     '<f{{x}} {name}\n'
     """
-    texts = []
-    for piece in pieces:
-        if isinstance(piece, Field):
-            texts.append(_PATTERN_FIELDS.get(piece.name, "{word}"))
-        else:
-            texts.append(escape_braces(piece) if isinstance(piece, str) else "\n")
-    return "".join(texts)
+    return "".join(_pattern_text(piece) for piece in pieces)
+
+
+def _pattern_text(piece: Piece) -> str:
+    """Return the pattern of one piece of a regular expression."""
+    if isinstance(piece, Field):
+        return _PATTERN_FIELDS.get(piece.name, "{word}")
+    return escape_braces(piece) if isinstance(piece, str) else "\n"
 
 
 def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: bool) -> Call:
@@ -266,12 +267,14 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
         field: The declaration of the field `tool_calls`.
         start: The start of the tool call.
         close: The marker after the tool call.
-        is_array: Whether the body is an array of tool calls, if the body contains the names.
+        is_array: Whether JSON that contains the names is an array of tool calls. Otherwise it is
+            one object.
     """
     body = _body(field, "{name}" in start.head, is_array)
     if isinstance(body, JsonObject | JsonArray):
-        # The head contains no name, so its whole text belongs to the marker of the tool call.
-        marker = start.marker + start.head.replace("{{", "{")
+        # The head contains no name, so its whole text belongs to the marker of the tool call. The
+        # marker is not a pattern, so its braces are not doubled.
+        marker = start.marker + start.head.replace("{{", "{").replace("}}", "}")
         return Call(body, open=marker, close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
@@ -281,6 +284,9 @@ def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> B
 
     Example: {"content": "json"} is the body `JsonArguments` if the head contains the name.
     Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.
+
+    Raises:
+        FormatError: The field declares a form of arguments that a `Body` cannot express.
     """
     content = field.get("content", "text")
     arguments = field.get("content_args") or {}
@@ -291,17 +297,31 @@ def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> B
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
     if arguments.get("unquoted_keys") and arguments.get("string_delims"):
-        opening, closing = arguments["string_delims"][0][:2]
-        if opening != closing:
-            raise FormatError(
-                "the opening and the closing text of `string_delims` must be equal, but they are "
-                f"{opening!r} and {closing!r}"
-            )
-        return BareKeyArguments(opening)
+        return _bare_key_arguments(arguments["string_delims"])
     if has_name_in_head:
         return JsonArguments()
     keys = _keys(field.get("transform"))
     return JsonArray(keys) if is_array else JsonObject(keys)
+
+
+def _bare_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
+    """Return the body whose strings have the first pair of `string_delims` as quotes.
+
+    Only the first pair is used, because a template renders all strings with one pair.
+
+    >>> _bare_key_arguments([["<q>", "<q>"]])
+    BareKeyArguments(quote='<q>')
+
+    Raises:
+        FormatError: The two texts of the pair differ.
+    """
+    opening, closing = string_delims[0][:2]
+    if opening != closing:
+        raise FormatError(
+            "the opening and the closing text of `string_delims` must be equal, but they are "
+            f"{opening!r} and {closing!r}"
+        )
+    return BareKeyArguments(opening)
 
 
 def _keys(transform: object) -> Keys:
@@ -323,8 +343,10 @@ def _keys(transform: object) -> Keys:
         transform = transform[0]
     if transform is None:
         return Keys("function.name", "function.arguments", id="id")
-    function = transform.get("function", transform) if isinstance(transform, Mapping) else transform
+    call: Mapping[str, object] = transform if isinstance(transform, Mapping) else {}
+    function = call.get("function", transform)
     if isinstance(function, str):
+        # One placeholder stands for the whole function, so its JSON has the usual keys.
         path = _path(function)
         return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):
@@ -339,8 +361,7 @@ def _keys(transform: object) -> Keys:
             f"the transform {transform!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    call_id = transform.get("id") if isinstance(transform, Mapping) else None
-    id_path = _path(call_id) if call_id else ()
+    id_path = _path(call["id"]) if call.get("id") else ()
     return Keys(".".join(name), ".".join(arguments), id=".".join(id_path) or None)
 
 
@@ -372,6 +393,7 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     Raises:
         FormatError: The expression does not have a key and, after it, a value.
     """
+    # Only the first alternative is used, because all values are expected in the same tags.
     pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]
     groups = [piece.name for piece in pieces if isinstance(piece, Field)]
     has_both = "key" in groups and "value" in groups
@@ -381,9 +403,10 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
             "it the group (?P<value>..)"
         )
     value_at = pieces.index(Field("value"))
-    close = [
+    before_value = _without_leading_blanks(pieces[:value_at])
+    # The closing tag is a marker, not a pattern, so its braces are not doubled.
+    close = "".join(
         "\n" if isinstance(piece, Blank) else _literal_text(piece)
         for piece in pieces[value_at + 1 :]
-    ]
-    before_value = _without_leading_blanks(pieces[:value_at])
-    return TaggedArguments(_pattern(before_value), "".join(close))
+    )
+    return TaggedArguments(_pattern(before_value), close)

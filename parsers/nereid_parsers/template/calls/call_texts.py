@@ -61,10 +61,16 @@ class CallFormat:
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
     r"""Return the forms in which a tool call may be written if its head contains the name.
 
+    The forms differ in their heads, see `_spellings_of_head`. Usually there is only one form.
+
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
     (Call(body=JsonArguments(), open='<call>\n', head='<function={name}>\n', close='</call>',
           id='{id}'),)
+    >>> markup = ListMarkup(item_open="<call>functions.")
+    >>> calls = calls_with_head(markup, ":\ue010<args>", JsonArguments())
+    >>> [call.head for call in calls]
+    ['functions.{name}:{number}<args>', '{name}:{number}<args>', '{name}<args>']
 
     Args:
         markup: The markup of the list of tool calls. `item_open` ends where the name starts.
@@ -177,6 +183,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     before_second, name, after_second = texts.two_calls.partition(SECOND_TOOL)
     if not name:
         return texts
+    # The texts before the names are reversed, so that all distances are counted from the names.
     before = _distance_to_number(before_first[::-1], before_second[::-1])
     after = _distance_to_number(after_first, after_second)
     return CallTexts(*(_mask_numbers(text, before, after) for text in texts))

@@ -51,6 +51,21 @@ def read_json(texts: CallTexts) -> CallFormat | None:
             item_open=texts.one_call[: single.start], item_close=texts.one_call[single.end :]
         )
         return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
+    return _read_two_objects(texts, keys, single)
+
+
+def _read_two_objects(
+    texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
+) -> CallFormat | None:
+    """Infer the format of tool calls from two of them, if a single tool call is an object.
+
+    Return None if the JSON of one of the two tool calls is not found.
+
+    Args:
+        texts: The renderings of tool calls.
+        keys: The keys of the object.
+        single: The object of a single tool call.
+    """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -279,8 +294,9 @@ def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
     >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
     _JsonSpan(start=7, end=15, value={'a': 1})
     """
-    start = text.find("{", text.find(name))
-    if start < 0 or name not in text:
+    name_at = text.find(name)
+    start = text.find("{", name_at)
+    if name_at < 0 or start < 0:
         return None
     try:
         value, end = _DECODER.raw_decode(text, start)

@@ -35,9 +35,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     """
     _, _, after_name = texts.one_call.partition(FIRST_TOOL)
     suffix, _, arguments = after_name.partition("(")
-    if not arguments.lstrip().startswith(f"{FIRST_KEY}="):
-        return None
-    if _METHOD_SUFFIX.fullmatch(suffix) is None:
+    is_python = arguments.lstrip().startswith(f"{FIRST_KEY}=")
+    if not is_python or _METHOD_SUFFIX.fullmatch(suffix) is None:
         return None
     markup = _markup_of_calls(texts, ")")
     if not texts.two_calls:
@@ -46,7 +45,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         section = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(section, suffix)
     if markup.item_open.strip() or markup.item_close.strip():
-        body = PythonCalls("", "", "", suffix)
+        body = PythonCalls(open="", close="", separator="", suffix=suffix)
         call = Call(body, open=markup.item_open, close=markup.item_close)
         return CallFormat("Python calls, each marked", (call,), markup)
     return _read_python_section(markup, suffix)
@@ -60,18 +59,19 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """
     opening = markup.open + markup.item_open
     closing = markup.close
-    bodies = [PythonCalls("", "", markup.separator, suffix)]
+    without_brackets = PythonCalls("", "", markup.separator, suffix)
+    bodies: tuple[PythonCalls, ...] = (without_brackets,)
     if opening.rstrip().endswith("[") and closing.lstrip().startswith("]"):
-        opening = opening.rstrip()[:-1]
-        closing = closing.lstrip()[1:]
+        opening = opening.rstrip().removesuffix("[")
+        closing = closing.lstrip().removeprefix("]")
         # In a section, models also write calls without the brackets.
-        bodies.insert(0, PythonCalls("[", "]", markup.separator, suffix))
-    if not closing.strip():
-        # Without a closing marker there is no section, so the marker opens the tool calls.
-        call = Call(bodies[0], open=opening)
-        return CallFormat("Python calls", (call,), ListMarkup(close=closing))
-    calls = tuple(Call(body) for body in bodies)
-    return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
+        bodies = (PythonCalls("[", "]", markup.separator, suffix), without_brackets)
+    if closing.strip():
+        calls = tuple(Call(body) for body in bodies)
+        return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
+    # Without a closing marker there is no section, so the marker opens the tool calls.
+    call = Call(bodies[0], open=opening)
+    return CallFormat("Python calls", (call,), ListMarkup(close=closing))
 
 
 def read_bare_keys(texts: CallTexts) -> CallFormat | None:

@@ -231,7 +231,10 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move `marker` from the end of each tag to the start of the next tag.
+    """Move `marker` from the end of each piece of markup to the start of the next piece.
+
+    The markup was cut at the names of elements. So a marker that precedes every tag is at the end
+    of the text before the tag, for example at the end of `item_close`.
 
     >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')

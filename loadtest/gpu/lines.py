@@ -12,7 +12,8 @@ from typing import Any
 
 # Lines which say that a feature cannot be used. That a single library is not used is no refusal.
 _REFUSAL = re.compile(
-    r"\b(is|are) not (compiled|replayed|used|replaced)\b|Attention runs without GPU kernels"
+    r"\b(is|are) not (compiled|replayed|used|replaced)\b|CUDA graphs are off|No more CUDA graphs"
+    r"|Attention runs without GPU kernels"
 )
 
 

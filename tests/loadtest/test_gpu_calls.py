@@ -271,6 +271,8 @@ def _is_running(pid):
     [
         ("the forward pass is not compiled: no compiler was found", Rank.WRONG),
         ("decode steps are not replayed from captured graphs: out of memory", Rank.WRONG),
+        ("CUDA graphs are off, because a step could not be captured: misaligned", Rank.WRONG),
+        ("No more CUDA graphs are captured: only 12 MiB of GPU memory are free.", Rank.WRONG),
         ("Attention runs without GPU kernels and is several times slower, because", Rank.WRONG),
         ("cuDNN does not compute prompts without cached tokens, because", Rank.DETAIL),
         ("the forward pass is compiled", Rank.DETAIL),

@@ -1,6 +1,8 @@
 """The comparisons and the search of tile sizes that the GPU benchmarks run."""
 
+import functools
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -109,3 +111,36 @@ def test_a_search_writes_its_table_into_the_folder_of_results(
     assert len(tables) == 1
     kernels = json.loads(tables[0].read_text())["kernels"]
     assert kernels["decode"][0]["max_dim"] == kernels["prefill"][0]["max_dim"] == 16
+
+
+def test_a_measurement_follows_100_ms_of_replays_and_launches_no_kernel_itself(monkeypatch):
+    from loadtest.gpu import gpu_kernels
+
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.place = None
+
+        def record(self):
+            self.place = len(log)
+            log.append(("mark", time.perf_counter()))
+
+        def elapsed_time(self, end):
+            return float(end.place - self.place)
+
+    def captured(work):
+        work()
+        return lambda: log.append(("replay", time.perf_counter()))
+
+    monkeypatch.setattr(gpu_kernels, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    launched = []
+    work = functools.partial(launched.append, "kernel")
+    assert gpu_kernels.milliseconds(work, torch.device("cuda:0"), repeat=3) == 2.0
+    # The kernel is launched only for the capture.
+    assert len(launched) == 1
+    first_mark = [kind for kind, _ in log].index("mark")
+    assert log[first_mark][1] - log[0][1] >= 0.09
+    assert [kind for kind, _ in log[first_mark:]] == ["mark", *["replay", "mark"] * 3]

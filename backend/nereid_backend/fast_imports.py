@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes imports of torch and transformers faster.
 
-When transformers is imported, it reads the source files of all of its models to find the names that
-each file defines. That takes about a second of CPU time in each process. The result depends only
-on the version of transformers, so one process stores it and all later processes load it.
+During its import, transformers reads the source files of all its models, to find the names that
+each file defines. This takes about a second of CPU time in each process. The result, an index,
+depends only on the version of transformers. So one process stores the index, and later processes
+load it.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import Any
 
 from nereid_backend.cache_folder import cache_folder
 
-# The module of transformers with the function that reads the source files, and the function.
+# The module of transformers with the function that reads the source files, and the function's name.
 _MODULE = "transformers.utils.import_utils"
 _FUNCTION = "create_import_structure_from_path"
 
@@ -31,8 +32,8 @@ _FUNCTION = "create_import_structure_from_path"
 def importing() -> Iterator[None]:
     """Make the imports in this context faster.
 
-    Garbage collection is turned off meanwhile, because importing torch creates about a hundred
-    thousand permanent objects and no garbage.
+    Garbage collection is turned off during the imports, because importing torch creates about a
+    hundred thousand permanent objects and no garbage.
     """
     use_cached_index()
     gc.disable()

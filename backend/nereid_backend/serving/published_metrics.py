@@ -2,7 +2,8 @@
 """Counters and histograms on Triton server's /metrics page, named `nereid:NAME`.
 
 Publishing a changed number costs a model's stub one round trip to the server. A histogram of many
-values is therefore collected here, and published as counters that look like its buckets.
+values is therefore collected here, and published as counters with the names of a histogram's
+series.
 """
 
 from bisect import bisect_left
@@ -79,6 +80,7 @@ class MetricFamilies:
         )
 
     def _family(self, name: str, text: str, kind: Any) -> Any:  # noqa: ANN401 - the server's
+        """Create a metric family at the server."""
         family = pb_utils.MetricFamily(name=f"nereid:{name}", description=text, kind=kind)
         self._families.append(family)
         return family
@@ -93,6 +95,7 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
+        # The counter and its last published value, by the labels as pairs of name and value.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 
@@ -124,7 +127,7 @@ class HistogramCounters:
         self._sum = total
 
     def publish(self, histogram: Histogram) -> None:
-        """Publish the counters that have changed. The buckets are always those of one histogram."""
+        """Publish the counters that have changed. Every call must pass the same histogram."""
         cumulative = histogram.cumulative()
         bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         for bound, number in zip(bounds, cumulative, strict=True):

@@ -5,8 +5,8 @@ Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is se
 OpenTelemetry reads with its other variables. The SDK is the optional extra `tracing`. A span
 contains times and numbers, and never the text of a prompt or an answer.
 
-A request carries the context of its trace as a text in the format of the W3C header `traceparent`:
-first as a parameter of the Triton request, then in the messages between the models.
+The context of a trace is a text in the format of the W3C header `traceparent`. It is a parameter of
+the Triton request, and a field of the messages between the models of the ensemble.
 """
 
 import json

@@ -41,7 +41,7 @@ class AdapterCalls:
         self._names: list[str] = []
 
     def accept(self, parameters: Mapping[str, Any], sender: Any) -> list[str] | None:  # noqa: ANN401
-        """Return the message to the engine process for a request; None if it needs none.
+        """Return the message to the engine process for a request; None for a list request.
 
         Raises:
             RequestError: a parameter is missing or is not a text.
@@ -62,7 +62,7 @@ class AdapterCalls:
     def answer(self, call_id: str, names: list[str]) -> tuple[Any, Tensors] | None:
         """Record a successful change, and return the waiting sender with its response.
 
-        Return None for a change that no request waits for.
+        Return None if no request waits for the change.
 
         Args:
             call_id: the id of the message to the engine process; "" at the start of the process.

@@ -60,9 +60,9 @@ class PoolingMetrics:
 
         Args:
             arrived: the time at which the request arrived, by time.monotonic().
-            started: the time at which the computation of its first input started.
-            num_inputs: the number of its inputs.
-            num_tokens: the number of tokens of its inputs.
+            started: the time at which the computation of the request's first input started.
+            num_inputs: the number of inputs of the request.
+            num_tokens: the number of tokens of these inputs.
         """
         now = time.monotonic()
         values = {
@@ -76,11 +76,19 @@ class PoolingMetrics:
             self._histograms[name].observe(value)
         self._counts["pooling_prompt_tokens_total"] += num_tokens
 
-    def note_response(self, error: object) -> None:
-        """Count a response. `error` is the error that it contains, or anything else."""
-        is_refusal = isinstance(error, CapacityError | RequestError)
-        outcome = "refused" if is_refusal else "error"
-        self._ended[outcome if isinstance(error, Exception) else "success"] += 1
+    def note_response(self, result: object) -> None:
+        """Count a response by its outcome.
+
+        Args:
+            result: the output tensors, or the error that the response contains.
+        """
+        if not isinstance(result, Exception):
+            outcome = "success"
+        elif isinstance(result, CapacityError | RequestError):
+            outcome = "refused"
+        else:
+            outcome = "error"
+        self._ended[outcome] += 1
 
     def note_restart(self) -> None:
         """Count a restart of the worker process."""

@@ -3,19 +3,19 @@
 
     python -m nereid_backend.serving.process.fork_server FD MODULE...
 
-FD is an inherited Unix socket that listens for requests, and each MODULE is imported at once. The
-imports take several seconds of CPU time, and a forked process has them already. `nereid serve`
-starts the fork server before Triton server. A stub that finds no fork server starts its child
-process itself (forked_process.py).
+FD is an inherited Unix socket that listens for requests. The program imports each MODULE when it
+starts. The imports take several seconds of CPU time, and forked processes do not repeat them.
+`nereid serve` starts the fork server before Triton server. A stub that finds no fork server starts
+its child process itself (forked_process.py).
 
 Each connection to the socket belongs to one child process:
 
     stub -> fork server    one byte and the four open files of `_receive`
     fork server -> stub    the process id, and at the end of the process its exit code
 
-A number is 8 bytes long. If the connection is closed earlier, the stub has died, and the fork
-server kills the child process. If the fork server cannot create the process, it closes the
-connection.
+A number is 8 bytes long. If the stub closes the connection before the child process has ended, the
+stub has died, and the fork server kills the child process. If the fork server cannot create the
+child process, the fork server closes the connection.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _CREDENTIALS = struct.Struct("3i")
 _FILES_OF_REQUEST = 4
 # The positions of arg_start and arg_end among the fields of /proc/self/stat after the program name.
 _ARGUMENTS = slice(45, 47)
-# Environment variables that no library reads while it is imported.
+# Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
 _IGNORED_VARIABLES = {
     *("LD_LIBRARY_PATH", "PATH", "PYTHONUNBUFFERED", "XDG_CACHE_HOME", "XDG_STATE_HOME"),
@@ -116,12 +116,13 @@ class ForkServer:
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
 
     def run(self) -> NoReturn:
-        """Handle requests and the ends of child processes for ever."""
+        """Handle requests, and report the ends of child processes. This method never returns."""
         while True:
             for key, _ in self._selector.select():
                 key.data()
 
     def _accept(self) -> None:
+        """Accept a connection of a stub, and create the child process that the stub requests."""
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
         pid = self._fork(request) if request is not None else None
@@ -135,7 +136,7 @@ class ForkServer:
         self._send(pid, pid)
 
     def _fork(self, request: Request) -> int | None:
-        """Return the id of a new process for a request, or None if none can be created."""
+        """Return the id of a new process for a request; None if the process cannot be created."""
         if not _can_serve(request, self._environment):
             return None
         try:
@@ -148,7 +149,7 @@ class ForkServer:
         return pid
 
     def _become(self, request: Request) -> NoReturn:
-        """In the forked process: run the module of the request, then exit."""
+        """Run the module of a request in the forked process, then exit."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -172,7 +173,8 @@ class ForkServer:
     def _kill(self, pid: int) -> None:
         """Kill the child process of a stub that has died."""
         self._selector.unregister(self._connections[pid])
-        os.kill(pid, signal.SIGKILL)  # `_reap` has not seen its end, so the id is not reused
+        # The id still belongs to the child process, because `_reap` has not waited for its end.
+        os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         """Report the exit codes of all child processes that have ended."""
@@ -199,7 +201,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _receive(connection: socket.socket) -> Request | None:
-    """Receive a request. Return None if it is incomplete."""
+    """Receive a request. Return None if the request is incomplete."""
     files: list[int] = []
     try:
         connection.settimeout(5.0)
@@ -219,7 +221,10 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
-    """Return whether the imported modules are those that the child process would import."""
+    """Return whether the child process would import the same modules in the same way.
+
+    Log a warning if its Python or its environment variables differ.
+    """
     own, other = _variables(environment), _variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())
     if request.python != python_identity() or differences:
@@ -234,7 +239,7 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that libraries may have read while they were imported."""
+    """Return the environment variables that may have an effect on the import of libraries."""
     return {
         name: value
         for name, value in environment.items()
@@ -260,8 +265,8 @@ def _run_module(request: Request) -> None:
 def _rename(command: list[str]) -> None:
     """Change the command line of this process, which programs such as ps show.
 
-    The new command line is cut to the length of the old one, or its last argument is filled with
-    spaces.
+    The new command line must have the length of the old command line. A longer command line is cut
+    off, and spaces are appended to a shorter command line.
     """
     with contextlib.suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -272,8 +277,9 @@ def _rename(command: list[str]) -> None:
 
 
 def _has_unsafe_threads() -> bool:
-    """Return whether a fork would leave another thread running, whose locks the child would copy.
+    """Return whether this process has another thread during a fork.
 
+    A forked process would contain the locks of that thread, but not the thread that releases them.
     OpenBLAS, the library of numpy, ends its own threads before each fork.
     """
     if (pid := os.fork()) == 0:

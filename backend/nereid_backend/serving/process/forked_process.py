@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a child process through the fork server of `nereid serve`, or as a new Python."""
+"""Starts a child process with the fork server of `nereid serve`, or as a new Python process."""
 
 import contextlib
 import json
@@ -14,12 +14,12 @@ from nereid_backend.serving.process.fork_server import NUMBER, is_same_user, pyt
 
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable with the name of the fork server's abstract Unix socket."""
-# The fork server answers when it has imported its modules, which takes long on a busy machine.
+# The fork server answers after it has imported its modules. This takes long on a busy machine.
 _ANSWER_TIMEOUT_S = 120.0
 
 
 class ForkedProcess:
-    """A process that the fork server has created. The methods are those of subprocess.Popen.
+    """A process that the fork server has created. It has some of the methods of subprocess.Popen.
 
     Args:
         connection: the connection to the fork server.
@@ -45,7 +45,7 @@ class ForkedProcess:
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
             except OSError:
-                # The fork server has died, and its child processes end for this reason.
+                # The fork server has died. Its child processes end when their parent has died.
                 self._exit_code = 1
             self._connection.close()
         return self._exit_code
@@ -96,7 +96,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
     """Let the fork server create the process.
 
     Raises:
-        OSError: there is no fork server, or it does not create the process.
+        OSError: there is no fork server, or the fork server does not create the process.
     """
     request = {
         "module": module,

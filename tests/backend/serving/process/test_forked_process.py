@@ -110,8 +110,9 @@ def test_hanging_process_is_killed(fork_server, start):
 def test_process_of_a_dead_stub_is_killed(fork_server, start):
     child = start()
     child.send(["sleep", 600])
+    process = psutil.Process(child.pid)
     child._process._connection.close()  # as the kernel does when the stub dies
-    psutil.Process(child.pid).wait(30)
+    process.wait(30)
 
 
 def test_child_process_ends_with_the_fork_server_and_the_next_one_is_started_alone(

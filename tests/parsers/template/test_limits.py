@@ -49,7 +49,8 @@ def test_the_compilation_of_a_long_template_is_interrupted(text):
     started = time.thread_time()
     with pytest.raises(LimitError, match=r"more than 0\.1 seconds"):
         CompiledTemplate(text, Budget(Limits(seconds=0.1)))
-    assert time.thread_time() - started < 0.2
+    # Without a limit, each compilation takes more than a second of processor time.
+    assert time.thread_time() - started < 0.4
 
 
 def test_a_template_with_too_much_code_is_rejected(monkeypatch):

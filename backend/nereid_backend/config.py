@@ -104,12 +104,10 @@ class EngineConfig:
     """Whether CUDA graphs replay decode steps on a GPU. Not tested on GPUs."""
 
     lora_adapters: LoraAdapters = Field(default_factory=dict)
-    """The LoRA adapters that requests can select: names and folders in PEFT's layout. As text:
-    `name=/path,other=/path`."""
+    """LoRA adapters in PEFT's layout: `name=/path,other=/path`."""
 
     lora_memory: Annotated[int, SIZE_IN_BYTES] = 512 * 1024 * 1024
-    """The memory for LoRA adapters. Adapters that do not fit stay on disk until a request needs
-    them. `0` turns adapters off."""
+    """The memory for LoRA adapters. Other adapters stay on disk until a request needs them."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same

@@ -46,6 +46,7 @@ from nereid_client.routes import (
     completions,
     embeddings,
     health,
+    lora,
     messages,
     metrics,
     models,
@@ -71,7 +72,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize),
         *(embeddings, pooling, rerank, score, classify, tei),
-        *(models, health, metrics, abort, playground),
+        *(models, lora, health, metrics, abort, playground),
     )
 ]
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from nereid_client.adapters import current_adapter
 from nereid_client.middleware.client_keys import Client, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.streaming.deltas import Delta, Usage
@@ -24,6 +25,7 @@ class ClientBackend:
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices. See `Backend.generate`."""
+        generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
         if client.share:
             generation = replace(generation, client_id=client.share, client_weight=client.weight)
@@ -45,6 +47,10 @@ class ClientBackend:
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits on the size of a request. See `Backend.request_limits`."""
         return await self._backend.request_limits()
+
+    async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
+        """Return the names of the LoRA adapters after a change. See `Backend.change_adapters`."""
+        return await self._backend.change_adapters(parameters)
 
     async def is_live(self) -> bool:
         """Return whether the server answers."""

@@ -31,7 +31,7 @@ _RECONNECT_MS = 1000  # the longest time between two attempts to connect
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
-_DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32}
+_DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT8": np.uint8}
 
 
 class TritonCalls:
@@ -195,8 +195,8 @@ def infer_request(
     Args:
         model: the name of the model in the model repository.
         request_id: the id of the request in the logs of the server.
-        inputs: for each input its name, its data type (BOOL, INT32 or BYTES) and its values. The
-            shape is [num_values].
+        inputs: for each input its name, its data type (BOOL, INT32, UINT8 or BYTES) and its values.
+            The shape is [num_values].
         outputs: the names of the outputs to return. If empty, the server returns all.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)

@@ -20,6 +20,7 @@ from nereid_client.protocol.embedding_requests import (
     VectorsRequest,
 )
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
+from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
 from nereid_client.protocol.rerank_requests import (
     ClassifyRequest,
     RankingRequest,
@@ -40,6 +41,8 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/abort_request": AbortRequest,
     "/abort_requests": AbortRequest,
+    "/v1/load_lora_adapter": LoadLoraRequest,
+    "/v1/unload_lora_adapter": UnloadLoraRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

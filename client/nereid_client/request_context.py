@@ -13,6 +13,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from nereid_client.adapters import Adapters, current_adapter
 from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits
@@ -41,6 +42,16 @@ class Context:
     def limits(self) -> PublishedLimits:
         """The limits of the language model on the size of a request."""
         return PublishedLimits(self.backend.request_limits)
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters of the language model."""
+        return Adapters(self.backend.change_adapters)
+
+
+def name_of_model(request: Request) -> str:
+    """Return the name of the model in responses: the selected adapter or the language model."""
+    return current_adapter.get() or context_of(request).settings.model_name
 
 
 def context_of(request: Request) -> Context:
@@ -77,7 +88,7 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
         request.state.running_request.ids.add(body.given_id)
     return CompletionFrame(
         id=f"{prefix}-{body.given_id or request_id_of(request)}",
-        model=context_of(request).settings.model_name,
+        model=name_of_model(request),
         created=int(time.time()),
         num_choices=body.num_choices,
         include_usage=body.include_usage,

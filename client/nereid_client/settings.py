@@ -124,6 +124,9 @@ class Settings:
     """The name of the language model in requests and responses. By default, the
     language model has the name of the checkpoint's folder."""
 
+    allow_lora_updates: bool = False
+    """Whether clients may load and unload LoRA adapters."""
+
     api_key: str = Field(default="", repr=False)
     """The API key, which each request needs in the header `Authorization: Bearer KEY`, `x-api-key:
     KEY` or `api-key: KEY`."""

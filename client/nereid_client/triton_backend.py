@@ -17,6 +17,9 @@ from nereid_client.streaming.deltas import Delta
 _TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
+# The second model of the ensemble, and its output with JSON text.
+_EXECUTOR_MODEL = "executor"
+_STATE = "state"
 # Parts of messages of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model died; the server must be restarted
 _STOPPING = "Server is stopping"
@@ -41,6 +44,8 @@ class Generation:
         num_choices: the number of choices. The stream ends when all choices have ended.
         client_id: the client that takes turns with other clients. "" if the client is unknown.
         client_weight: the share of the client.
+        lora_name: the LoRA adapter of the request. If it is empty, the field `lora_name` of the
+            JSON object selects the adapter.
     """
 
     request_id: str
@@ -52,6 +57,7 @@ class Generation:
     num_choices: int = 1
     client_id: str = ""
     client_weight: float = 1.0
+    lora_name: str = ""
 
 
 class Backend(Protocol):
@@ -82,6 +88,17 @@ class Backend(Protocol):
 
     async def request_limits(self) -> Mapping[str, int]:
         """Return the limits on the size of a request, by name.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
+        """Load or unload a LoRA adapter, and return the names of all adapters.
+
+        Args:
+            parameters: `{"load_lora": name, "lora_path": folder}`, `{"unload_lora": name}`, or
+                `{"list_loras": "true"}`, which changes nothing.
 
         Raises: BackendError.
         """
@@ -187,6 +204,32 @@ class TritonBackend:
         limits: dict[str, int] = json.loads(await self._infer(request))
         return limits
 
+    async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
+        """Change the adapters of the executor model, as described by `Backend.change_adapters`.
+
+        The executor model is decoupled, so the request needs a stream. Its input tensors are
+        required, but a request about adapters does not use them.
+        """
+        inputs: list[tuple[str, str, Sequence[Any]]] = [
+            (_PROMPT_TOKEN_IDS, "INT32", [0]),
+            (_ENVELOPE, "UINT8", [0]),
+        ]
+        request = infer_request(_EXECUTOR_MODEL, "adapters", inputs, [_STATE])
+        for name, value in parameters.items():
+            request.parameters[name].string_param = value
+        stream = self._calls.stream(request)
+        try:
+            message = await stream.read()
+        except grpc.RpcError as error:
+            raise self._stream_error(error) from None
+        stream.let_end()
+        if message is None:
+            raise BackendError("UNAVAILABLE", "The executor model does not answer. Try again.")
+        if message.error_message:
+            raise read_error(message.error_message)
+        (raw,) = message.infer_response.raw_output_contents
+        return list(map(str, json.loads(raw)["adapters"]))
+
     async def _infer(self, request: Any) -> bytes:
         """Send a request for one output, and return the bytes of this output."""
         try:
@@ -272,26 +315,29 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
         text = getattr(generation, name)
         if text is not None:
             is_object = name != "text_input"
-            text = _with_client(text, generation) if is_object else text
+            text = _with_fields(text, generation) if is_object else text
             inputs.append((name, "BYTES", [text.encode()]))
     if generation.input_ids is not None:
         inputs.append(("input_ids", "INT32", generation.input_ids))
     return inputs
 
 
-def _with_client(text: str, generation: Generation) -> str:
-    """Add the fields that identify the client to the end of a JSON object.
+def _with_fields(text: str, generation: Generation) -> str:
+    """Add the fields that identify the client and the adapter to the end of a JSON object.
 
     A client cannot replace these fields. If an object has the same key twice, JSON parsers use the
     last value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """
-    if not generation.client_id:
+    values: dict[str, object] = {}
+    if generation.client_id:
+        values = {"client_id": generation.client_id, "client_weight": generation.client_weight}
+    if generation.lora_name:
+        values["lora_name"] = generation.lora_name
+    if not values:
         return text
-    fields = json.dumps(
-        {"client_id": generation.client_id, "client_weight": generation.client_weight}
-    )
+    fields = json.dumps(values, ensure_ascii=False)
     rest = text.rstrip()[:-1].rstrip()
     return f"{rest}{'' if rest == '{' else ', '}{fields[1:]}"
 

@@ -30,6 +30,7 @@ class FakeBackend:
         self.limits: dict[str, int] = {}
         self.is_up = True
         self.is_closed = False
+        self.adapters: dict[str, str] = {}
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         if not self.is_up:
@@ -71,6 +72,17 @@ class FakeBackend:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
         self.generations.append(generation)
         return tokenize(generation.text_input, generation.chat_request)
+
+    async def change_adapters(self, parameters: dict[str, str]) -> list[str]:
+        if not self.is_up:
+            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        if "load_lora" in parameters:
+            self.adapters[parameters["load_lora"]] = parameters["lora_path"]
+        elif "unload_lora" in parameters:
+            if parameters["unload_lora"] not in self.adapters:
+                raise BackendError("INVALID_ARGUMENT", "lora_name: no adapter has this name.")
+            del self.adapters[parameters["unload_lora"]]
+        return list(self.adapters)
 
     async def detokenize(self, request_id, token_ids, *, skip_special_tokens) -> str:  # type: ignore[no-untyped-def]
         if max(token_ids) >= 50_000:

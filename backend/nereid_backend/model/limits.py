@@ -267,8 +267,9 @@ def _describe_windows(layers: Sequence[LayerSpec]) -> str:
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
     """Return the memory for the KV cache in bytes: kv_cache_memory, or a share of the memory.
 
-    On a GPU, gpu_memory_utilization limits the memory of this process alone. The embedding model
-    and the reranker have shares of their own, and may be loaded before or after this process.
+    On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
+    embedding model and of the reranker have their own limits, and may be started before or after
+    this process.
     Example: the share 0.9 of 80 GiB is 72 GiB. If the weights take 16 GiB, the context 0.5 GiB and
     a step 2 GiB, then 53.5 GiB remain for the KV cache.
 

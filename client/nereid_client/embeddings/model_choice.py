@@ -112,14 +112,15 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 async def check_language_model(request: Request, name: str | None) -> None:
     """Check that a request to the language model does not name another model.
 
+    If the name is that of a LoRA adapter, select the adapter for the request.
+
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
     """
     language_model = context_of(request).settings.model_name
-    if name not in (None, language_model):
-        message = _wrong_model_message(
-            name or "", repr(language_model), await _served_models(request)
-        )
+    is_adapter = await context_of(request).adapters.select(name, language_model)
+    if name is not None and name != language_model and not is_adapter:
+        message = _wrong_model_message(name, repr(language_model), await _served_models(request))
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

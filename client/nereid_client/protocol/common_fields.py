@@ -162,6 +162,8 @@ class GenerationRequest(RequestBody):
     """Only requests with the same text in this field share cached prefixes."""
     extra_key: Annotated[str | None, SGLANG] = None
     """SGLang's name of `cache_salt`."""
+    lora_name: Annotated[str | None, VLLM] = None
+    """The name of a LoRA adapter. The field `model` can contain the name instead."""
     add_special_tokens: Annotated[bool | None, VLLM] = None
     """Whether the tokenizer adds its special tokens. The default is `false` for chats, and `true`
     for completions."""

@@ -103,7 +103,7 @@ REFUSED_BY_BACKEND = frozenset(
     {
         # vLLM
         *("use_beam_search", "length_penalty", "early_stopping", "logprob_token_ids"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "lora_name"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "logits_processors"),
         *("prompt_embeds", "repetition_detection", "stream_interval"),
         *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "media_io_kwargs"),

@@ -14,6 +14,7 @@ from nereid_client.error_responses import error_event
 from nereid_client.errors import BackendError, FrontendError, to_api_error
 from nereid_client.request_context import (
     context_of,
+    name_of_model,
     read_prompt_body,
     to_json,
     unique_request_id,
@@ -41,7 +42,7 @@ async def create_message(request: Request) -> Response:
     deltas = merged(ANTHROPIC_NAMES.rename_in(context.backend.generate(generation)), by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
-        context.settings.model_name,
+        name_of_model(request),
         shows_thinking=messages_request.shows_thinking,
     )
     if not messages_request.stream:

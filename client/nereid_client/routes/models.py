@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 
 from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.error_responses import uses_anthropic_api
-from nereid_client.errors import ApiError
+from nereid_client.errors import ApiError, BackendError
 from nereid_client.request_context import Context, context_of
 
 router = APIRouter(tags=["Operation"])
@@ -15,7 +15,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.get("/v1/models", summary="List the served models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return the language model, and the embedding model and the reranker if they are served."""
+    """Return the language model, its LoRA adapters, the embedding model and the reranker."""
     context = context_of(request)
     names = await _served_names(request)
     if uses_anthropic_api(request.scope):
@@ -43,8 +43,18 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 async def _served_names(request: Request) -> list[str]:
     """Return the names of all served models. The first one is the language model."""
     pooling_models = await pooling_models_of(request).all()
-    names = [context_of(request).settings.model_name, *(model.name for model in pooling_models)]
+    context = context_of(request)
+    pooling_names = [model.name for model in pooling_models]
+    names = [context.settings.model_name, *await _adapter_names(context), *pooling_names]
     return list(dict.fromkeys(names))
+
+
+async def _adapter_names(context: Context) -> list[str]:
+    """Return the names of the LoRA adapters, or an empty list if the server does not answer."""
+    try:
+        return await context.adapters.names()
+    except BackendError:
+        return []
 
 
 def _model(context: Context, name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from nereid_client.errors import ApiError, BackendError, FrontendError, shown, t
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,
+    name_of_model,
     read_prompt_body,
     to_json,
     unique_request_id,
@@ -291,7 +292,7 @@ def _new_builder(
     fields = request_fields(
         responses_request,
         f"resp_{secrets.token_hex(16)}",
-        context_of(request).settings.model_name,
+        name_of_model(request),
         int(time.time()),
         is_stored=is_stored,
     )

@@ -1,0 +1,68 @@
+"""The LoRA adapters of the language model.
+
+A request selects an adapter by its name in the field `model`.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+
+current_adapter: ContextVar[str] = ContextVar("current_adapter", default="")
+"""The name of the adapter that the current request selects; empty for the model without one."""
+
+ChangeAdapters = Callable[[Mapping[str, str]], Awaitable[list[str]]]
+"""Sends parameters to the server and returns the names of all adapters; see
+`Backend.change_adapters`."""
+
+
+class Adapters:
+    """The names of the adapters that the server has loaded."""
+
+    def __init__(self, change: ChangeAdapters) -> None:
+        """Create an object that asks the server by calling `change`."""
+        self._change = change
+        # The names that the server returned last. Another client may have changed them since then.
+        self._names: list[str] = []
+
+    async def names(self) -> list[str]:
+        """Return the names of all adapters.
+
+        Raises: BackendError.
+        """
+        return await self._update({"list_loras": "true"})
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter, or replace the adapter with this name.
+
+        Args:
+            name: the name with which requests select the adapter.
+            path: the adapter's folder on the server.
+
+        Raises: BackendError if the folder is not a suitable adapter.
+        """
+        await self._update({"load_lora": name, "lora_path": path})
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter. Requests that use the adapter continue.
+
+        Raises: BackendError if no adapter has this name.
+        """
+        await self._update({"unload_lora": name})
+
+    async def select(self, name: str | None, language_model: str) -> bool:
+        """Select the model of the current request, and return whether it is an adapter.
+
+        Args:
+            name: the name of an adapter or of another model; None for the language model.
+            language_model: the name of the language model without an adapter.
+
+        Raises: BackendError.
+        """
+        is_adapter = name not in (None, language_model) and (
+            name in self._names or name in await self.names()
+        )
+        current_adapter.set(name if is_adapter and name else "")
+        return is_adapter
+
+    async def _update(self, parameters: Mapping[str, str]) -> list[str]:
+        self._names = await self._change(parameters)
+        return self._names

@@ -1,0 +1,71 @@
+"""LoRA adapters: the field `model` selects one, and two routes load and unload them."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {**HELLO, "max_tokens": 5}),
+    ],
+)
+async def test_the_model_of_a_request_selects_an_adapter(connect, backend, path, body):
+    backend.adapters = {"sql": "/a"}
+    async with connect() as client:
+        for name, expected in (("sql", "sql"), ("echo", ""), ("sql", "sql")):
+            response = await client.post(path, json={**body, "model": name})
+            assert response.status_code == 200, response.text
+            assert response.json()["model"] == name
+            assert backend.generations[-1].lora_name == expected
+
+
+async def test_the_field_lora_name_is_passed_on(connect, backend):
+    async with connect() as client:
+        response = await client.post(CHAT, json={**HELLO, "lora_name": "x"})
+    assert response.status_code == 200
+    assert json.loads(backend.generations[-1].chat_request)["lora_name"] == "x"
+
+
+async def test_adapters_are_loaded_listed_and_unloaded(connect, backend):
+    async with connect(allow_lora_updates=True) as client:
+        body = {"lora_name": "sql", "lora_path": "/a"}
+        assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        assert backend.adapters == {"sql": "/a"}
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models][:2] == ["echo", "sql"]
+        unload = {"lora_name": "sql"}
+        assert (await client.post("/v1/unload_lora_adapter", json=unload)).status_code == 200
+        refused = await client.post("/v1/unload_lora_adapter", json=unload)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "lora_name"
+        missing = await client.post(CHAT, json={**HELLO, "model": "sql"})
+        assert missing.status_code == 404
+
+
+@pytest.mark.parametrize("name", ["echo", ""])
+async def test_an_adapter_cannot_have_the_name_of_the_model_or_none(connect, backend, name):
+    async with connect(allow_lora_updates=True) as client:
+        body = {"lora_name": name, "lora_path": "/a"}
+        response = await client.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "lora_name"
+    assert not backend.adapters
+
+
+async def test_clients_cannot_load_adapters_by_default(connect, backend):
+    async with connect() as client:
+        body = {"lora_name": "sql", "lora_path": "/a"}
+        response = await client.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "lora_updates_disabled"
+    assert not backend.adapters

@@ -183,7 +183,6 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
     ("prefill", 2): {
         "8.0": (
             (128, Tuning(128, 32, 8, 3)),
-            (192, Tuning(64, 32, 4, 3)),
             (256, Tuning(64, 32, 8, 3)),
             (512, Tuning(32, 16, 8, 3)),
         ),

@@ -65,7 +65,7 @@ def _is_inside(file):
 
 
 class MetaPath:
-    """Builds each step's batch as the packed path does; there are no numbers in its logits."""
+    """Builds the batch of each step as the path `packed` does. Its logits contain no numbers."""
 
     def __init__(self, vocab_size, dtype):
         self.vocab_size, self.dtype = vocab_size, dtype

@@ -24,7 +24,7 @@ class Prefill:
     Attributes:
         start: the index of the first new token in the packed row.
         end: the index after the last new token.
-        num_cached: the number of the sequence's tokens before the new ones.
+        num_cached: the number of the sequence's tokens before the new tokens.
         blocks: [1, n] int64, the blocks of all tokens up to the last new one.
     """
 

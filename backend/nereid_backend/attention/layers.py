@@ -13,7 +13,7 @@ class LayerWindow:
     Attributes:
         size: the sliding window, in tokens. A token attends to itself and to the `size - 1` tokens
             before it. None means no sliding window.
-        chunk: the attention chunk, in tokens. Positions are divided into chunks of this many
+        chunk: the attention chunk, in tokens. Positions are divided into chunks of this number of
             tokens, and a token attends only to tokens of its own chunk. None means no chunks.
     """
 

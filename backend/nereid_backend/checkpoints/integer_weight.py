@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Weights are dequantised in parts of about this many numbers, so that only a small part of a large
-# weight is in memory as float32.
+# The approximate number of weights that are dequantised at once. Only a small part of a large
+# weight is then in memory as float32.
 PART_NUMBERS = 2**22
 
 

@@ -83,8 +83,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     for tensor, file in expected.items():
         if tensor not in tensors:
             raise ModelError(
-                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download both "
-                "files again."
+                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download these "
+                "two files again."
             )
     return tensors
 

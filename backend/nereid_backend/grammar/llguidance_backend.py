@@ -35,7 +35,7 @@ _MAX_MESSAGE = 300
 # To find the part of a schema that is not valid, at most this number of its inner schemas is
 # compiled.
 _MAX_LOCATED = 200
-# Each line of the library's error excerpts begins with this many characters that are not source.
+# The number of characters before the source text in each line of the library's error excerpts.
 _EXCERPT_INDENT = 3
 _LENGTHS = frozenset(
     f"{bound}{word}"

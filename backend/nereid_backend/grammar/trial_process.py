@@ -217,7 +217,7 @@ class _UnusedModule(types.ModuleType):
 def _skip_unused_modules() -> None:
     """Let xgrammar be imported without torch and transformers.
 
-    Compiling uses neither of them. Importing both takes some seconds and 200 MB.
+    Compiling does not use these packages. Importing them takes some seconds and 200 MB.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
     import tvm_ffi  # noqa: F401 - a dependency of xgrammar, which works without torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerates the packed path with a compiled forward pass and with CUDA graphs.
+"""Accelerates the execution path `packed` with a compiled forward pass and with CUDA graphs.
 
-Each acceleration is compared with the model alone before it is used. If its logits differ, or if it
-fails, the path runs without it.
+Before an acceleration is used, its logits are compared with those of the unmodified model. If the
+logits differ, or if the acceleration fails, the path runs without this acceleration.
 """
 
 from dataclasses import replace
@@ -29,26 +29,27 @@ def use_compiled_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> CompiledForward | None:
-    """Compile the forward pass of a path, and use it if its logits are those of the model alone.
+    """Compile the forward pass of a path, and use it if its logits equal the expected logits.
 
     Args:
-        path: the path with the sizes of the engine. Mutated.
+        path: the execution path with the sizes of the engine. Mutated.
         checkpoint: the model.
         hook: the engine's entry in transformers' attention interface.
-        chosen: the choice of the path, with the test sequences and the expected logits.
+        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+            model for these sequences.
         progress: called with one line about the result.
 
     Returns:
         The compiled forward pass, or None if it cannot be used.
 
     Raises:
-        ConfigError: if the attempt made the GPU unusable.
+        ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
         if not isinstance(path, PackedPath):
             raise UnfitError(
-                f"compiling requires the packed path, but the model uses the {chosen.spec.name} "
-                "path"
+                "torch.compile supports only the execution path packed, but this model uses the "
+                f"execution path {chosen.spec.name}"
             )
         compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
         test_path = chosen.spec.build(chosen.trial.sizes)
@@ -60,8 +61,8 @@ def use_compiled_forward(
         reason = first_line(error)
         if is_lost(checkpoint.device):
             raise ConfigError(
-                f"compile_forward: the attempt to run a compiled forward pass made "
-                f"{checkpoint.device} unusable ({reason}). Set compile_forward=false."
+                f"compile_forward: the compiled forward pass failed, and {checkpoint.device} "
+                f"cannot be used any more ({reason}). Set compile_forward=false."
             ) from error
         progress(f"the forward pass is not compiled: {reason}")
         if checkpoint.device.type == "cuda":
@@ -73,13 +74,14 @@ def use_compiled_forward(
 
 
 def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress) -> None:
-    """Compute the RMSNorm modules of a model with torch's fused function if its logits stay right.
+    """Replace a model's RMSNorm modules by torch's fused function if the logits remain correct.
 
     The speed of this replacement has not been measured on a GPU.
 
     Args:
         checkpoint: the model. Mutated.
-        chosen: the choice of the path, with the test sequences and the expected logits.
+        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+            model for these sequences.
         progress: called with one line about the result.
     """
     restore = fuse_norms(checkpoint.model)
@@ -91,7 +93,7 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
         restore()
         progress(f"RMSNorm modules are not replaced by torch's fused function: {first_line(error)}")
         return
-    progress("RMSNorm modules are computed by torch's fused function")
+    progress("torch's fused function computes the RMSNorm modules")
 
 
 def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of loading
@@ -103,21 +105,22 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     activation_bytes: int,
     progress: Progress,
 ) -> None:
-    """Replay decode steps from CUDA graphs if their logits are those of the model alone.
+    """Replay decode steps from CUDA graphs if the replayed logits equal the expected logits.
 
     Do nothing on a device that is not a GPU.
 
     Args:
-        path: the path with the sizes of the engine. Mutated.
+        path: the execution path with the sizes of the engine. Mutated.
         checkpoint: the model.
-        chosen: the choice of the path, with the test sequences and the expected logits.
+        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+            model for these sequences.
         compiled: the compiled forward pass that the path uses; None if it uses none.
         sizes: the sizes of the path.
         activation_bytes: the memory of the largest step, which the graphs must leave free.
         progress: called with one line about the result.
 
     Raises:
-        ConfigError: if the attempt made the GPU unusable.
+        ConfigError: if the GPU cannot be used any more after the attempt.
     """
     device = checkpoint.device
     capture = capture_on(device, activation_bytes)
@@ -131,14 +134,17 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
         reason = first_line(error)
         if is_lost(device):
             raise ConfigError(
-                f"cuda_graphs: the attempt to replay captured steps made {device} unusable "
-                f"({reason}). Set cuda_graphs=false."
+                f"cuda_graphs: replaying a captured step failed, and {device} cannot be used any "
+                f"more ({reason}). Set cuda_graphs=false."
             ) from error
         progress(f"decode steps are not replayed from captured graphs: {reason}")
         return
     assert isinstance(path, PackedPath)
     path.graphs = DecodeGraphs(path.run, capture, sizes, device)
     path.graphs.capture_all()
+    if path.graphs.failure is not None:
+        progress(f"decode steps are not replayed from captured graphs: {path.graphs.failure}")
+        return
     progress("decode steps are replayed from captured graphs")
     if compiled is not None:
         use_piecewise_graphs(path, checkpoint, chosen, compiled, sizes, capture, progress)
@@ -153,42 +159,33 @@ def use_piecewise_graphs(  # noqa: PLR0913 - as above
     capture: GraphCapture,
     progress: Progress,
 ) -> None:
-    """Replay the parts of steps with prefills from graphs if their logits stay right.
+    """Replay each step with prefills from several CUDA graphs if the logits remain correct.
 
     The arguments are those of `use_decode_graphs`.
     """
     try:
-        test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
-        test_path = chosen.spec.build(test_sizes)
-        assert isinstance(test_path, PackedPath)
-        test_path.use(compiled)
-        failures: list[str] = []
-        test_path.pieces = test_path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
-        # The steps of the check are smaller than the smallest number of tokens.
-        test_path.pieces.capture_all(TOKEN_COUNTS[:1])
-        is_rounded = sizes.stored != "auto"
-        check_path(test_path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
-        if test_path.pieces.num_replays == 0:
-            raise UnfitError(next(iter(failures), "the check had no step with prefills"))
+        _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
     except Exception as error:
         # Capturing a model's code can raise any exception. The steps then run without graphs.
         reason = first_line(error)
         if is_lost(checkpoint.device):
             raise ConfigError(
-                f"cuda_graphs: the attempt to replay captured parts of steps made "
-                f"{checkpoint.device} unusable ({reason}). Set cuda_graphs=false."
+                f"cuda_graphs: replaying a captured part of a step failed, and {checkpoint.device} "
+                f"cannot be used any more ({reason}). Set cuda_graphs=false."
             ) from error
         progress(f"steps with prefills are not replayed from captured graphs: {reason}")
         return
     path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
     path.pieces.capture_all()
-    progress("the parts of steps with prefills are replayed from captured graphs")
+    # If a capture fails, `capture_all` itself reports the reason.
+    if path.pieces.failure is None:
+        progress("the parts of steps with prefills are replayed from captured graphs")
 
 
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Use attention libraries where they are faster than the project's kernels.
+    """Use the attention libraries that are faster than the project's kernels.
 
     Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
     """
@@ -202,7 +199,33 @@ def use_fastest_attention(
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    progress(f"attention libraries are used in {path.choose_attention()} situations")
+    num_uses = path.choose_attention()
+    progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
+
+
+def _check_piecewise_graphs(
+    checkpoint: Checkpoint,
+    chosen: ChosenPath,
+    compiled: CompiledForward,
+    sizes: Sizes,
+    capture: GraphCapture,
+) -> None:
+    """Check that replayed steps with prefills give the logits of the unmodified model.
+
+    Raises:
+        UnfitError: if the logits differ, or if no step with prefills was replayed.
+    """
+    test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
+    path = chosen.spec.build(test_sizes)
+    assert isinstance(path, PackedPath)
+    path.use(compiled)
+    failures: list[str] = []
+    path.pieces = path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
+    # A step of the check has fewer tokens than the smallest graph, so this graph is enough.
+    path.pieces.capture_all(TOKEN_COUNTS[:1])
+    check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=sizes.stored != "auto")
+    if path.pieces.num_replays == 0:
+        raise UnfitError(next(iter(failures), "the check had no step with prefills"))
 
 
 def _check_graphs(
@@ -212,7 +235,7 @@ def _check_graphs(
     sizes: Sizes,
     capture: Capture | None,
 ) -> None:
-    """Compare the logits of replayed decode steps with those of the model alone.
+    """Check that replayed decode steps give the logits of the unmodified model.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.
@@ -220,17 +243,21 @@ def _check_graphs(
     test_sizes = replace(chosen.trial.sizes, stored=sizes.stored)
     path = chosen.spec.build(test_sizes)
     if not isinstance(path, PackedPath) or not path.has_kernels or capture is None:
-        raise UnfitError("CUDA graphs require the packed path with attention kernels")
+        raise UnfitError(
+            "CUDA graphs require the execution path packed and the GPU kernels for attention"
+        )
     if compiled is not None:
         path.use(compiled)
     failures: list[str] = []
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, failures.append)
     path.graphs = graphs
-    # In the second round, every decode step is replayed. The replays read keys and values that the
-    # replays of the first round have stored.
+    # In the first round, a step whose graph is captured also runs without the graph, which stores
+    # its keys and values. In the second round, replays store the keys and values of all decodes.
+    is_rounded = sizes.stored != "auto"
     for _ in range(2):
         path.empty()
-        is_rounded = sizes.stored != "auto"
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
-    if failures or graphs.num_replays <= graphs.num_captures:
+    # After each capture, the captured step is replayed once.
+    has_replayed_later_steps = graphs.num_replays > graphs.num_captures
+    if failures or not has_replayed_later_steps:
         raise UnfitError(graphs.failure or next(iter(failures), "the check had no decode step"))

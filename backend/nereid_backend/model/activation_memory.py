@@ -31,8 +31,8 @@ def measure_activations(
     measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
 
     Args:
-        checkpoint: the model. It must use the attention of the path.
-        spec: the path of the model.
+        checkpoint: the model. Its attention implementation must be that of the path.
+        spec: the execution path of the model.
         num_tokens: the largest number of tokens in one step.
         num_seqs: the largest number of sequences that are sampled in one step.
         block_size: the number of tokens in one block.
@@ -45,12 +45,7 @@ def measure_activations(
     num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
     num_blocks = -(-num_measured // block_size)
     path = spec.build(Sizes(num_blocks, block_size, 1, num_measured))
-    token_id = plain_token_ids(checkpoint)[0]
-    prompt = [token_id] * num_measured
-    sequence = Sequence("", prompt, SamplingParams(), max_total_tokens=num_measured + 1)
-    sequence.row = 0
-    sequence.block_table = list(range(num_blocks))
-    plan = StepPlan([Chunk(sequence, 0, num_measured, True, True, 1)], num_measured)
+    plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured, num_blocks)
     if on_gpu:
         torch.cuda.synchronize(checkpoint.device)
         before = torch.cuda.memory_allocated(checkpoint.device)
@@ -65,6 +60,18 @@ def measure_activations(
         peak_bytes = _status_bytes("VmHWM") or 0
         used = max(0, peak_bytes - before_bytes) * num_tokens // num_measured
     return used + num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
+
+
+def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:
+    """Return the plan of a step that computes one prompt of equal tokens."""
+    prompt = [token_id] * num_tokens
+    sequence = Sequence("", prompt, SamplingParams(), max_total_tokens=num_tokens + 1)
+    sequence.row = 0
+    sequence.block_table = list(range(num_blocks))
+    chunk = Chunk(
+        sequence, start=0, num_tokens=num_tokens, samples=True, is_first=True, num_logits=1
+    )
+    return StepPlan([chunk], num_tokens)
 
 
 def _reset_peak() -> int | None:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path of a model: the first of four paths that computes the right logits.
+"""Chooses the execution path of a model: the first of four paths that computes correct logits.
+
+An execution path is a way to run the forward passes of a model:
 
     packed    one row with all tokens, keys and values in blocks     models with only attention
     rows      one row for each sequence, state outside of blocks     convolutions, recurrences
     padded    padded rows, keys and values copied from blocks        models with own attention code
     single    one sequence at a time, with the model's own cache     all other models; slow
 
-The right logits are those of the model alone: transformers' code computes each sequence in a pass
-of its own, with the model's own attention. The paths are tried in the order of the table. The
-choice never depends on the model's name. A path is not used if it fails or if its logits differ. If
-no path can be used, loading fails with an error that gives the reason for each path.
+The correct logits are those of the unmodified model: transformers' code computes each sequence in a
+separate pass, with the model's own attention. The paths are tried in the order of the table. The
+choice never depends on the model's name. A path is not used if it fails or if its logits differ
+from the correct logits. If no path can be used, loading fails with an error that gives the reason
+for each path.
 """
 
 from collections.abc import Iterator
@@ -37,13 +40,14 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class ChosenPath:
-    """The path that was chosen for a model.
+    """The execution path that was chosen for a model.
 
     Attributes:
-        spec: the path.
-        difference: the relative difference between the path's logits and those of the model alone.
-        limit: the length of a sequence up to which the path is exact.
-        trial: the test sequences and the logits of the model alone.
+        spec: the execution path.
+        difference: the relative difference between the logits of the path and the logits of the
+            unmodified model.
+        limit: the length of a sequence up to which the logits of the path are correct.
+        trial: the test sequences, and the logits of the unmodified model for these sequences.
     """
 
     spec: PathSpec
@@ -55,7 +59,9 @@ class ChosenPath:
 def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> ChosenPath:
-    """Choose the first exact path. The model then uses the attention of that path.
+    """Choose the first execution path whose logits equal those of the unmodified model.
+
+    The attention of the model is set to the attention that this path needs.
 
     Args:
         checkpoint: a loaded model.
@@ -64,7 +70,8 @@ def choose_path(
         progress: called with one line about the choice.
 
     Raises:
-        UnsupportedModelError: if no path is exact. The message contains the reason for each path.
+        UnsupportedModelError: if no path has correct logits. The message contains the reason for
+            each path.
     """
     trials = _Trials(checkpoint, config)
     reasons: list[str] = []
@@ -74,21 +81,29 @@ def choose_path(
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
-        detail = f"; {spec.detail}" if spec.detail else ""
-        reason = f" ({'; '.join(reasons)})" if reasons else ""
-        warning = " This is slow." if spec.name == "single" else ""
-        progress(f"path: {spec.name}{detail}{reason}.{warning}")
+        progress(_describe_choice(spec, reasons))
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
         trial = trials.get(spec.layers, is_generated=spec.is_generated)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
-        f"{checkpoint.architecture} is not supported, because no path computes the same logits as "
-        f"the model alone: {'; '.join(reasons)}."
+        f"{checkpoint.architecture} is not supported, because none of the execution paths computes "
+        f"the same logits as the model's own code: {'; '.join(reasons)}."
     )
 
 
+def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
+    """Return a line for the log about the chosen path and the reasons against the earlier paths.
+
+    Example: "path: padded (packed: it does not use transformers' attention interface)."
+    """
+    detail = f"; {spec.detail}" if spec.detail else ""
+    reason = f" ({'; '.join(reasons)})" if reasons else ""
+    warning = " This is slow." if spec.name == "single" else ""
+    return f"path: {spec.name}{detail}{reason}.{warning}"
+
+
 class _Trials:
-    """The test sequences with the logits of the model alone. They are computed on first use."""
+    """The test sequences with the logits of the unmodified model, computed on first use."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -123,7 +138,7 @@ class _Trials:
         return trial
 
     def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
-        """Compute the trial that `get` returns, or return the error that `get` raises."""
+        """Return a new trial, or the error that `get` raises if there is no trial."""
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
         trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
@@ -140,13 +155,13 @@ class _Trials:
 def _try(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: _Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first exact variant of a path, and the relative difference of its logits.
+    """Return the first variant of a path with correct logits, and the difference of its logits.
 
-    Example: the difference 0.02 means that the logits differ from the logits of the model alone by
-    2 % of the standard deviation of the logits.
+    Example: the difference 0.02 means that the logits differ from the logits of the unmodified
+    model by 2 % of the standard deviation of the logits.
 
     Raises:
-        Exception: if no variant is exact. The exception is the error of the last variant.
+        Exception: if no variant has correct logits. The exception is the error of the last variant.
     """
     last_error: Exception = UnfitError("it has no variant")
     for spec in variants:
@@ -157,8 +172,8 @@ def _try(
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
             if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The first check has shown that the path is exact. The second check covers the
-                # rounding of the 8-bit cache.
+                # The first check has shown that the path is correct without rounding. The second
+                # check covers the rounding of the 8-bit cache.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
             return _with_measured_memory(spec, path, trial), difference
@@ -168,10 +183,10 @@ def _try(
 
 
 def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> PathSpec:
-    """Return `spec` with the memory that the forward path needs in addition to the KV cache blocks.
+    """Return `spec` with the memory that the path needs in addition to the blocks of the KV cache.
 
     The memory is measured on `path`, which has computed the test sequences of `trial`. Example: if
-    the single path stores 6000 bytes for 60 tokens, `bytes_per_token` is 100.
+    the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100.
     """
     if isinstance(path, RowsPath):
         return replace(spec, bytes_per_sequence=path.state_bytes())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The largest accepted difference, relative to the largest number of the exact result: some
-# roundings to the model's data type.
+# The largest accepted difference, relative to the largest number of the expected result. It allows
+# for several rounding errors of the model's data type.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _NUM_ROWS = 4
 
@@ -40,7 +40,7 @@ class FusedRmsNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
-    """Replace the RMSNorm modules of a model whose results do not change.
+    """Replace those RMSNorm modules of a model for which torch's function gives the same results.
 
     Args:
         model: the model. Mutated.
@@ -86,8 +86,8 @@ def _fused(module: nn.Module) -> FusedRmsNorm | None:
 def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
     """Return whether two modules give the same numbers, except for rounding.
 
-    The inputs have sizes from 1e-3 to 1e3, so that a different `eps` and a missing conversion to
-    float32 are visible.
+    The inputs range from about 1e-3 to 1e3, so that a different `eps` or a missing conversion to
+    float32 changes the result.
     """
     weight = fused.weight
     generator = torch.Generator().manual_seed(0)

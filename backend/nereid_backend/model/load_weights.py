@@ -42,7 +42,7 @@ def load_weights(
         progress: called with one line for each slow operation.
 
     Raises:
-        ConfigError: if the setting weight_dtype does not fit the device or the model.
+        ConfigError: if the device or the model does not support the setting weight_dtype.
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
     _check_weight_dtype(config, device)
@@ -50,8 +50,11 @@ def load_weights(
     checkpoint = _load(config, device, hook, progress)
     if config.weight_dtype != "auto":
         checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
-    elif config.prepack and not _rearrange(checkpoint, progress):
-        checkpoint = _load(config, device, hook, progress)
+    elif config.prepack:
+        is_usable = _rearrange(checkpoint, progress)
+        if not is_usable:
+            # Packing has replaced the original weights, so the model must be loaded again.
+            checkpoint = _load(config, device, hook, progress)
     move_weights(checkpoint.model)
     return checkpoint
 
@@ -88,14 +91,15 @@ def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
         progress: called with a line if prepacking changes the logits.
 
     Returns:
-        Whether the model can be used. If False, prepacking has changed the logits, and the model
-        must be loaded again.
+        False if prepacking has changed the logits. The model must then be loaded again. True in all
+        other cases, even if no layer was changed.
     """
     before = _short_logits(checkpoint)
     if before is None:
-        return True
+        return True  # The logits could not be compared, so the layers stay as they are.
     if checkpoint.device.type == "cpu":
-        if not prepack_linears(checkpoint.model, copy_shared=True):
+        num_packed = prepack_linears(checkpoint.model, copy_shared=True)
+        if num_packed == 0:
             return True
         if not _are_equal(before, _short_logits(checkpoint)):
             progress(
@@ -158,15 +162,18 @@ def _store_as_float8(checkpoint: Checkpoint) -> int:
     if product is None:
         raise ConfigError(
             "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
-            f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not. Set "
-            "weight_dtype=auto."
+            f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not do so. "
+            "Set weight_dtype=auto."
         )
     return store_linears_as_float8(checkpoint.model, product)
 
 
 @torch.inference_mode()
 def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
-    """Return the logits of a few tokens by the model alone; None if the model cannot be called."""
+    """Call the model with a few tokens and its own attention, and return the logits.
+
+    Return None if the model cannot be called, or if its logits are not finite.
+    """
     ids = torch.tensor([plain_token_ids(checkpoint)[:4]], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:

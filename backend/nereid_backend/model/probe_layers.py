@@ -13,7 +13,7 @@ from nereid_backend.paths.recurrent_cache import make_cache
 
 
 class _Recorder:
-    """An attention function for a single token that records its calls.
+    """An attention function for a pass over one token. It records its calls.
 
     A single token attends only to itself, so the function returns the value of the token.
 
@@ -37,15 +37,24 @@ class _Recorder:
         **kwargs: object,
     ) -> Tensor:
         """Record a call, and return the output of attention, [1, 1, num_heads, value_dim]."""
-        number = len(self.layers)
-        kind = self._layer_types[number] if number < len(self._layer_types) else ""
-        window = kwargs.get("sliding_window")
-        softcap = kwargs.get("softcap")
         if kwargs.get("position_bias") is not None:
             self.unsupported = "its attention adds a position bias"
         if query.shape[0] != 1 or key.shape[2] != 1:
             self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
-        spec = LayerSpec(
+        spec = self._spec(query, key, value, kwargs)
+        self.layers.append(spec)
+        groups = spec.num_heads // spec.num_kv_heads
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2)
+
+    def _spec(
+        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
+    ) -> LayerSpec:
+        """Return the properties of the next layer, from the arguments of its attention call."""
+        number = len(self.layers)
+        kind = self._layer_types[number] if number < len(self._layer_types) else ""
+        window = kwargs.get("sliding_window")
+        softcap = kwargs.get("softcap")
+        return LayerSpec(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
@@ -57,9 +66,6 @@ class _Recorder:
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
             has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
         )
-        self.layers.append(spec)
-        groups = spec.num_heads // spec.num_kv_heads
-        return value.repeat_interleave(groups, dim=1).transpose(1, 2)
 
     def checked(self) -> list[LayerSpec]:
         """Return the recorded layers. Raise an UnfitError if a call is not supported."""
@@ -123,6 +129,8 @@ def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
         for name, value in config.to_dict().items():
             if name.endswith(("token_id", "token_index")) and isinstance(value, int):
                 special.add(value)
+    # Special tokens that the config does not name are usually at the beginning or at the end of the
+    # vocabulary.
     middle = range(size // 8, max(size // 8 + 1, size // 2))
     return [token_id for token_id in middle if token_id not in special] or list(range(size))
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a path computes the same logits as the model alone.
+"""Checks that an execution path computes the same logits as the unmodified model.
 
 The path computes a few short prompts in small chunks, mixes these chunks with single tokens, and
-stores keys and values in scattered blocks. The check compares the logits with those of the model
-alone, which computes each whole sequence in one pass with its own attention. A path with wrong
-logits is never used.
+stores keys and values in scattered blocks. The unmodified model computes each whole sequence in one
+pass with its own attention. The check compares the logits. A path with wrong logits is never used.
 """
 
 import random
@@ -32,10 +31,10 @@ _NUM_STEPS = 4
 # The largest number of tokens in one step of the check. It is small, so that prompts are divided
 # into chunks.
 _BUDGET = 8
-# One prompt is longer than the model's sliding window in order to test the window. No prompt has
-# more tokens than this, because longer prompts would take seconds at every start.
+# One prompt is longer than the model's sliding window in order to test the window. The prompt has
+# at most this number of tokens, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
-# A prompt that tests a window is this many tokens longer than the window.
+# The number of tokens by which a prompt that tests a window is longer than the window.
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
@@ -51,7 +50,7 @@ _ROUNDED_TOLERANCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Test sequences and the logits of the model alone.
+    """Test sequences, and the logits of the unmodified model for these sequences.
 
     Attributes:
         sequences: pairs of all token ids of a sequence and the number of its prompt tokens.
@@ -76,9 +75,9 @@ class Trial:
 def make_trial(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int, block_size: int
 ) -> Trial:
-    """Return random sequences, and the logits of the model for each whole sequence alone.
+    """Return random sequences, and the logits of the model for these sequences.
 
-    The model must use its own attention.
+    The model computes each whole sequence in a separate pass. It must use its own attention.
     """
     sequences = _sequences(checkpoint, layers, max_len)
     call = ModelCall(checkpoint.model)
@@ -93,12 +92,12 @@ def make_trial(
 
 @torch.inference_mode()
 def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
-    """Return random prompts, and the logits of transformers' generate for each prompt alone.
+    """Return sequences that transformers' generate appends to random prompts, and their logits.
 
-    Some models compute other logits in one pass over a whole sequence, or fail to compute such a
-    pass. This trial is for these models. If generate raises an error, perhaps because a prompt is
-    longer than a window, the trial contains only short prompts. Longer prompts then need no test,
-    because they fail with an error and never give wrong logits.
+    Some models compute other logits in one pass over a whole sequence than token by token, or fail
+    to compute such a pass. This trial is for these models. If generate raises an error, perhaps
+    because a prompt is longer than a window, the trial contains only short prompts. Longer prompts
+    then need no test, because they fail with an error and never give wrong logits.
     """
     try:
         return _generated(checkpoint, _sequences(checkpoint, (), max_len), block_size)
@@ -110,7 +109,7 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 def _generated(
     checkpoint: Checkpoint, prompts: list[tuple[list[int], int]], block_size: int
 ) -> Trial:
-    """Generate a few tokens for each prompt with transformers, and return them as a trial."""
+    """Generate a few tokens for each prompt with transformers. Return the sequences and logits."""
     model: Any = checkpoint.model
     sequences = []
     parts = []
@@ -137,18 +136,14 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the expected logits of the first test sequence with token-by-token generation.
 
     Raises:
-        UnfitError: if the logits differ. The expected logits are then not those that the model's
-            users get, because users generate token by token.
+        UnfitError: if the logits differ. A model generates token by token when it is used, so the
+            expected logits would be wrong.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
-    count = len(tokens) - prompt_len + 1
-    sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
-    sequence.row = 0
-    sequence.num_prompt_tokens = prompt_len
-    plan = StepPlan([Chunk(sequence, 0, len(tokens), True, True, count)], len(tokens))
-    logits = path.forward(plan).float()
-    expected = trial.expected[:count]
+    num_logits = len(tokens) - prompt_len + 1
+    logits = path.forward(_whole_plan(tokens, prompt_len, num_logits)).float()
+    expected = trial.expected[:num_logits]
     error = ((logits - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
     if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
         raise UnfitError(
@@ -157,14 +152,30 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
         )
 
 
+def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan:
+    """Return a plan that computes a whole sequence, and its last `num_logits` logits."""
+    sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
+    sequence.row = 0
+    sequence.num_prompt_tokens = prompt_len
+    chunk = Chunk(
+        sequence,
+        start=0,
+        num_tokens=len(tokens),
+        samples=True,
+        is_first=True,
+        num_logits=num_logits,
+    )
+    return StepPlan([chunk], len(tokens))
+
+
 @torch.inference_mode()
 def check_path(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> float:
-    """Compare a path's logits with those of the model alone.
+    """Compare the logits of an execution path with the logits of the unmodified model.
 
     Args:
-        path: a path without stored tokens.
+        path: a path that has not computed any tokens yet.
         trial: the test sequences and the expected logits.
         dtype: the data type of the model.
         is_rounded: whether the setting kv_cache_dtype rounds keys and values to 8 bits.
@@ -179,7 +190,8 @@ def check_path(
     logits = _run(path, trial)
     if logits.shape != trial.expected.shape:
         raise UnfitError(
-            f"its logits have the shape {tuple(logits.shape)}, not {tuple(trial.expected.shape)}"
+            f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
+            f"{tuple(trial.expected.shape)}"
         )
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
@@ -215,10 +227,12 @@ def _sequences(
     token_ids = plain_token_ids(checkpoint)
     rng = random.Random(0)
     sequences = []
-    for length in (max(_PROMPT_LENS[0], *testable, 0), *_PROMPT_LENS[1:]):
+    first_len = max([_PROMPT_LENS[0], *testable])
+    for length in (first_len, *_PROMPT_LENS[1:]):
+        # Leave space for the tokens after the prompt if the model supports only short sequences.
         prompt_len = max(1, min(length, max_len - _NUM_STEPS))
-        total = min(max_len, prompt_len + _NUM_STEPS)
-        sequences.append(([rng.choice(token_ids) for _ in range(total)], prompt_len))
+        num_tokens = min(max_len, prompt_len + _NUM_STEPS)
+        sequences.append(([rng.choice(token_ids) for _ in range(num_tokens)], prompt_len))
     return sequences
 
 
@@ -237,22 +251,25 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
 
 
 def _run(path: ForwardPath, trial: Trial) -> Tensor:
-    """Compute the sequences of a trial with a path, step by step.
+    """Compute the test sequences with an execution path, step by step.
 
     Returns:
         The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
     """
     sequences = _prompt_sequences(trial)
+    numbers = {sequence: number for number, sequence in enumerate(sequences)}
     rows: list[list[Tensor]] = [[] for _ in sequences]
     while chunks := _next_chunks(sequences):
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
         sampling = [chunk for chunk in chunks if chunk.samples]
         for chunk, row in zip(sampling, logits, strict=True):
-            number = sequences.index(chunk.sequence)
+            number = numbers[chunk.sequence]
             rows[number].append(row.float())
-            # Append the next token of the test sequence instead of sampling one.
-            tokens = trial.sequences[number][0]
-            chunk.sequence.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
+            # Append the next token of the test sequence instead of sampling a token.
+            tokens, _ = trial.sequences[number]
+            next_index = chunk.start + chunk.num_tokens
+            if next_index < len(tokens):
+                chunk.sequence.token_ids.append(tokens[next_index])
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
     return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])

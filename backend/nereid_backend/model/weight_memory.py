@@ -37,23 +37,31 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> None:
     free = available_memory()
     if needed <= free:
         return
-    remedy = "Use a quantised checkpoint of the model, or a smaller model."
-    if counts.num_integers and not config.prepack:
-        packed = _weight_bytes(counts, number_bytes, has_panels=True)
-        if packed <= free:
-            remedy = f"With prepack=true, they need {format_bytes(packed)}."
-    halved = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
-    if number_bytes > _HALF_BYTES and halved <= free:
-        remedy = f"With dtype=bfloat16, they need {format_bytes(halved)}."
     name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
     raise ConfigError(
         f"model: the weights need {format_bytes(needed)} as {name}, but only {format_bytes(free)} "
-        f"are free. {remedy}"
+        f"are free. {_remedy(config, counts, number_bytes, free, has_panels=has_panels)}"
     )
 
 
+def _remedy(
+    config: EngineConfig, counts: WeightCounts, number_bytes: int, free: int, *, has_panels: bool
+) -> str:
+    """Return a sentence that names a setting with which the weights fit into `free` bytes."""
+    halved = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
+    if number_bytes > _HALF_BYTES and halved <= free:
+        return f"With dtype=bfloat16, they need {format_bytes(halved)}."
+    packed = _weight_bytes(counts, number_bytes, has_panels=True)
+    if counts.num_integers and not config.prepack and packed <= free:
+        return f"With prepack=true, they need {format_bytes(packed)}."
+    return "Use a quantised checkpoint of the model, or a smaller model."
+
+
 def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) -> int:
-    """Return the memory of the weights. Integers are dequantised if there are no panels."""
+    """Return the size of the weights in memory, in bytes.
+
+    Integers are dequantised in memory if the CPU kernels cannot read them (has_panels=False).
+    """
     if not has_panels:
         return counts.num_weights * number_bytes
     others = counts.num_weights - counts.num_integers

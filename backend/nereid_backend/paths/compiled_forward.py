@@ -4,8 +4,8 @@
 torch.export traces the model's code in transformers once, for any number of tokens. Attention and
 linear layers are operators of this package in the trace. AOTInductor fuses the code between them
 and compiles the trace into a library that runs without Python. The library is stored on disk, in a
-folder whose name is a hash of everything that the library depends on. The library contains no
-weights; it reads the weights of the loaded model.
+folder whose name is a hash of everything that the library depends on. The library does not contain
+the weights but reads those of the loaded model.
 
 The code was made for CPUs and is tested there. On a GPU it has never run.
 """
@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 Shims = dict[torch._ops.OpOverload, list[str]]
 
 # torch.export treats a size of 1 as a constant, so that other sizes would need a second trace.
-# Inputs are therefore extended to at least this many rows.
+# Inputs are therefore extended to at least this number of rows.
 _MIN_ROWS = 2
 # The sizes of the example that is traced. They differ, because torch.export treats equal sizes of
 # an example as one size.
@@ -100,8 +100,8 @@ def compile_forward(
         model: the model, with `hook` as its attention. On a CPU, its linear layers must be packed
             by `prepack_linears`.
         hook: the engine's entry in transformers' attention interface.
-        progress: receives a line of text if the compilation takes long.
-        is_native: whether attention will use the CPU kernels, which can be called without Python.
+        progress: called with a line of text before a compilation starts.
+        is_native: whether attention uses the CPU kernels, which can be called without Python.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
@@ -123,13 +123,21 @@ def compile_forward(
         run_single_threaded=True,
         device_index=-1 if device.index is None else device.index,
     )
-    tensors = _load_literals(folder / _LITERALS_FILE, device) | _tensors(traced)
-    names = run.get_constant_fqns()
+    _bind_tensors(run, _load_literals(folder / _LITERALS_FILE, device) | _tensors(traced))
+    return CompiledForward(run)
+
+
+def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - untyped
+    """Let a compiled library read the tensors that its code uses. No tensor is copied.
+
+    Raises:
+        UnfitError: if the code uses a tensor that is not among `tensors`.
+    """
+    names = library.get_constant_fqns()
     if unknown := [name for name in names if name not in tensors]:
         raise UnfitError(_NO_PARAMETER.format(name=unknown[0]))
     constants = {name: tensors[name] for name in names}
-    run.load_constants(constants, check_full_update=True, user_managed=True)
-    return CompiledForward(run)
+    library.load_constants(constants, check_full_update=True, user_managed=True)
 
 
 class _TracedModel(nn.Module):
@@ -153,7 +161,9 @@ class _TracedModel(nn.Module):
 def _shims(is_native: bool) -> Shims:
     """Return the operators that compiled code calls as C functions, with the C declarations.
 
-    cpu_shim.cpp defines the functions.
+    cpu_shim.cpp defines the functions. The CPU kernels for attention read their own layout of the
+    KV cache. Compiled code therefore calls them only if the cache has this layout (is_native);
+    otherwise, it calls the Python implementation of the operator.
     """
     operators = torch.ops.nereid
     handle = "AtenTensorHandle"

@@ -19,8 +19,8 @@ CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # Memory that stays free in addition to what the largest step needs.
 _SPARE_BYTES = 256 * 2**20
-# Cancelled captures. torch's allocator of pinned memory keeps using them, and this cannot be ended
-# from Python, so the objects must not be freed.
+# Cancelled captures. torch's allocator of pinned memory continues to use the objects, and Python
+# code cannot stop this, so the objects must not be freed.
 _failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
@@ -32,7 +32,7 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> "GraphCapture | 
     """Return an object that captures graphs on a device, or None if the device is not a GPU.
 
     Args:
-        device: where the work runs.
+        device: the device on which the work runs.
         reserve_bytes: memory that later steps may need, in bytes. Memory that torch's allocator has
             cached for steps is part of this number.
     """
@@ -42,8 +42,8 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> "GraphCapture | 
 class GraphCapture:
     """Captures graphs that share their memory.
 
-    A replay overwrites the intermediate results of the previous one. A replay runs on the stream
-    that is current at that time.
+    Each replay overwrites the intermediate results of the previous replay. A replay runs on the
+    stream that is current when it is called.
     """
 
     def __init__(self, device: torch.device, reserve_bytes: int) -> None:
@@ -65,7 +65,7 @@ class GraphCapture:
         """Capture some work as several graphs, and return a function that replays the work.
 
         The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the
-        next. A replay calls `between` after the graph that was ended, and it is not captured.
+        next graph. `between` is not captured: each replay calls it between these two graphs.
 
         The work is called twice on a stream of its own: once to warm up, and once to capture. It
         must store its results in tensors that existed before, must not wait for the device, and
@@ -82,7 +82,7 @@ class GraphCapture:
             self._check_memory()
             with torch.cuda.stream(self._stream), _without_collection():
                 # Libraries allocate workspaces in their first call on a stream. Such an allocation
-                # cannot be captured, so the work runs once before.
+                # cannot be captured, so the work runs once before the capture.
                 work(lambda between: between())
                 torch.cuda.synchronize()
                 graph = self._begin()
@@ -96,7 +96,8 @@ class GraphCapture:
                 try:
                     work(cut)
                 except BaseException:
-                    # Ending the capture usually fails, too. That error must not hide the first one.
+                    # Ending the capture usually fails, too. Its error must not hide the first
+                    # error.
                     with suppress(RuntimeError):
                         _end(graph, self._pool)
                     raise

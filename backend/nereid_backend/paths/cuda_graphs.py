@@ -2,9 +2,9 @@
 """CUDA graphs of decode steps: one launch replaces the launches of all kernels.
 
 A step in which every sequence adds one token runs the same kernels as the step before, with
-different numbers. It is therefore captured once, with its inputs in tensors that keep their
-addresses. Each later step copies its inputs into these tensors, replays the graph, and copies the
-logits out.
+different numbers. Such a step is therefore captured once, with its inputs in tensors that keep
+their addresses. Each later step copies its inputs into these tensors, replays the graph, and copies
+the logits out.
 
 A graph serves all steps of up to a number of rows, whatever the lengths of their sequences are. A
 step uses the graph with the next larger number of rows. The surplus rows are padding, whose results
@@ -49,10 +49,10 @@ _ALIGNED_VALUES = 64 // 8
 
 
 class DecodeGraphs:
-    """Captures and replays the decode steps of one path as CUDA graphs.
+    """Captures and replays the decode steps of an execution path as CUDA graphs.
 
     Attributes:
-        failure: the reason why steps are no longer replayed; None if they are.
+        failure: the reason why steps are no longer replayed; None if steps are replayed.
         num_captures: the number of captured graphs.
         num_replays: the number of replayed steps.
     """
@@ -65,15 +65,15 @@ class DecodeGraphs:
         device: torch.device,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Start without graphs.
+        """Create an object without graphs.
 
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
             capture: captures a graph; see `capture_on`.
             sizes: the sizes of the path.
             device: the device of the path.
-            report: receives a line of text if steps are no longer replayed, or no more graphs are
-                captured.
+            report: called with a line of text if steps are no longer replayed, or if no more graphs
+                are captured.
         """
         self._run = run
         self._capture = capture
@@ -90,9 +90,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture the graphs of all numbers of rows, so that no later step waits for a capture.
+        """Capture a graph for each number of rows, so that no later step waits for a capture.
 
-        The largest graph comes first, because the smaller ones can then use its memory.
+        The largest graph comes first, because the smaller graphs can then use its memory.
         """
         for rows in reversed(self._row_counts):
             if rows not in self._graphs and self.failure is None:
@@ -102,7 +102,7 @@ class DecodeGraphs:
         """Replay a step and return its logits, [num_logits, vocab_size].
 
         The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
-        then runs it kernel by kernel.
+        then launches the kernels of the step one by one.
 
         Mutates: the KV cache, unless the result is None.
         """
@@ -147,8 +147,8 @@ class DecodeGraphs:
             self._report(f"No more CUDA graphs are captured: {error}.")
             return None
         except Exception as error:  # noqa: BLE001
-            # Boundary: a capture runs the model's code and can fail in any way. The step then runs
-            # kernel by kernel.
+            # The capture ends here. It runs the model's code and can fail in any way. If it fails,
+            # the kernels of decode steps are launched one by one.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.failure = reason
             self._graphs.clear()
@@ -160,13 +160,14 @@ class DecodeGraphs:
         return graph
 
     def _make(self, rows: int, batch: StepBatch | None) -> "tuple[StaticStep, Replay]":
-        """Capture a graph, and compare the logits of a replay with those of its step.
+        """Capture a graph, and compare a replay with the same step without a graph.
 
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(rows, self._sizes, self._device)
+        # The number of rows that are compared. Without a step, the padding is compared.
         count = rows
         if batch is not None:
             step.fill(batch)
@@ -174,6 +175,8 @@ class DecodeGraphs:
         # This run also compiles kernels that are not compiled yet. It stores the same keys and
         # values as the replays.
         expected = self._run(step.batch())
+        # All graphs write their logits into the same tensor, which has the rows of the largest
+        # graph.
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
         logits = self._logits[:rows]
@@ -198,21 +201,24 @@ class StaticStep:
             rows: the number of tokens.
             sizes: the sizes of the path. The block after the last block is the null block, whose
                 content is always zero.
-            device: where the tensors are created.
+            device: the device on which the tensors are created.
         """
         self._num_rows = rows
         self._block_size = sizes.block_size
         self._null_block = sizes.num_blocks
-        # The token, position, slot and length of a padding row. `_numbers` is [4, rows].
+        # The token, position, slot and length of a padding row, [4, 1].
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # Each row of `_numbers` starts at an aligned address, because Triton compiles a second
-        # kernel for unaligned pointers.
+        # The same numbers of all rows, [4, rows]. The numbers of each kind start at an aligned
+        # address, because Triton compiles a second kernel for unaligned pointers.
         num_aligned = -(-rows // _ALIGNED_VALUES) * _ALIGNED_VALUES
         self._numbers = self._padding.repeat(1, num_aligned)[:, :rows]
+        # The block table of each row, [rows, width].
         width = -(-sizes.max_model_len // sizes.block_size)
         self._table = torch.full((rows, width), self._null_block, device=device)
-        self._index = torch.arange(rows, device=device)
-        # This uploads the layout of the batch, which is not possible during a capture.
+        # Each row needs the logits of its only token.
+        self._logits_index = torch.arange(rows, device=device)
+        # The metadata that GPU kernels read. It is uploaded now, because an upload cannot be
+        # captured.
         self._device_rows = gpu_batch(self._attention())
 
     def fill(self, batch: StepBatch) -> None:
@@ -226,7 +232,7 @@ class StaticStep:
         slots[:count].copy_(batch.attention.slots)
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
-            if group.tokens is None:
+            if group.tokens is None:  # The group contains all decodes.
                 lens[:count].copy_(group.lens)
                 columns[:count].copy_(group.blocks)
             else:
@@ -238,12 +244,15 @@ class StaticStep:
         tokens, positions, _, lens = self._numbers
         attention = self._attention()
         assert self._device_rows.decodes is not None
-        # A replay computes the longest length anew from the lengths of its step. Without workspaces
-        # of earlier runs, intermediate results use the memory that graphs share.
+        # The longest length is computed within the graph, so that a replay computes it from the
+        # lengths of its own step. The workspaces of earlier runs are dropped, so that intermediate
+        # results use the memory that all graphs share.
         longest = lens.amax(0, keepdim=True)
         decodes = replace(self._device_rows.decodes, longest=longest, _workspaces={})
         attention.device_rows = replace(self._device_rows, decodes=decodes)
-        return StepBatch(tokens[None], positions[None], attention, self._index, self._num_rows)
+        return StepBatch(
+            tokens[None], positions[None], attention, self._logits_index, self._num_rows
+        )
 
     def _attention(self) -> AttentionBatch:
         """Return the attention batch, which reads from the tensors of this step."""
@@ -255,20 +264,22 @@ class StaticStep:
 def row_counts(max_rows: int) -> list[int]:
     """Return the numbers of rows for which graphs are captured: 1, 2, 4, 8, 16, 24, 32 and so on.
 
-    The distance is 8 up to 64 rows. Above, it is a quarter of the largest power of two that is not
-    greater than the number. Above 24 rows, padding is then at most a quarter of the
-    rows. In smaller steps it can be more, but they spend more time on reading weights than on
-    multiplying them.
+    The numbers are doubled up to 8. The distance between two numbers is 8 up to 64 rows. Above 64
+    rows, the distance is a quarter of the largest power of two that is not greater than the smaller
+    number. In steps of more than 24 rows, at most a quarter of the rows is therefore padding. In
+    smaller steps, the share of padding can be larger, but these steps spend more time on reading
+    weights than on multiplying them.
 
     Args:
         max_rows: the largest number of rows of a step.
     """
-    counts = [1, 2, 4, 8]
+    counts = [1]
     while counts[-1] < min(max_rows, _MAX_ROWS):
         last = counts[-1]
-        counts.append(last + max(8, (1 << (last.bit_length() - 1)) // 4))
-    # Keep the smallest number that is not below `max_rows`, and all smaller ones.
-    return [count for i, count in enumerate(counts) if i == 0 or counts[i - 1] < max_rows]
+        power_of_two = 1 << (last.bit_length() - 1)
+        distance = last if last < 8 else max(8, power_of_two // 4)
+        counts.append(last + distance)
+    return counts
 
 
 def check_replay(replayed: Tensor, expected: Tensor) -> None:

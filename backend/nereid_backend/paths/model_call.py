@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes that several forward paths use: sizes, and the call of a model."""
+"""Functions and classes that several execution paths use: sizes, and the call of a model."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from nereid_backend.paths.step_batch import tokens_of
 
 
 class UnfitError(Exception):
-    """A model cannot run on a path. The engine then tries the next path.
+    """The model cannot use an execution path. The engine then tries the next path.
 
     The message is the reason, as a clause without a final period.
     """
@@ -26,7 +26,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a path's cache.
+    """The sizes of the caches and block tables of an execution path.
 
     Attributes:
         num_blocks: the number of blocks that sequences may use.
@@ -118,7 +118,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         self.num_past_tokens = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the blocks exist already."""
+        """Do nothing, because the blocks already exist."""
 
     def update(
         self,
@@ -146,7 +146,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
 def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the token ids and the positions of chunks that have equal numbers of tokens.
 
-    Both tensors reach the device in one copy, and the CPU does not wait for the copy.
+    The two tensors are copied to the device together, and the CPU does not wait for the copy.
 
     Returns:
         The token ids and the positions, both [num_chunks, num_tokens] int64.
@@ -188,9 +188,11 @@ def num_bytes(value: object) -> int:
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the size of the tensors in a value, except the objects whose ids are in `seen`.
+    """Return the size of the tensors in a value, in bytes.
 
-    Mutates: `seen`, which gets the ids of the counted objects.
+    Objects whose ids are in `seen` are skipped, because their size has already been added.
+
+    Mutates: `seen`. The ids of all objects in the value are added.
     """
     if id(value) in seen:
         return 0
@@ -201,7 +203,7 @@ def _num_new_bytes(value: object, seen: set[int]) -> int:
         return sum(_num_new_bytes(part, seen) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(_num_new_bytes(part, seen) for part in value)
-    # Caches and their layers are the only objects of transformers in the values.
+    # The only objects of transformers in such values are caches and the layers of caches.
     if type(value).__module__.startswith("transformers."):
         return _num_new_bytes(vars(value), seen)
     return 0

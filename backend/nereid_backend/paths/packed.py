@@ -144,7 +144,7 @@ class PackedPath:
         return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)
 
     def choose_attention(self) -> int:
-        """Measure attention libraries on this GPU, and use those that are faster than the kernels.
+        """Measure attention libraries on this GPU, and use the libraries that are faster.
 
         Return the number of pairs of a layer kind and a `Situation` for which a library is used.
         """

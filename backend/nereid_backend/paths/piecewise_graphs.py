@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the parts between attention calls, for steps with prefills.
+"""CUDA graphs of the pieces between attention calls, for steps with prefills.
 
 The attention of a step with prefills depends on the lengths of its sequences, so it cannot be
-captured. All other operations of a forward pass depend only on the number of tokens. They are
-captured as one graph for each part between two attention calls:
+captured. All other operations of a forward pass depend only on the number of tokens. These
+operations are captured as one graph for each piece of the forward pass between two attention calls:
 
     graph 0: embedding, first half of layer 0, cache write -> attention of layer 0
     graph 1: second half of layer 0, first half of layer 1, cache write -> attention of layer 1
     ...
     last graph: second half of the last layer, norm, output layer -> logits
 
-Graphs are captured for some numbers of tokens when the model is loaded. A step uses those with the
-next larger number. The surplus tokens are padding, as in cuda_graphs.py. All layers share the
-tensors through which a graph passes the query to attention and gets the result.
+Graphs are captured for some numbers of tokens when the model is loaded. A step uses the graphs for
+the next larger number. The surplus tokens are padding, as in cuda_graphs.py. A graph writes its
+query into a tensor from which attention reads it, and the next graph reads the result of the
+attention from another tensor. All layers share these two tensors.
 
 This code has not run on a GPU yet.
 """
@@ -20,6 +21,7 @@ This code has not run on a GPU yet.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +46,24 @@ TOKEN_COUNTS = (16, 32, *range(64, 513, 64))
 Run = Callable[[StepBatch, PagedForward], Tensor]
 
 
+class AttentionBuffers(NamedTuple):
+    """The tensors through which graphs pass the query to attention and read the result.
+
+    Attributes:
+        query: [num_heads, n, key_dim], where n is the largest number of tokens.
+        out: [n, num_heads, value_dim], the attention.
+    """
+
+    query: Tensor
+    out: Tensor
+
+
 class PiecewiseGraphs:
-    """Captures and replays the steps with prefills of one path.
+    """Captures and replays those steps of an execution path that contain prefills.
 
     Attributes:
         failure: the reason why no step is replayed; None if steps are replayed.
-        num_captures: the number of captured numbers of tokens.
+        num_captures: the number of token counts for which graphs were captured.
         num_replays: the number of replayed steps.
     """
 
@@ -62,7 +76,7 @@ class PiecewiseGraphs:
         sizes: Sizes,
         report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """Start without graphs.
+        """Create an object without graphs.
 
         Args:
             run: computes a packed step with a given attention, and returns its logits, [num_logits,
@@ -71,7 +85,7 @@ class PiecewiseGraphs:
             layers: the attention layers of the model.
             cache: the KV cache of the path.
             sizes: the sizes of the path.
-            report: receives a line of text if steps are not replayed.
+            report: called with a line of text if steps are not replayed.
         """
         self._run = run
         self._capture = capture
@@ -81,8 +95,8 @@ class PiecewiseGraphs:
         self._report = report
         self._graphs: dict[int, tuple[StaticTokens, Replay]] = {}
         self._logits: Tensor | None = None
-        # The query and the attention of one layer, by their shapes; see `buffers`.
-        self._buffers: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        # The buffers by (num_heads, key_dim, value_dim); see `buffers`.
+        self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
         # The metadata of the step that is replayed.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
         self.failure: str | None = None
@@ -91,9 +105,9 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def capture_all(self, token_counts: Sequence[int] = TOKEN_COUNTS) -> None:
-        """Capture the graphs of some numbers of tokens, the largest first.
+        """Capture the graphs for some numbers of tokens, from the largest to the smallest.
 
-        The smaller graphs can then use the memory of the larger ones.
+        In this order, the smaller graphs can use the memory of the larger graphs.
 
         Args:
             token_counts: the numbers of tokens, in ascending order.
@@ -105,8 +119,8 @@ class PiecewiseGraphs:
                 self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
                 return
             except Exception as error:  # noqa: BLE001
-                # Boundary: a capture runs the model's code and can fail in any way. The steps then
-                # run kernel by kernel.
+                # The capture ends here. It runs the model's code and can fail in any way. If it
+                # fails, the kernels of steps with prefills are launched one by one.
                 self.failure = first_line(error)
                 self._graphs.clear()
                 self._report(
@@ -120,7 +134,7 @@ class PiecewiseGraphs:
         """Replay a step and return its logits, [num_logits, vocab_size].
 
         The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
-        then runs it kernel by kernel.
+        then launches the kernels of the step one by one.
 
         Mutates: the KV cache, unless the result is None.
         """
@@ -139,7 +153,7 @@ class PiecewiseGraphs:
         return self._logits[: batch.num_logits].clone()
 
     def _make(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
-        """Capture the graphs of a number of tokens, and compare a replay with the same step.
+        """Capture the graphs for one number of tokens, and compare a replay with a normal step.
 
         Both steps consist of padding, for which no attention is computed.
 
@@ -148,8 +162,11 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
+        # The step of `attend` has no sequences, so `attend` does nothing.
         self._attention = static.attention()
-        expected = self._run(static.batch(), self._split(static, _run_at_once))
+        # The first run, which is not captured, gives the expected logits.
+        expected = self._run(static.batch(), self._split(static, _without_cut))
+        # All graphs write their logits into the same tensor. The largest graph is captured first.
         if self._logits is None:
             self._logits = expected.new_empty(static.num_logits, expected.shape[1])
         logits = self._logits[: static.num_logits]
@@ -164,47 +181,48 @@ class PiecewiseGraphs:
         return static, replay
 
     def _split(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return an attention that divides the forward pass into pieces."""
+        """Return the attention function for a forward pass that is divided into pieces."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
-    def buffers(self, spec: LayerSpec, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensors of all layers with the same shapes, in the dtype of `like`.
+    def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
+        """Return the buffers that all layers with the shapes of `spec` share.
 
-        Returns:
-            The query [num_heads, n, key_dim] and the attention [n, num_heads, value_dim], where n
-            is the largest number of tokens.
+        The buffers are created in the first call, with the data type and the device of `like`.
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
-            most = TOKEN_COUNTS[-1]
-            query = like.new_zeros(most, spec.num_heads, spec.key_dim).transpose(0, 1)
-            self._buffers[shape] = query, like.new_zeros(most, spec.num_heads, spec.value_dim)
+            num_tokens = TOKEN_COUNTS[-1]
+            query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
+            out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
+            self._buffers[shape] = AttentionBuffers(query, out)
         return self._buffers[shape]
 
     def attend(
         self,
         layer: tuple[int, LayerSpec],
-        buffers: tuple[Tensor, Tensor],
+        buffers: AttentionBuffers,
         scale: float,
         sinks: Tensor | None,
     ) -> None:
-        """Compute the attention of the current step in one layer, between two graphs.
+        """Compute the attention of the current step in one layer.
 
-        Mutates: the second of `buffers`.
+        A replay calls this method after the graph that writes `buffers.query`, and before the graph
+        that reads `buffers.out`.
+
+        Mutates: `buffers.out`.
         """
         attention = self._attention
         if not attention.num_decodes and not attention.prefills:
             return
-        query, out = buffers
         count = attention.slots.numel()
         choose_backend.attend_stored(
-            query[:, :count],
+            buffers.query[:, :count],
             layer,
             self._cache,
             attention,
             scale=scale,
             sinks=sinks,
-            out=out[:count],
+            out=buffers.out[:count],
         )
 
 
@@ -219,9 +237,9 @@ class StaticTokens:
         """Create the inputs of a step that contains only padding.
 
         Args:
-            num_tokens: the number of tokens, with padding.
+            num_tokens: the number of tokens, including padding.
             sizes: the sizes of the path.
-            device: where the tensors are created.
+            device: the device on which the tensors are created.
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
@@ -248,7 +266,7 @@ class StaticTokens:
         return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
-        """Return an attention batch that stores all tokens and computes none."""
+        """Return an attention batch that stores all tokens and computes no attention."""
         return AttentionBatch(self._numbers[2], 0, [], [], self._block_size)
 
 
@@ -285,22 +303,24 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Store the step in one layer, end the piece, and return the attention.
+        """Store the keys and values of one layer, end the current graph, and return the attention.
 
-        The arguments and the result are those of `PagedForward.attend`.
+        The attention is not part of a graph: `cut` runs it between the graph that ends here and
+        the graph that begins here. The arguments and the result are those of `PagedForward.attend`.
         """
-        layer = (number, self._layers[number])
+        spec = self._layers[number]
+        layer = (number, spec)
         choose_backend.store_layer(
             key.squeeze(0), value.squeeze(0), layer, self._cache, self._batch
         )
-        buffers = self._graphs.buffers(layer[1], query)
-        count = query.shape[2]
-        buffers[0][:, :count].copy_(query.squeeze(0))
+        buffers = self._graphs.buffers(spec, query)
+        num_tokens = query.shape[2]
+        buffers.query[:, :num_tokens].copy_(query.squeeze(0))
         self._cut(partial(self._graphs.attend, layer, buffers, scale, sinks))
-        # Compiled code may overwrite the result of an operator, so it gets a copy of its own.
-        return buffers[1][:count].unsqueeze(0).clone()
+        # Compiled code may overwrite the result of an operator, so the result is a copy.
+        return buffers.out[:num_tokens].unsqueeze(0).clone()
 
 
-def _run_at_once(between: Callable[[], None]) -> None:
-    """Run the work between two pieces at once, in a step that is not captured."""
+def _without_cut(between: Callable[[], None]) -> None:
+    """Replace `cut` in a step that is not captured: call `between` immediately."""
     between()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache that a model with recurrent states gets, and the states of its sequences.
+"""The caches of models with recurrent states, and the states of single sequences.
 
 The cache of a batch contains the states of all rows, in tensors whose first dimension is the number
 of rows. It can be split into the states of the rows, and states can be merged into a cache for
@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError
 
 # The state of one sequence: for each layer of the cache, the attributes of the layer by name. Each
-# tensor contains only the part of the sequence.
+# tensor contains only the part that belongs to the sequence.
 State = list[dict[str, Any]]
 
 
@@ -44,7 +44,7 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
     """
     cache: Any = DynamicCache(config=config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        raise UnfitError("the model's cache has no state besides keys and values")
+        raise UnfitError("the model's cache contains only keys and values, but no state")
     cache.layers = [_without_keys(layer) for layer in cache.layers]
     return cache  # type: ignore[no-any-return]
 
@@ -52,16 +52,17 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
 def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
     """Return the cache layer that replaces `layer` and stores neither keys nor values."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if issubclass(type(layer), DynamicLayer):
-            return StateAndBlockLayer(layer.number_of_states)
-        return layer
+        # A layer with a state may also store keys and values.
+        has_keys = isinstance(layer, DynamicLayer)
+        return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
+    # The class must be equal, because other subclasses may store more than keys and values.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return BlockCacheLayer()
     if isinstance(layer, DummyLayer):
         return layer
     raise UnfitError(
-        f"the model's cache has layers of the class {type(layer).__name__}, which this path does "
-        "not support"
+        f"the model's cache has layers of the class {type(layer).__name__}, which this execution "
+        "path does not support"
     )
 
 

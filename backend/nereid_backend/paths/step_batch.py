@@ -19,8 +19,8 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 
-# Decodes of at most this many blocks form one group, because a further group takes longer than the
-# padding.
+# Decodes with at most this number of blocks form one group, because a second group would take
+# longer than the padding does.
 _SHORT_BLOCKS = 16
 
 
@@ -88,8 +88,8 @@ class BatchBuilder:
         self._null_block = null_block
         width = -(-max_model_len // block_size)
         self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
-        # For each row, the number of blocks that were copied into it, and how many of these were
-        # replaced by the null block after they were freed.
+        # For each row, the number of blocks that were copied into the row, and the number of these
+        # blocks that were freed and then replaced by the null block.
         self._num_filled = [0] * max_num_seqs
         self._num_dropped = [0] * max_num_seqs
 
@@ -107,9 +107,9 @@ class BatchBuilder:
 
         Args:
             plan: the step, with at least one chunk.
-            device: where the tensors are created.
-            sampled: [n] int64 on the device, the tokens that the previous step samples. Needed if
-                the plan was made ahead: its pending chunks compute these tokens.
+            device: the device on which the tensors are created.
+            sampled: [n] int64 on the device, the tokens that the previous step samples. They are
+                needed if the plan was made ahead: its pending chunks compute these tokens.
 
         Mutates: the block tables of the plan's sequences.
         """
@@ -173,6 +173,8 @@ class BatchBuilder:
             return []
         size = self._block_size
         decode_shapes = [(len(lens), -(-int(lens.max()) // size)) for _, lens in groups]
+        # Each decode is one chunk and one token, so this is the index of the first prefill's chunk
+        # and also of its first token.
         start = sum(count for count, _ in decode_shapes)
         prefills = []
         for chunk in chunks[start:]:
@@ -219,16 +221,14 @@ class BatchBuilder:
         """
         num_filled, num_dropped = self._num_filled, self._num_dropped
         rows: list[int] = []
-        for sequence, _, _, _, is_first, _ in plan.chunks:
+        # Most sequences get no block in a step, so most rows stay as they are. Unpacking a chunk is
+        # faster than reading its fields by name.
+        for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            # Most sequences get no block in a step, so most rows stay as they are.
-            if (
-                is_first
-                or len(sequence.block_table) > num_filled[row]
-                or sequence.num_dropped_blocks > num_dropped[row]
-            ):
+            has_new_blocks = len(sequence.block_table) > num_filled[row]
+            if is_first or has_new_blocks or sequence.num_dropped_blocks > num_dropped[row]:
                 self._fill_row(row, sequence, is_first)
         return np.array(rows)
 
@@ -305,13 +305,14 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     ]
     for chunk in chunks[num_decodes:]:
         token_ids += tokens_of(chunk)
-    return np.array(token_ids)
+    return np.array(token_ids, dtype=np.int64)
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:
-    """Return the prefills of a step, whose first token has the index `start` in the packed row.
+    """Return the prefills of a step.
 
-    `chunks` are the chunks of several tokens, and `blocks` yields the block table of each chunk.
+    `chunks` are the chunks of several tokens. The first token of the first chunk has the index
+    `start` in the packed row. `blocks` yields the block table of each chunk.
     """
     prefills: list[Prefill] = []
     for chunk in chunks:

@@ -526,6 +526,17 @@ def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, 
     engine.close()
 
 
+def test_the_log_says_which_graphs_could_not_be_captured_after_the_check(folder_of, monkeypatch):
+    def fails(self):
+        self.failure = "out of memory"
+
+    monkeypatch.setattr(DecodeGraphs, "capture_all", fails)
+    engine, said = start(folder_of, "llama", monkeypatch, record)
+    assert "decode steps are not replayed from captured graphs: out of memory" in said
+    assert "are replayed" not in said
+    engine.close()
+
+
 def test_cuda_graphs_false_captures_nothing(folder_of, monkeypatch):
     engine, said = start(folder_of, "llama", monkeypatch, record, cuda_graphs=False)
     assert "graphs" not in said
@@ -538,7 +549,7 @@ def test_a_model_on_another_path_is_not_captured(tmp_path, monkeypatch):
 
     bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4}).save(tmp_path)
     engine, said = start(lambda _: bloom, "bloom", monkeypatch, record)
-    assert "CUDA graphs require the packed path with attention kernels" in said
+    assert "CUDA graphs require the execution path packed and the GPU kernels" in said
     engine.close()
 
 

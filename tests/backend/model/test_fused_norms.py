@@ -75,7 +75,7 @@ def test_a_model_without_norms_is_not_changed():
 @pytest.mark.parametrize(
     ("fails", "kind", "line"),
     [
-        (False, FusedRmsNorm, "RMSNorm modules are computed by torch's fused function"),
+        (False, FusedRmsNorm, "torch's fused function computes the RMSNorm modules"),
         (True, Qwen3RMSNorm, "RMSNorm modules are not replaced by torch's fused function: differs"),
     ],
 )

@@ -291,5 +291,5 @@ def _check_written(
             allowed = (largest * _INT8_ERROR).expand_as(expected)
         if not bool(((actual - expected).abs() <= allowed).all()):
             raise KernelError(
-                "the GPU kernel stored keys or values that differ from those it was given"
+                "the keys or values that the GPU kernel stored differ from those of the step"
             )

@@ -18,8 +18,9 @@ def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
     """Return the block numbers of positions in a sequence, [n] int32.
 
     The kernels read the block numbers of a tile one iteration before they read its keys and values.
-    If one iteration read both, the copies of the next tile could not start before the products of
-    this tile have ended, because their addresses depend on block numbers that have not arrived.
+    If one iteration read the block numbers, the keys and the values, the copies of the next tile
+    could not start before the products of this tile have ended, because their addresses depend on
+    block numbers that have not arrived.
 
     table points at the sequence's block numbers. places [n] are positions in the sequence. If
     is_read is false for a position, nothing is read for it and its block number is 0.

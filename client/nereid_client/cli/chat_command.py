@@ -1,21 +1,13 @@
 """`nereid chat`: chat with a served model in the terminal."""
 
 import argparse
-import http.client
-import json
-import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from nereid_client.cli.api_client import DEFAULT_URL, Json, base_url, events_of, first_model, send
 from nereid_client.console import CliError, complain, say
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-Json = dict[str, Any]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,7 +21,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--url",
-        default="http://127.0.0.1:9000",
+        default=DEFAULT_URL,
         help="The URL of the OpenAI frontend. The default is %(default)s.",
     )
     parser.add_argument(
@@ -52,8 +44,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the user ends the program, or send stdin as one message."""
-    url = args.url.rstrip("/").removesuffix("/v1")
-    model = args.model or _first_model(url)
+    url = base_url(args.url)
+    model = args.model or first_model(url)
     fields: Json = {"model": model, "stream": True}
     for name in ("temperature", "max_tokens"):
         if getattr(args, name) is not None:
@@ -95,8 +87,8 @@ def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bo
     body = {**fields, "messages": [*messages, question]}
     answer: list[str] = []
     try:
-        with _open(f"{url}/v1/chat/completions", body) as response:
-            _print_response(_events(response), answer.append)
+        with send(f"{url}/v1/chat/completions", body) as response:
+            _print_response(events_of(response), answer.append)
     except KeyboardInterrupt:  # closing the connection aborts the request
         say(f"{_PLAIN} [stopped]")
     except CliError as error:
@@ -112,13 +104,9 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
     Args:
         events: the chunks of a stream.
         collect: is called with each piece of the content.
-
-    Raises: CliError for an error in the stream.
     """
     is_dim = False
     for event in events:
-        if "error" in event:
-            raise CliError(event["error"]["message"])
         for choice in event["choices"]:
             delta = choice["delta"]
             for call in delta.get("tool_calls") or ():
@@ -137,44 +125,3 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
             collect(content)
             sys.stdout.flush()
     say(_PLAIN if is_dim else "")
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[Json]:
-    """Yield the chunks of a stream of server-sent events."""
-    for line in response:
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
-
-
-def _first_model(url: str) -> str:
-    """Return the name of the first model in /v1/models."""
-    with _open(f"{url}/v1/models") as response:
-        return str(json.load(response)["data"][0]["id"])
-
-
-def _open(url: str, body: Json | None = None) -> http.client.HTTPResponse:
-    """Send a GET, or a POST if there is a body, and return the response.
-
-    Raises: CliError with the server's error message.
-    """
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("NEREID_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        response: http.client.HTTPResponse = _DIRECT.open(
-            urllib.request.Request(url, data, headers)
-        )
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read().decode(errors="replace")
-        try:
-            raise CliError(json.loads(text)["error"]["message"]) from None
-        except (ValueError, KeyError, TypeError):
-            raise CliError(f"{url} answered with the status {error.code}: {text[:200]}") from None
-    except OSError as error:
-        raise CliError(
-            f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
-            "address with --url."
-        ) from None
-    return response

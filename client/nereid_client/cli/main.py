@@ -1,20 +1,37 @@
-"""The `nereid` command.
+"""The `nereid` command: a typer application with all commands."""
 
-Each subcommand is a module of this package with the functions `add_parser` and `run`.
-"""
-
-import argparse
-import difflib
+import sys
 from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
 
 import nereid_client
-from nereid_client.cli import (
-    chat_command,
-    install_server_command,
-    serve_command,
-    template_command,
-)
-from nereid_client.console import CliError, complain
+from nereid_client.cli.bench_command import bench
+from nereid_client.cli.doctor_command import doctor, show_config
+from nereid_client.cli.flag_commands import build_parser, run_flags
+from nereid_client.cli.request_commands import complete, embed, models, rerank
+from nereid_client.console import CliError, complain, say
+
+__all__ = ["app", "build_parser", "main"]
+
+_FLAG_COMMANDS = {
+    "serve": "Serve models with the Triton server and the OpenAI frontend.",
+    "chat": "Chat with a served model in this terminal.",
+    "template": "Show the chat format that is inferred from a template or a checkpoint.",
+    "install-server": "Install the embedded Triton server and its launcher.",
+}
+"""The commands that argparse parses, with their descriptions."""
+
+
+class _FlagCommand(TyperCommand):
+    """A command that gets all its arguments unparsed, "--" and "--help" included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own type
+        """Store the arguments in the context."""
+        ctx.args = list(args)
+        return ctx.args  # type: ignore[no-any-return]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,45 +39,53 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: the exit code: 0 after success, 1 after a failure, 2 for a wrong argument or setting.
     """
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(_explain_unknown(args, unknown[0]))
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return int(args.run(args))
+        app(arguments, prog_name="nereid")
     except CliError as error:
-        complain(f"nereid {args.command}: {error}")
+        complain(f"nereid {arguments[0]}: {error}")
         return 2
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with all subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="nereid",
-        description="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",
-        epilog="`nereid COMMAND --help` describes the flags of a command.",
-    )
-    version = f"nereid {nereid_client.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve_command, chat_command, template_command, install_server_command):
-        command.add_parser(commands)
-        command_parser = commands.choices[list(commands.choices)[-1]]
-        command_parser.set_defaults(flags=list(command_parser._option_string_actions))
-    return parser
+app = typer.Typer(
+    help="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 
-def _explain_unknown(args: argparse.Namespace, argument: str) -> str:
-    """Return the message about an argument that a command does not know.
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        say(f"nereid {nereid_client.__version__}")
+        raise typer.Exit
 
-    Example: for `nereid serve --max-model-length 2048`, the message suggests `--max-model-len`.
-    """
-    flag = argument.split("=")[0]
-    message = f"{args.command} does not have the argument {flag}."
-    nearest = difflib.get_close_matches(flag, args.flags, 1)
-    if nearest:
-        message += f" Did you mean {nearest[0]}?"
-    message += f" `nereid {args.command} --help` lists the flags."
-    if args.command == "serve":
-        message += " Settings without a flag are environment variables with the prefix NEREID_."
-    return message
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _run_flag_command(context: typer.Context) -> None:
+    raise typer.Exit(run_flags([str(context.info_name), *context.args]))
+
+
+for _name, _help in _FLAG_COMMANDS.items():
+    app.command(_name, help=_help, cls=_FlagCommand, add_help_option=False)(_run_flag_command)
+for _command in (complete, embed, rerank, models, bench):
+    app.command()(_command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(doctor)
+
+_config = typer.Typer(help="Show the settings of the OpenAI frontend.", no_args_is_help=True)
+_config.command("show")(show_config)
+_config.callback()(lambda: None)
+app.add_typer(_config, name="config")

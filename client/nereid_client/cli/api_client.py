@@ -1,0 +1,84 @@
+"""Requests of the `nereid` command to an OpenAI API. The API key is read from NEREID_API_KEY."""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from nereid_client.console import CliError
+
+Json = dict[str, Any]
+
+DEFAULT_URL = "http://127.0.0.1:9000"
+# A proxy of the environment could not reach a server on this machine.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def base_url(url: str) -> str:
+    """Return the URL of a server without "/v1".
+
+    Example: "http://127.0.0.1:9000/v1/" returns "http://127.0.0.1:9000".
+    """
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
+    """Send a GET, or a POST if there is a body, and return the response.
+
+    Raises: CliError with the server's error message.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("NEREID_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        response: http.client.HTTPResponse = _DIRECT.open(
+            urllib.request.Request(url, data, headers)
+        )
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode(errors="replace")
+        try:
+            raise CliError(json.loads(text)["error"]["message"]) from None
+        except (ValueError, KeyError, TypeError):
+            raise CliError(f"{url} answered with the status {error.code}: {text[:200]}") from None
+    except (OSError, ValueError) as error:
+        raise CliError(
+            f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
+            "address with --url."
+        ) from None
+    return response
+
+
+def fetch_json(url: str, body: Json | None = None) -> Json:
+    """Return the JSON object with which a server answers.
+
+    Raises: CliError.
+    """
+    with send(url, body) as response:
+        try:
+            answer: Json = json.load(response)
+        except ValueError as error:
+            raise CliError(f"{url} did not answer with JSON: {error}") from None
+    return answer
+
+
+def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
+    """Yield the chunks of a stream of server-sent events.
+
+    Raises: CliError for an error in the stream.
+    """
+    for line in response:
+        if line.startswith(b"data: {"):
+            event: Json = json.loads(line[6:])
+            if "error" in event:
+                raise CliError(event["error"]["message"])
+            yield event
+
+
+def first_model(url: str) -> str:
+    """Return the name of the first model in /v1/models."""
+    return str(fetch_json(f"{url}/v1/models")["data"][0]["id"])

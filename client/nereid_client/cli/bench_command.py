@@ -1,0 +1,173 @@
+"""`nereid bench`: a load test of an OpenAI API, with a table that is updated while it runs."""
+
+import http.client
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from nereid_client.cli.api_client import Json, base_url, events_of, first_model, send
+from nereid_client.cli.output import DEFAULT_URL, JsonOption, ModelOption, UrlOption, print_json
+from nereid_client.console import CliError, complain
+
+_UPDATES_PER_S = 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The measurements of one request. Times are in seconds.
+
+    Attributes:
+        first_token_s: the time until the first text.
+        total_s: the time until the end of the response.
+        num_tokens: the number of generated tokens.
+        error: the reason why the request failed, or "".
+    """
+
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+
+
+def bench(  # noqa: PLR0913 - each parameter is an option
+    url: UrlOption = DEFAULT_URL,
+    model: ModelOption = None,
+    requests: Annotated[int, typer.Option(min=1, help="The number of requests.")] = 64,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="The number of requests at the same time.")
+    ] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The tokens of each response.")] = 128,
+    prompt: Annotated[
+        str, typer.Option(help="The message. Each request gets a different number before it.")
+    ] = "Write a long story about a river.",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the throughput and the latency of an OpenAI API.
+
+    All requests are streamed chat completions that ignore the end token. The exit code is 1 if a
+    request failed.
+    """
+    server = base_url(url)
+    fields: Json = {
+        "model": model or first_model(server),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    bodies = [
+        fields | {"messages": [{"role": "user", "content": f"{number}. {prompt}"}]}
+        for number in range(1, requests + 1)
+    ]
+    load = _Load(f"{server}/v1/chat/completions", bodies, concurrency)
+    if as_json:
+        load.run()
+        print_json(load.summary())
+    else:
+        with Live(console=Console(), refresh_per_second=_UPDATES_PER_S) as live:
+            load.run(lambda: live.update(_table(load.summary())))
+            live.update(_table(load.summary()))
+    if failed := [sample.error for sample in load.samples if sample.error]:
+        complain(f"nereid bench: {len(failed)} requests failed. The first error: {failed[0]}")
+        raise typer.Exit(1)
+
+
+class _Load:
+    """A number of requests that are sent from several threads.
+
+    Attributes:
+        samples: the measurements of the requests that have ended.
+    """
+
+    def __init__(self, url: str, bodies: Sequence[Json], concurrency: int) -> None:
+        self.samples: list[Sample] = []
+        self._url = url
+        self._bodies = bodies
+        self._concurrency = concurrency
+        self._start = self._end = time.perf_counter()
+
+    def run(self, on_sample: Callable[[], object] = lambda: None) -> None:
+        """Send all requests, and call `on_sample` after each response."""
+        self._start = time.perf_counter()
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            futures = [pool.submit(_measure, self._url, body) for body in self._bodies]
+            for future in as_completed(futures):
+                self.samples.append(future.result())
+                self._end = time.perf_counter()
+                on_sample()
+
+    def summary(self) -> Json:
+        """Return the figures of the requests that have ended. Times are in milliseconds."""
+        elapsed_s = max(self._end - self._start, 1e-9)
+        good = [sample for sample in self.samples if not sample.error]
+        first = [1000 * sample.first_token_s for sample in good]
+        between = [
+            1000 * (sample.total_s - sample.first_token_s) / (sample.num_tokens - 1)
+            for sample in good
+            if sample.num_tokens > 1
+        ]
+        return {
+            "requests": len(self._bodies),
+            "succeeded": len(good),
+            "failed": len(self.samples) - len(good),
+            "elapsed_s": round(elapsed_s, 3),
+            "requests_per_s": round(len(good) / elapsed_s, 3),
+            "tokens_per_s": round(sum(sample.num_tokens for sample in good) / elapsed_s, 1),
+            "time_to_first_token_ms": percentiles(first),
+            "time_per_output_token_ms": percentiles(between),
+        }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean and some percentiles, rounded to 0.01. Without values, return {}.
+
+    Example: [1.0, 2.0, 3.0] returns {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}.
+    """
+    if not values:
+        return {}
+    found = np.percentile(values, (50, 90, 99))
+    names = ("mean", "p50", "p90", "p99")
+    return {n: round(float(v), 2) for n, v in zip(names, (np.mean(values), *found), strict=True)}
+
+
+def _measure(url: str, body: Json) -> Sample:
+    """Send a request, read its stream, and return the measurements."""
+    start = time.perf_counter()
+    first_token_s, num_tokens = 0.0, 0
+    try:
+        with send(url, body) as response:
+            for event in events_of(response):
+                if not first_token_s and any(_has_text(choice) for choice in event["choices"]):
+                    first_token_s = time.perf_counter() - start
+                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+    except (CliError, OSError, http.client.HTTPException, ValueError) as error:
+        return Sample(error=str(error) or type(error).__name__)
+    return Sample(first_token_s, time.perf_counter() - start, num_tokens)
+
+
+def _has_text(choice: Json) -> bool:
+    delta = choice["delta"]
+    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content"))
+
+
+def _table(summary: Json) -> Table:
+    """Return a table with one row for each figure."""
+    table = Table("", "mean", "p50", "p90", "p99")
+    done = summary["succeeded"] + summary["failed"]
+    table.add_row("requests", f"{done} of {summary['requests']}, {summary['failed']} failed")
+    table.add_row("requests per second", f"{summary['requests_per_s']:.2f}")
+    table.add_row("tokens per second", f"{summary['tokens_per_s']:.1f}")
+    for label, name in (
+        ("time to first token, ms", "time_to_first_token_ms"),
+        ("time per output token, ms", "time_per_output_token_ms"),
+    ):
+        table.add_row(label, *(f"{value:.1f}" for value in summary[name].values()))
+    return table

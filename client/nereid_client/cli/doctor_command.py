@@ -1,0 +1,120 @@
+"""`nereid doctor` and `nereid config show`: what `nereid serve` would do, without starting it."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+
+import typer
+
+from nereid_client.cli.flag_commands import build_parser
+from nereid_client.cli.libpython import find_libpython
+from nereid_client.cli.output import JsonOption, print_json, print_table
+from nereid_client.cli.serve_command import make_plan
+from nereid_client.console import CliError
+from nereid_client.settings import SCHEMA, VARIABLES
+from nereid_client.supervise import startup_checks
+from nereid_client.supervise.memory_watch import read_memory
+
+_SECRET_SETTINGS = ("api_key",)
+_GIB = 2**30
+
+
+def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Check the machine, the settings and the checkpoint for `nereid serve`, and start nothing.
+
+    The command accepts the flags of `nereid serve`. The exit code is 1 if a check failed.
+    """
+    checks: dict[str, Callable[[], str]] = {
+        "Python": _check_python,
+        "numpy": _check_numpy,
+        "libpython": lambda: str(find_libpython()),
+        "C++ compiler": _check_compiler,
+        "memory": _check_memory,
+        "nereid serve": lambda: _check_plan(context.args),
+    }
+    results = [_run_check(name, check) for name, check in checks.items()]
+    if as_json:
+        print_json(results)
+    else:
+        rows = [
+            ["ok" if result["ok"] else "failed", result["check"], result["finding"]]
+            for result in results
+        ]
+        print_table(["", "check", "finding"], rows)
+    if not all(result["ok"] for result in results):
+        raise typer.Exit(1)
+
+
+def show_config(as_json: JsonOption = False) -> None:
+    """Show the settings of the frontend, and all other variables NEREID_* of the environment."""
+    rows = config_rows(os.environ)
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return one row for each setting, with the keys variable, value and source.
+
+    The value of a secret setting is replaced by "***".
+
+    Raises: CliError if a setting of the frontend is wrong.
+    """
+    settings = startup_checks.check_frontend_settings(environment)
+    rows = []
+    for name in SCHEMA:
+        variable = VARIABLES[name]
+        is_set = bool(environment.get(variable))
+        value = str(getattr(settings, name))
+        rows.append(_row(variable, "***" if name in _SECRET_SETTINGS and value else value, is_set))
+    frontend = set(VARIABLES.values())
+    for variable in sorted(environment):
+        if variable.startswith("NEREID_") and variable not in frontend:
+            rows.append(_row(variable, environment[variable], True))
+    return rows
+
+
+def _row(variable: str, value: str, is_set: bool) -> dict[str, str]:
+    source = "environment" if is_set else "default"
+    return {"variable": variable, "value": value, "source": source}
+
+
+def _run_check(name: str, check: Callable[[], str]) -> dict[str, object]:
+    """Run a check, and return its name, its result, and its finding or its problem."""
+    try:
+        return {"check": name, "ok": True, "finding": check()}
+    except CliError as problem:
+        return {"check": name, "ok": False, "finding": str(problem)}
+
+
+def _check_python() -> str:
+    startup_checks.check_python_version()
+    return sys.version.split()[0]
+
+
+def _check_numpy() -> str:
+    startup_checks.check_embedded_numpy()
+    return "older than version 2, as the embedded Triton server requires"
+
+
+def _check_compiler() -> str:
+    compiler = shutil.which("g++")
+    return compiler or "g++ is not installed, so attention on this CPU is several times slower"
+
+
+def _check_memory() -> str:
+    memory = read_memory()
+    return f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are available"
+
+
+def _check_plan(flags: list[str]) -> str:
+    """Make the plan of `nereid serve` with these flags, and describe it.
+
+    Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
+    """
+    plan = make_plan(build_parser().parse_args(["serve", *flags]))
+    addresses = ", ".join(f"{name} at {address}" for name, address in plan.endpoints)
+    pooling = "".join(f", {model.kind} {model.path}" for model in plan.pooling_models)
+    return f"would serve {plan.model}{pooling}. {addresses}. Log: {plan.log_path}"

@@ -1,0 +1,60 @@
+"""The commands `serve`, `chat`, `template` and `install-server`, which argparse parses.
+
+Each of these commands is a module of this package with the functions `add_parser` and `run`. Their
+flags and their descriptions are also the source of the pages about settings and the command line.
+"""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+
+from nereid_client.cli import (
+    chat_command,
+    install_server_command,
+    serve_command,
+    template_command,
+)
+
+
+def run_flags(argv: Sequence[str]) -> int:
+    """Run a command with its arguments, and return the exit code.
+
+    Raises:
+        CliError: the command cannot continue.
+        SystemExit: an argument is wrong, or --help is given.
+    """
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_explain_unknown(args, unknown[0]))
+    return int(args.run(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of these commands."""
+    parser = argparse.ArgumentParser(
+        prog="nereid",
+        description="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve_command, chat_command, template_command, install_server_command):
+        command.add_parser(commands)
+        command_parser = commands.choices[list(commands.choices)[-1]]
+        command_parser.set_defaults(flags=list(command_parser._option_string_actions))
+    return parser
+
+
+def _explain_unknown(args: argparse.Namespace, argument: str) -> str:
+    """Return the message about an argument that a command does not know.
+
+    Example: for `nereid serve --max-model-length 2048`, the message suggests `--max-model-len`.
+    """
+    flag = argument.split("=")[0]
+    message = f"{args.command} does not have the argument {flag}."
+    nearest = difflib.get_close_matches(flag, args.flags, 1)
+    if nearest:
+        message += f" Did you mean {nearest[0]}?"
+    message += f" `nereid {args.command} --help` lists the flags."
+    if args.command == "serve":
+        message += " Settings without a flag are environment variables with the prefix NEREID_."
+    return message

@@ -1,0 +1,67 @@
+"""The options that several commands share, and their output as a table or as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from nereid_client.cli.api_client import DEFAULT_URL
+from nereid_client.console import CliError, say
+
+UrlOption = Annotated[str, typer.Option("--url", help="The URL of the OpenAI API.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="The name of the model. The default is the first one.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+__all__ = [
+    "DEFAULT_URL",
+    "JsonOption",
+    "ModelOption",
+    "UrlOption",
+    "print_json",
+    "print_table",
+    "texts_or_stdin",
+]
+
+
+def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Print a value as JSON."""
+    say(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Print a title and a table. Cells that are numbers are aligned to the right."""
+    table = Table()
+    for index, column in enumerate(columns):
+        are_numbers = all(isinstance(row[index], int | float) for row in rows)
+        table.add_column(column, justify="right" if are_numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    console = Console()
+    if title:
+        console.print(title, markup=False, highlight=False)
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    """Return the text of a cell, in which square brackets are not the markup of rich."""
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text.replace("[", r"\[")
+
+
+def texts_or_stdin(texts: Sequence[str]) -> list[str]:
+    """Return texts of the command line, or the lines of the standard input if there are none.
+
+    Raises: CliError if there is no text.
+    """
+    found = list(texts)
+    if not found and not sys.stdin.isatty():
+        found = [line.strip() for line in sys.stdin if line.strip()]
+    if not found:
+        raise CliError("No text is given. Give texts as arguments, or pipe one text on each line.")
+    return found

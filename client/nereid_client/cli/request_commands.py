@@ -1,0 +1,111 @@
+"""`nereid complete`, `embed`, `rerank` and `models`: one request to a running server."""
+
+import itertools
+import sys
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from nereid_client.cli.api_client import Json, base_url, events_of, fetch_json, first_model, send
+from nereid_client.cli.output import (
+    DEFAULT_URL,
+    JsonOption,
+    ModelOption,
+    UrlOption,
+    print_json,
+    print_table,
+    texts_or_stdin,
+)
+from nereid_client.console import say
+
+
+def complete(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue. The default is the standard input.")
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option(help="The largest number of tokens.")] = 100,
+    temperature: Annotated[float | None, typer.Option(help="The sampling temperature.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text, without a chat template."""
+    server = base_url(url)
+    text = "\n".join(texts_or_stdin([])) if prompt is None else prompt
+    body: Json = {
+        "model": model or first_model(server),
+        "prompt": text,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+    }
+    if as_json:
+        print_json(fetch_json(f"{server}/v1/completions", body))
+        return
+    with send(f"{server}/v1/completions", body | {"stream": True}) as response:
+        for event in events_of(response):
+            for choice in event["choices"]:
+                sys.stdout.write(choice["text"])
+                sys.stdout.flush()
+    say()
+
+
+def embed(
+    texts: Annotated[
+        list[str] | None, typer.Argument(help="The texts. The default is the standard input.")
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    model: ModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute vectors of texts, and print their cosine similarities."""
+    given = texts_or_stdin(texts or [])
+    body: Json = {"input": given} | ({"model": model} if model else {})
+    answer = fetch_json(f"{base_url(url)}/v1/embeddings", body)
+    if as_json:
+        print_json(answer)
+        return
+    vectors = np.array([item["embedding"] for item in answer["data"]], dtype=np.float64)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    columns = ["", "text", *(str(number + 1) for number in range(len(given)))]
+    rows = [
+        [number + 1, text, *similarities]
+        for number, (text, similarities) in enumerate(
+            zip(given, (vectors @ vectors.T).tolist(), strict=True)
+        )
+    ]
+    title = f"Cosine similarities, {vectors.shape[1]} dimensions, model {answer['model']}"
+    print_table(columns, rows, title)
+
+
+def rerank(
+    query: Annotated[str, typer.Argument(help="The text to compare the documents with.")],
+    documents: Annotated[
+        list[str] | None, typer.Argument(help="The documents. The default is the standard input.")
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    model: ModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Sort documents by their relevance to a query."""
+    given = texts_or_stdin(documents or [])
+    body: Json = {"query": query, "documents": given} | ({"model": model} if model else {})
+    answer = fetch_json(f"{base_url(url)}/v1/rerank", body)
+    if as_json:
+        print_json(answer)
+        return
+    ranks = itertools.count(1)
+    rows = [
+        [next(ranks), float(result["relevance_score"]), given[result["index"]]]
+        for result in answer["results"]
+    ]
+    print_table(["rank", "score", "document"], rows, f"Model {answer['model']}")
+
+
+def models(url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """List the models that a server serves."""
+    answer = fetch_json(f"{base_url(url)}/v1/models")
+    if as_json:
+        print_json(answer)
+        return
+    print_table(["model", "owner"], [[m["id"], m.get("owned_by", "")] for m in answer["data"]])

@@ -1,0 +1,174 @@
+"""The commands of `nereid` that send requests to a running server, and those that start nothing."""
+
+import io
+import json
+
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling
+from fakes.live_frontend import live_frontend
+from nereid_client import __version__
+from nereid_client.cli.bench_command import percentiles
+from nereid_client.cli.doctor_command import config_rows
+from nereid_client.cli.main import main
+from nereid_client.console import CliError
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return FakeBackend()
+
+
+@pytest.fixture(scope="module")
+def url(backend):
+    with live_frontend(backend, FakePooling(), api_key="s3cret") as port:
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("NEREID_API_KEY", "s3cret")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def run(url, capsys):
+    """Return a function: run a command with --url, and return its exit code and its output."""
+
+    def command(*arguments):
+        code = main([*arguments, "--url", url])
+        return code, capsys.readouterr().out
+
+    return command
+
+
+def test_a_text_is_completed_in_a_stream_or_as_json(run, backend):
+    code, out = run("complete", "one two three", "--max-tokens", "2")
+    assert (code, out) == (0, "one two \n")
+    code, out = run("complete", "one", "--json", "--temperature", "0.5")
+    assert json.loads(out)["choices"][0]["text"] == "one"
+    assert json.loads(backend.generations[-1].sampling_parameters)["temperature"] == 0.5
+
+
+def test_the_standard_input_is_used_without_a_text(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert run("complete") == (0, "from a pipe\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert run("embed")[0] == 2
+
+
+def test_texts_are_embedded_and_compared(run):
+    code, out = run("embed", "a [b]", "a [b]", "zzz")
+    assert code == 0
+    assert "4 dimensions, model tiny-embed" in out
+    assert out.count("a [b]") == 2
+    assert out.count("1.000") == 5
+    _, out = run("embed", "a", "--json")
+    assert len(json.loads(out)["data"][0]["embedding"]) == 4
+
+
+def test_documents_are_ranked(run):
+    code, out = run("rerank", "a cat", "a dog", "a cat sat")
+    assert code == 0
+    assert out.index("a cat sat") < out.index("a dog")
+    _, out = run("rerank", "a cat", "a dog", "--json")
+    assert json.loads(out)["results"][0]["index"] == 0
+
+
+def test_the_models_are_listed(run):
+    _, out = run("models")
+    assert "echo" in out
+    assert "tiny-rerank" in out
+    _, out = run("models", "--json")
+    assert json.loads(out)["data"][0]["id"] == "echo"
+
+
+def test_a_load_test_counts_requests_tokens_and_latencies(run):
+    _, out = run(
+        *("bench", "--requests", "6", "--concurrency", "3", "--prompt", "one two", "--json")
+    )
+    summary = json.loads(out)
+    assert (summary["succeeded"], summary["failed"]) == (6, 0)
+    assert summary["tokens_per_s"] > 0
+    assert summary["time_to_first_token_ms"].keys() == {"mean", "p50", "p90", "p99"}
+    code, out = run("bench", "--requests", "2", "--prompt", "one two")
+    assert code == 0
+    assert "2 of 2, 0 failed" in out
+
+
+def test_a_load_test_with_a_failed_request_exits_with_1(run, capsys):
+    code = main(["bench", "--requests", "2", "--prompt", "<fail UNAVAILABLE no engine>", "--json",
+                 "--url", "http://127.0.0.1:1", "--model", "x"])  # fmt: skip
+    assert code == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["failed"] == 2
+    assert "2 requests failed. The first error: Cannot connect to" in captured.err
+    assert run("bench", "--requests", "1", "--prompt", "<fail UNAVAILABLE no engine>")[0] == 1
+
+
+def test_percentiles():
+    assert percentiles([1.0, 2.0, 3.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([]) == {}
+
+
+def test_an_error_of_the_server_is_one_line(run, capsys, monkeypatch):
+    monkeypatch.setenv("NEREID_API_KEY", "wrong")
+    assert run("models")[0] == 2
+    assert main(["models", "--url", "http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("nereid models: Cannot connect to http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["bench", "--requests", "0"], "--requests"),
+        (["embed", "--modle", "x"], "No such option: --modle"),
+    ],
+)
+def test_a_wrong_argument_exits_with_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_version_and_the_list_of_commands(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nereid {__version__}\n"
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("serve", "chat", "complete", "embed", "rerank", "models", "bench", "template"):
+        assert f" {command} " in out
+
+
+def test_help_and_two_dashes_reach_the_commands_with_flags(capsys):
+    assert main(["serve", "--help"]) == 0
+    assert "--max-model-len" in capsys.readouterr().out
+    assert main(["serve", "--model", "/missing", "--", "--log-verbose=1"]) == 2
+    assert "/missing does not exist" in capsys.readouterr().err
+
+
+def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
+    assert main(["doctor", "--json", "--model", "/missing"]) == 1
+    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)}
+    assert results["Python"]["ok"]
+    assert not results["nereid serve"]["ok"]
+    assert "/missing does not exist" in results["nereid serve"]["finding"]
+    assert main(["doctor", "--model", "/missing"]) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+def test_the_configuration_names_the_source_of_each_value_and_hides_the_key(capsys):
+    environment = {"NEREID_API_KEY": "s3cret", "NEREID_OPENAI_PORT": "9100", "NEREID_DTYPE": "int8"}
+    rows = {row["variable"]: row for row in config_rows(environment)}
+    assert rows["NEREID_API_KEY"]["value"] == "***"
+    assert rows["NEREID_OPENAI_PORT"] == {
+        "variable": "NEREID_OPENAI_PORT",
+        "value": "9100",
+        "source": "environment",
+    }
+    assert rows["NEREID_DTYPE"]["value"] == "int8"
+    assert rows["NEREID_MAX_PROMPTS"]["source"] == "default"
+    with pytest.raises(CliError, match="NEREID_OPENAI_PORT"):
+        config_rows({"NEREID_OPENAI_PORT": "many"})
+    assert main(["config", "show", "--json"]) == 0
+    assert "s3cret" not in capsys.readouterr().out

@@ -3,16 +3,16 @@
 
 import dataclasses
 import json
-import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import NereidError, RequestError
-from nereid_backend.field_checks import shown
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
@@ -24,24 +24,25 @@ from nereid_backend.serving.tokenizer.prompt_builder import (
     read_flag,
     read_tools,
 )
+from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
 from nereid_backend.serving.tokenizer.read_sampling import (
+    RequestOptions,
     read_generation_defaults,
     read_sampling,
 )
-from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 from nereid_backend.serving.tokenizer.request_grammar import (
     RequestGrammar,
     build_chat_grammar,
     build_text_grammar,
 )
-from nereid_backend.serving.tokenizer.request_limits import RequestLimits, length_limit
+from nereid_backend.serving.tokenizer.request_limits import length_limit
 from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
 from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
 )
 from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
-from nereid_backend.serving.tracing import TRACEPARENT, Tracing, traceparent_of
+from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
 
 # Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
@@ -52,8 +53,29 @@ _PROMPT_TAIL_CHARS = 4096
 _NUM_SEED_TOKENS = 6
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
-_SERVER_PARAMETER_PREFIX = "triton_"
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedRequest:
+    """A request whose fields have been checked.
+
+    Attributes:
+        body: the body of a chat request; None for a completion.
+        prompt: the prompt.
+        tools: the tools that the model may call; None without tools.
+        returns: the names of the optional outputs that the request asks for.
+        grammar: the grammar of the output.
+        params: the sampling parameters for the engine.
+        options: the other options of the request.
+    """
+
+    body: dict[str, Any] | None
+    prompt: Prompt
+    tools: list[dict[str, Any]] | None
+    returns: tuple[str, ...]
+    grammar: RequestGrammar
+    params: SamplingParams
+    options: RequestOptions
 
 
 class TokenizerModel:
@@ -105,21 +127,49 @@ class TokenizerModel:
         Requests for the limits or for the text of token ids get a JSON text instead.
         """
         if self._asks_for_limits(request):
-            published = json.dumps(dataclasses.asdict(self._prompts.limits)).encode()
-            return tensors.response(
-                {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
-            )
+            return _json_response(dataclasses.asdict(self._prompts.limits))
         if (text := self._requested_text(request)) is not None:
-            published = json.dumps({"text": text}).encode()
-            return tensors.response(
-                {tensor_names.ENVELOPE: np.frombuffer(published, dtype=np.uint8)}
-            )
+            return _json_response({"text": text})
         began = time.monotonic()
+        checked = self._check(request)
+        token_ids = checked.prompt.token_ids
+        given_traceparent = traceparent_of(request)
+        own_traceparent = self._tracing.record(
+            "nereid.tokenize",
+            given_traceparent,
+            began,
+            time.monotonic(),
+            gen_ai__usage__input_tokens=len(token_ids),
+        )
+        traceparent = given_traceparent or own_traceparent
+        envelope = RequestEnvelope(
+            params=pack_params(checked.params),
+            n=checked.params.n,
+            context=_stream_context(request, checked, traceparent).pack(),
+            grammar_field=checked.grammar.field,
+            timeout_s=checked.options.timeout_s,
+            queue_timeout_s=checked.options.queue_timeout_s,
+            client_id=checked.params.client_id,
+            traceparent=traceparent,
+        )
+        return tensors.response(
+            {
+                tensor_names.PROMPT_TOKEN_IDS: np.array(token_ids, dtype=np.int32),
+                tensor_names.ENVELOPE: envelope.pack(),
+            }
+        )
+
+    def _check(self, request: Any) -> _CheckedRequest:  # noqa: ANN401 - the server's own type
+        """Build the prompt, the grammar and the sampling parameters of a request.
+
+        Raises:
+            RequestError: a field is wrong or not supported, or the request exceeds a limit.
+        """
         if tensors.has_input(request, tensor_names.IMAGE):
             raise RequestError("image: the served model does not accept images. Send text only.")
         limits = self._prompts.limits
-        body = _json_object(request, tensor_names.CHAT_REQUEST, limits)
-        fields = _sampling_fields(request, body, limits)
+        body = json_object(request, tensor_names.CHAT_REQUEST, limits)
+        fields = sampling_fields(request, body, limits)
         prompt = self._prompt(request, body, fields)
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
@@ -134,53 +184,7 @@ class TokenizerModel:
                 read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
             ),
         )
-        given_traceparent = traceparent_of(request)
-        own_traceparent = self._tracing.record(
-            "nereid.tokenize",
-            given_traceparent,
-            began,
-            time.monotonic(),
-            gen_ai__usage__input_tokens=len(prompt.token_ids),
-        )
-        traceparent = given_traceparent or own_traceparent
-        stream = tensors.optional_bool(request, tensor_names.STREAM) or False
-        excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
-        context = StreamContext(
-            stream=stream,
-            num_prompt_tokens=len(prompt.token_ids),
-            n=params.n,
-            seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-            prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
-            stop=options.stop,
-            min_tokens=params.min_tokens,
-            include_stop_str_in_output=options.include_stop_str_in_output,
-            skip_special_tokens=options.skip_special_tokens,
-            returns=returns,
-            prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
-            tools=tuple(tools or ()),
-            reads_calls=body is None or body.get("tool_choice") != "none",
-            prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
-            separate_reasoning=options.separate_reasoning,
-            include_reasoning=options.include_reasoning,
-            strict_schema=grammar.strict_schema,
-            traceparent=traceparent,
-        )
-        envelope = RequestEnvelope(
-            params=pack_params(params),
-            n=params.n,
-            context=context.pack(),
-            grammar_field=grammar.field,
-            timeout_s=options.timeout_s,
-            queue_timeout_s=options.queue_timeout_s,
-            client_id=params.client_id,
-            traceparent=traceparent,
-        )
-        return tensors.response(
-            {
-                tensor_names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
-                tensor_names.ENVELOPE: envelope.pack(),
-            }
-        )
+        return _CheckedRequest(body, prompt, tools, returns, grammar, params, options)
 
     def _asks_for_limits(self, request: Any) -> bool:  # noqa: ANN401 - the server's own type
         """Return whether a request has the parameter `return_limits` and no prompt.
@@ -242,7 +246,7 @@ class TokenizerModel:
         Args:
             request: the server's request.
             body: the body of a chat request; None for a completion.
-            fields: the request's fields (see `_sampling_fields`).
+            fields: the request's fields (see `sampling_fields`).
 
         Raises:
             RequestError: the request has none or several of the three sources, the source is wrong,
@@ -269,9 +273,8 @@ class TokenizerModel:
     def _input_ids(self, request: Any, num_kept: int | None = None) -> list[int] | None:  # noqa: ANN401 - the server's own type
         """Return the token ids of a request; None if it has no tensor with token ids.
 
-        If `num_kept` is not None, return at most this number of token ids, the last ones.
-
-        The number of token ids is checked before they are converted to a list.
+        If `num_kept` is set, return at most `num_kept` token ids from the end. The number of token
+        ids is checked before they are converted to a list.
         """
         ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
         if ids is None:
@@ -283,6 +286,47 @@ class TokenizerModel:
         return token_ids
 
 
+def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's own type
+    """Return a response with a JSON text in the output `envelope`."""
+    text = json.dumps(value).encode()
+    return tensors.response({tensor_names.ENVELOPE: np.frombuffer(text, dtype=np.uint8)})
+
+
+def _stream_context(
+    request: Any,  # noqa: ANN401 - the server's own type
+    checked: _CheckedRequest,
+    traceparent: str,
+) -> StreamContext:
+    """Return the part of a request that the postprocessor needs.
+
+    Raises:
+        RequestError: the request is streaming and sets exclude_input_in_output to false.
+    """
+    body, prompt, options = checked.body, checked.prompt, checked.options
+    stream = tensors.optional_bool(request, tensor_names.STREAM) or False
+    excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
+    return StreamContext(
+        stream=stream,
+        num_prompt_tokens=len(prompt.token_ids),
+        n=checked.params.n,
+        seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
+        prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
+        stop=options.stop,
+        min_tokens=checked.params.min_tokens,
+        include_stop_str_in_output=options.include_stop_str_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+        returns=checked.returns,
+        prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+        tools=tuple(checked.tools or ()),
+        reads_calls=body is None or body.get("tool_choice") != "none",
+        prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
+        separate_reasoning=options.separate_reasoning,
+        include_reasoning=options.include_reasoning,
+        strict_schema=checked.grammar.strict_schema,
+        traceparent=traceparent,
+    )
+
+
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether rendering and tokenising the prompt of a request may take some time."""
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
@@ -290,79 +334,6 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
         if values is not None and sum(map(len, values)) > _LONG_PROMPT_BYTES:
             return True
     return False
-
-
-def _json_object(
-    request: Any,  # noqa: ANN401 - the server's own type
-    name: str,
-    limits: RequestLimits,
-) -> dict[str, Any] | None:
-    """Return the JSON object in the input tensor `name`, or None if the request lacks the tensor.
-
-    Raises:
-        RequestError: the tensor's text is too long or is not a JSON object.
-    """
-    text = tensors.optional_text(request, name)
-    if text is None:
-        return None
-    limits.check_json(name, text)
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise limits.depth_error(name) from None
-    except ValueError as error:
-        raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(
-            f"{name}: the text must be a JSON object, but the request has {shown(value)}."
-        )
-    if _ESCAPED_SURROGATE.search(text):
-        try:
-            _refuse_surrogates(name, value)
-        except RecursionError:
-            raise limits.depth_error(name) from None
-    return value
-
-
-def _refuse_surrogates(name: str, value: dict[str, Any]) -> None:
-    r"""Raise a RequestError if a text in a JSON object contains half of a surrogate pair.
-
-    Such a text, for example "\ud800", cannot be encoded in UTF-8.
-    """
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError(
-            f"{name}: a text contains half of a surrogate pair, which is not a valid character."
-        ) from None
-
-
-def _sampling_fields(
-    request: Any,  # noqa: ANN401 - the server's own type
-    body: dict[str, Any] | None,
-    limits: RequestLimits,
-) -> dict[str, Any]:
-    """Return the request's fields: the body of a chat, or the sampling parameters of a completion.
-
-    The sampling parameters of a completion are in the input sampling_parameters. If the request
-    does not have this input, they are in the parameters of the Triton request.
-    """
-    if body is not None:
-        limit = body.get("max_completion_tokens")
-        return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
-    fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
-    if fields is None:
-        fields = json.loads(request.parameters() or "{}")
-        # The server and its clients add other parameters, whose names begin with "triton_".
-        return {
-            name: value
-            for name, value in fields.items()
-            if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
-        }
-    # Only this input is refused if it has unknown fields. Chat requests and the parameters of a
-    # Triton request also contain fields that are not sampling parameters.
-    refuse_unknown(fields)
-    return fields
 
 
 def _logprobs_field(

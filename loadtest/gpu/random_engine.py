@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from nereid_backend import Engine, EngineConfig
 from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.model import load_weights
 from nereid_backend.model.fused_norms import fuse_norms
 from transformers import Qwen3ForCausalLM
@@ -71,6 +72,7 @@ def random_checkpoint(
         eos_token_ids=(2,),
         vocab_size=model.config.vocab_size,
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        adapters=LoraLayers(model),
     )
 
 

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the entry in transformers, the reference and the kernels."""
+"""Attention over the paged KV cache: the function for transformers, the reference, the kernels."""

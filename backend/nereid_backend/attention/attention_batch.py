@@ -154,7 +154,7 @@ class AttentionBatch:
         return rows
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
-        """Return which tokens each new token of prefills[index] attends to.
+        """Return a mask of the tokens that each new token of prefills[index] attends to.
 
         The mask is [num_tokens, seq_len] bool.
         """

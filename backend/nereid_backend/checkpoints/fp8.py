@@ -22,8 +22,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# Scales of activations and of the KV cache. They are ignored, because the engine does not quantise
-# activations, and computes the scales of the KV cache itself.
+# Scales of activations and of the KV cache. They are ignored, because the engine computes such
+# scales itself.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",

@@ -10,7 +10,7 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 MAX_LOGPROBS = 20
 # The largest value of n.
 MAX_SEQUENCES = 64
-# Integers from this one on do not fit into the messages between the processes.
+# The smallest integer that does not fit into a message between the processes.
 _TOO_LARGE = 2**64
 
 

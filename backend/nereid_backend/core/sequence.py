@@ -30,7 +30,7 @@ class Sequence:
         max_total_tokens: the length of `token_ids` at which the sequence ends.
         stop_token_ids: the tokens that end the sequence.
         seed: the 64-bit seed of the sequence's random numbers.
-        adapter: the LoRA adapter that computes the sequence; None for the model alone.
+        adapter: the LoRA adapter that computes the sequence; None if no adapter is used.
         index: the number of this sequence among the n sequences of its request, from 0.
         rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
             scheduler sets the rank.

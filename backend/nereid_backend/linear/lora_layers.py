@@ -34,8 +34,8 @@ from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
 from nereid_backend.linear.prepack import prepack_linears
 
-# The joined matrices of a step are used again for a later step with fewer adapters, if their total
-# rank is at most this many times the rank that the later step needs.
+# A later step with fewer adapters uses the joined matrices of an earlier step again if their total
+# rank, divided by the rank that the later step needs, is at most this number.
 _MAX_UNUSED = 2
 
 
@@ -183,7 +183,7 @@ class LoraLayers:
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
         """Join the matrices of some adapters for each layer."""
-        # The old matrices are freed first, so that they and the new ones need no memory together.
+        # The old matrices are freed first, so that they are never in memory with the new matrices.
         self._joined = {}
         self._adapters = adapters
         names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])

@@ -42,7 +42,7 @@ class _Call(NamedTuple):
 
 
 class _Group:
-    """Layers that are called one after the other with one input.
+    """Layers that the model calls one after the other with the same input.
 
     The first layer has a buffer with the weights of all layers, one after the other. The weight of
     each layer is a view of its part of the buffer.

@@ -78,7 +78,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the size of a model's parameters and buffers in bytes, each memory counted once."""
+    """Return the size of a model's parameters and buffers in bytes. Shared memory counts once."""
     sizes: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_mkldnn:

@@ -321,8 +321,8 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
             )
-        # A layer of the KV cache has keys and values, but an indexer has only keys. Each half of an
-        # indexer's key is stored as one of them; see `CacheLayout.indexers`.
+        # A layer of the KV cache has keys and values, but an indexer has only keys. The first half
+        # of an indexer's key is stored as a key, and the second half as a value.
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 

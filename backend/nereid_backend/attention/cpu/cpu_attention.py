@@ -245,7 +245,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batch: AttentionBatch
 ) -> Iterator[None]:
-    """Let compiled models in this thread call the kernels for one step, inside the with statement.
+    """Let compiled models in this thread call the kernels for one step, until the context ends.
 
     Args:
         cache: receives the keys and values of the step. Mutated.

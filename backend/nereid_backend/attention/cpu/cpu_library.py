@@ -131,10 +131,10 @@ def kernels() -> ctypes.CDLL:
 
 @contextmanager
 def forced_instruction_set(name: str) -> Iterator[None]:
-    """Use the kernels for another instruction set inside the with statement.
+    """Use the kernels for another instruction set until the context ends.
 
-    This is meant for tests and measurements. Models that were compiled outside the with statement
-    must not be called inside it.
+    This is meant for tests and measurements. Models that were compiled outside the context must not
+    be called inside the context.
 
     Args:
         name: the name of an instruction set; see `instruction_sets.INSTRUCTION_SETS`.

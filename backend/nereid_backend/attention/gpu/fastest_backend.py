@@ -160,7 +160,7 @@ def _fastest(
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Return the median milliseconds of some work on the current GPU."""
+    """Return the median time that `work` takes on the current GPU, in milliseconds."""
     for _ in range(_NUM_WARM_UPS):
         work()
     times: list[float] = []

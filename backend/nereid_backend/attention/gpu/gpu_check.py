@@ -161,7 +161,7 @@ def check(
 
 @torch.inference_mode()
 def compare(trial: Trial, computed: Tensor) -> float:
-    """Compare the attention of a trial, and the keys and values that it stored, with the reference.
+    """Compare the attention, the stored keys and the stored values of a trial with the reference.
 
     Args:
         trial: the trial, after `Trial.attend`.

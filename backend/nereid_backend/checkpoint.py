@@ -243,33 +243,44 @@ def _load_weights(
     if arguments["pretrained_model_name_or_path"] is None and _model_class(config) is None:
         raise UnsupportedModelError(
             f"quantised weights of the model type {config.model_type} are not supported, because "
-            "transformers has no class for it. Use a checkpoint that is not quantised."
+            "transformers has no class for this type. Use a checkpoint that is not quantised."
         )
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
         with torch.device("meta"):
             empty_model = _model_class(config)(arguments["config"])
         weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
+    arguments |= {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    model = _from_pretrained(folder, config, arguments)
+    fill_placeholders(model, weights.values())
+    if arguments["pretrained_model_name_or_path"] is None:
+        restore_generation_config(model, folder)
+    return model
+
+
+def _from_pretrained(
+    folder: Path, config: PretrainedConfig, arguments: dict[str, Any]
+) -> PreTrainedModel:
+    """Call transformers' `from_pretrained` with `arguments`.
+
+    `_load_weights` documents the errors. `folder` is the folder of the checkpoint, for messages.
+    """
     try:
         # The type annotation of the function does not contain the pair that it returns for
         # output_loading_info=True.
         load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
-            model, report = load(
-                **arguments,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
+            model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except (ValueError, KeyError, ImportError) as error:
-        reason = first_line(error)
-        if attention in str(error):
+        if arguments["attn_implementation"] in str(error):
             # The class accepts only the attention implementations in its own table.
             raise _OwnAttentionError from error
         raise UnsupportedModelError(
-            f"the model type {config.model_type} is not supported: {reason}"
+            f"the model type {config.model_type} is not supported: {first_line(error)}"
         ) from error
     except ModelError:
         raise
@@ -286,9 +297,6 @@ def _load_weights(
             f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
             "would be random. Download the checkpoint again."
         )
-    fill_placeholders(model, weights.values())
-    if arguments["pretrained_model_name_or_path"] is None:
-        restore_generation_config(model, folder)
     return model  # type: ignore[no-any-return]
 
 

@@ -64,6 +64,8 @@ def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | N
         add(f"{architecture}.{name}", number)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder)
     stored, experts = {}, {}
     quantised = gguf.GGMLQuantizationType[kind]
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -82,6 +84,24 @@ def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | N
     writer.write_tensors_to_file()
     writer.close()
     return file.rename(folder / f"{kind}.gguf")
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """Add the byte-level BPE tokenizer and the chat template of a checkpoint."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    ids = dict(content["model"]["vocab"])
+    added = {token["content"]: token for token in content["added_tokens"]}
+    ids |= {name: token["id"] for name, token in added.items()}
+    tokens = sorted(ids, key=ids.__getitem__)
+    # 1 is a normal token, 3 a special token, and 4 another token that was added.
+    kinds = [1 if name not in added else 3 if added[name]["special"] else 4 for name in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    merges = content["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())
 
 
 def _convert(name: str, weight: torch.Tensor, architecture: str, config: dict):

@@ -182,6 +182,7 @@ class BlockTables:
         self._pool.hold(table[first:])
         request.block_table = table
         self._requests_with_prompt[id(request)] = request
+        # The followers have the same prompt, so they get the leader's hashes and cached tokens.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens

@@ -70,7 +70,17 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
     own_limit = _own_limit(config)
     if not is_batched:
         return own_limit
-    limits = [own_limit]
+    limits = [own_limit, *_rope_limits(config, own_limit)]
+    if getattr(config, "attn_temperature_tuning", None):
+        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
+        reason = "floor_scale, because the model counts longer positions in the batch"
+        limits.append(LengthLimit(num_tokens, reason))
+    return min(limits, key=lambda limit: limit.num_tokens)
+
+
+def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
+    """Return the thresholds of position embeddings that depend on the longest sequence."""
+    limits = []
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
@@ -81,11 +91,7 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
                 "request would change the output of the other requests in its batch"
             )
             limits.append(LengthLimit(num_tokens, reason))
-    if getattr(config, "attn_temperature_tuning", None):
-        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
-        reason = "floor_scale, because the model counts longer positions in the batch"
-        limits.append(LengthLimit(num_tokens, reason))
-    return min(limits, key=lambda limit: limit.num_tokens)
+    return limits
 
 
 def _own_limit(config: PretrainedConfig) -> LengthLimit:

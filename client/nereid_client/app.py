@@ -56,6 +56,7 @@ from nereid_client.routes import (
     responses,
     score,
     tei,
+    template,
     tokenize,
 )
 from nereid_client.settings import Settings
@@ -72,7 +73,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize),
         *(embeddings, pooling, rerank, score, classify, tei),
-        *(models, lora, health, metrics, abort, playground),
+        *(models, lora, health, metrics, abort, template, playground),
     )
 ]
 

@@ -30,6 +30,7 @@ from nereid_client.protocol.rerank_requests import (
 )
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
+from nereid_client.protocol.template_request import InspectRequest
 from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
@@ -63,6 +64,7 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/similarity": SimilarityRequest,
     "/classify": ClassifyRequest,
     "/predict": PredictRequest,
+    "/template/inspect": InspectRequest,
     "/decode": DecodeRequest,
 }
 """Maps the path of a POST route to the type of its request body."""

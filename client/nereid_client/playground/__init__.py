@@ -23,6 +23,7 @@ SCRIPTS = (
     "chat",
     "embeddings",
     "rerank",
+    "template",
     "gauges",
     "main",
 )

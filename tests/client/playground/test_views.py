@@ -44,6 +44,16 @@ def test_documents_are_ranked(page):
     assert documents == ["a cat sat", "a dog", "zebra"]
 
 
+def test_a_template_is_inspected(page):
+    show_view(page, "Template")
+    page.fill("#jinja", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    page.click("#template-form button")
+    page.locator("#template pre", has_text="Format").wait_for()
+    page.fill("#jinja", "{% for m in")
+    page.click("#template-form button")
+    page.locator("#template [role=alert]", has_text="template cannot be analysed").wait_for()
+
+
 def test_a_missing_model_is_an_error_in_its_view(open_page, guarded_url):
     page = open_page(guarded_url)
     page.fill("#key", KEY)
@@ -186,6 +196,7 @@ def test_each_view_meets_wcag_aa_and_fits_into_the_window(open_page, frontend, w
     for name, fields in {
         "Embeddings": {"#texts": "a\nb\nc\nd\ne\nf\ng\nh"},
         "Rerank": {"#query": "a", "#documents": "a\nb"},
+        "Template": {"#jinja": "{{ messages[0].content }}"},
         "Server": {},
     }.items():
         show_view(page, name)
@@ -193,7 +204,7 @@ def test_each_view_meets_wcag_aa_and_fits_into_the_window(open_page, frontend, w
             page.fill(field, text)
         if fields:
             page.locator("form:visible button[type=submit]").click()
-            page.locator("table:visible").wait_for()
+            page.locator(".result:visible > *").wait_for()
         assert not violations(axe, page, rules), name
 
 

@@ -51,6 +51,7 @@ startOptions();
 startChat();
 startEmbeddings();
 startRerank();
+startTemplate();
 startGauges();
 showModels();
 byId("prompt").focus();

@@ -161,13 +161,7 @@ class PromptBuilder:
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)
         template_kwargs = self._read_template_kwargs(body)
-        continues = read_flag(body, "continue_final_message", default=False)
-        generates = read_flag(body, "add_generation_prompt", default=not continues)
-        if continues and generates:
-            raise RequestError(
-                "continue_final_message: continue_final_message=true requires "
-                "add_generation_prompt=false, but the request has true for both fields."
-            )
+        continues = _continues_final_message(body)
         if body.get("input_ids") is not None:
             raise RequestError(
                 "input_ids: a chat request must not have input_ids, because the prompt is rendered "
@@ -176,7 +170,7 @@ class PromptBuilder:
         text = self._render(
             messages,
             tools=read_tools(body),
-            add_generation_prompt=generates,
+            add_generation_prompt=read_flag(body, "add_generation_prompt", default=not continues),
             continue_final_message=continues,
             **template_kwargs,
         )
@@ -303,6 +297,21 @@ class PromptBuilder:
             raise RequestError(
                 f"messages: the chat template cannot render this chat: {error}"
             ) from error
+
+
+def _continues_final_message(body: Mapping[str, Any]) -> bool:
+    """Return whether the model continues the last message instead of writing a new message.
+
+    Raises:
+        RequestError: the request also asks for the beginning of a new message.
+    """
+    continues = read_flag(body, "continue_final_message", default=False)
+    if continues and read_flag(body, "add_generation_prompt", default=False):
+        raise RequestError(
+            "continue_final_message: continue_final_message=true requires "
+            "add_generation_prompt=false, but the request has true for both fields."
+        )
+    return continues
 
 
 def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:

@@ -48,7 +48,7 @@ test: setup ## Run the tests that need no GPU, including those with a real Trito
 	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-long: setup ## Run what `make test` leaves out because of its duration: all kernel shapes, all architectures, a soak
-	@$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -o faulthandler_timeout=4000 -m "long and not gpu" $(ARGS)
 	@$(BIN)/python tests/backend/archs.py
 
 test-parsers: ## Run the tests of parsers/ in an empty environment that contains no other package of this repository

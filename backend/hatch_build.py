@@ -1,8 +1,9 @@
 """A hook of hatchling that compiles the CPU kernels, so that a server needs no compiler.
 
-The wheel contains one library for each instruction set, and is then a wheel for Linux on x86-64.
-Without a compiler, or on another processor, the wheel contains no library, and the server compiles
-the kernels when it starts.
+The wheel contains one library for each of the usual instruction sets, and is then a wheel for Linux
+on x86-64. For another instruction set, the server compiles the kernels when it starts, or uses
+those for a lower instruction set if there is no compiler. A wheel that is built without a compiler
+or on another processor contains no library.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _FOLDER = Path("nereid_backend", "attention", "cpu")
+# Compiling the kernels for one instruction set takes 20 seconds of CPU time.
+_INSTRUCTION_SETS = ("avx2", "avx512_vnni", "avx512_bf16")
 # The kernels use OpenMP, but the library does not name a file of OpenMP; see cpu_build.py. The
 # wheel must be the same on every machine that builds it.
 _FLAGS = ("-mtune=generic", "-fopenmp")
@@ -29,7 +32,7 @@ class PrecompiledKernels(BuildHookInterface):
     """Adds the folder `precompiled` with the libraries to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the kernels for each instruction set, unless the installation is editable."""
+        """Compile the kernels for the usual instruction sets, unless the package is editable."""
         if version == "editable" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             return
         folder = Path(self.root) / _FOLDER
@@ -39,7 +42,7 @@ class PrecompiledKernels(BuildHookInterface):
         try:
             compiler = kernels.find_compiler()
             for one in instruction_sets:
-                if one.features:
+                if one.name in _INSTRUCTION_SETS:
                     path = target / f"{one.name}.so"
                     kernels.compile_library(compiler, [*one.flags, *_FLAGS], [], path)
                     wanted = _FOLDER / "precompiled" / path.name

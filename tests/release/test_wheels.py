@@ -70,7 +70,7 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
     assert "nereid/model_repository/llm/config.pbtxt" in names
     assert "nereid/demo/chat/model.safetensors" in names
     names = zipfile.ZipFile(by_name["backend"]).namelist()
-    assert {"avx2.so", "avx512.so"} <= {Path(n).name for n in names if "precompiled" in n}
+    assert {"avx2.so", "avx512_bf16.so"} <= {Path(n).name for n in names if "precompiled" in n}
 
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)

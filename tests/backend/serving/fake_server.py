@@ -93,6 +93,9 @@ class Request:
     def parameters(self):
         return self.request_parameters
 
+    def request_id(self):
+        return "a-request"
+
     def get_response_sender(self):
         return self
 

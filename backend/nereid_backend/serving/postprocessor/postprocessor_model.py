@@ -62,7 +62,9 @@ class PostprocessorModel:
                 reply = self._step(request)
             except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
                 if not isinstance(error, NereidError):
-                    tensors.log.exception("a step failed in the postprocessor")
+                    tensors.log.exception(
+                        "a step of request %s failed in the postprocessor", request.request_id()
+                    )
                 reply = tensors.error_response(error)
             tensors.send(sender, reply, final=True)
 

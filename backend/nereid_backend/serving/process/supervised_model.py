@@ -111,7 +111,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.accept(request, sender)
             except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
                 if not isinstance(error, NereidError):
-                    tensors.log.exception("a request failed in the %s", self.title)
+                    tensors.log.exception(
+                        "request %s failed in the %s", request.request_id(), self.title
+                    )
                 self.respond_later(sender, error)
 
     def finalize(self) -> None:

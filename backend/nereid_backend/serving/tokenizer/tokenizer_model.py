@@ -118,7 +118,7 @@ class TokenizerModel:
         except NereidError as error:
             return tensors.error_response(error)
         except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
-            tensors.log.exception("request failed in the tokenizer")
+            tensors.log.exception("request %s failed in the tokenizer", request.request_id())
             return tensors.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types

@@ -23,8 +23,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
-from nereid_backend.checkpoints.integer_panels import fill_placeholders, use_placeholders
-from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.checkpoints.integer_panels import (
+    fill_placeholders,
+    round_weights,
+    use_placeholders,
+)
+from nereid_backend.checkpoints.safetensors_files import check_permission, open_tensors
 from nereid_backend.checkpoints.weight_arguments import (
     restore_generation_config,
     weight_arguments,
@@ -109,6 +113,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     progress: Progress,
     trust_remote_code: bool = False,
     use_panels: bool = False,
+    rounded_bits: int | None = None,
 ) -> Checkpoint:
     """Load the weights of a checkpoint into the model code of transformers.
 
@@ -121,6 +126,8 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         trust_remote_code: whether Python files of the checkpoint may be executed.
         use_panels: whether quantised integers are stored in panels of the CPU kernels. Otherwise
             they are dequantised.
+        rounded_bits: if 4 or 8, the weights of linear layers are rounded to integers of this size
+            while they are read, so that the unrounded weights need no memory together.
 
     Raises:
         ModelError: the folder is not a checkpoint, or the checkpoint is broken.
@@ -135,7 +142,13 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
     model = None
     load = functools.partial(
-        _load_weights, folder, config, torch_dtype, trust_remote_code, use_panels
+        _load_weights,
+        folder,
+        config,
+        torch_dtype,
+        trust_remote_code,
+        use_panels,
+        rounded_bits if _model_class(config) else None,
     )
     if _takes_attention_by_name(config, text_config):
         model = _load_with_attention(load, config, attention)
@@ -173,6 +186,7 @@ def check_files(folder: Path) -> None:
         raise ModelError(
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
+    check_permission(folder / "config.json")
     if not (folder / GGUF_LINK).is_file():
         open_tensors(folder, for_reading=False)
 
@@ -225,12 +239,13 @@ def _load_with_attention(
     return None
 
 
-def _load_weights(
+def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
     folder: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
     use_panels: bool,
+    rounded_bits: int | None,
     attention: str,
 ) -> PreTrainedModel:
     """Load the weights into the class of the model.
@@ -239,7 +254,7 @@ def _load_weights(
         _OwnAttentionError: the class does not accept the attention implementation `attention`.
         ModelError: the weights are broken, or transformers does not support the model.
     """
-    arguments = weight_arguments(folder, config, dtype)
+    arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
     if arguments["pretrained_model_name_or_path"] is None and _model_class(config) is None:
         raise UnsupportedModelError(
             f"quantised weights of the model type {config.model_type} are not supported, because "
@@ -249,6 +264,8 @@ def _load_weights(
     if use_panels and weights:
         with torch.device("meta"):
             empty_model = _model_class(config)(arguments["config"])
+        if rounded_bits is not None:
+            weights = round_weights(weights, empty_model, rounded_bits)
         weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
     arguments |= {
         "dtype": dtype,

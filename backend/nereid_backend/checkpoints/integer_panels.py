@@ -13,7 +13,7 @@ integers of several layers are in memory at the same time:
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.errors import ModelError
 from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
 from nereid_backend.linear.prepack import change_class
+from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
 
 # The panels store scales and zeros as float16. A scale that float16 represents less exactly, such
 # as a very small one, is not stored in panels.
@@ -65,6 +66,63 @@ class Placeholder:
     def __getitem__(self, index: object) -> Tensor:
         """Return the placeholder. `index` is `...`, with which transformers reads a tensor."""
         return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """A weight of floating point numbers that is rounded to integers when it is read.
+
+    Attributes:
+        weight: the weight.
+        bits: the number of bits of an integer, 4 or 8.
+    """
+
+    weight: LazyWeight
+    bits: int
+    has_integers: ClassVar[bool] = True
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the weight."""
+        return self.weight.num_elements
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of the weight in the file, in bytes."""
+        return self.weight.stored_bytes
+
+    def decode(self) -> IntegerWeight:
+        """Return the rounded weight."""
+        values, scales, zeros = quantise_weight(self.weight[...], self.bits)
+        return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the weight without rounding. `index` is `...`."""
+        return self.weight[index]
+
+
+def round_weights(
+    weights: Mapping[str, LazyWeight], model: nn.Module, bits: int
+) -> dict[str, LazyWeight]:
+    """Round the weights of linear layers to integers while they are read.
+
+    The output layer is not rounded here, because it has more bits; see `quantise_linears`.
+
+    Args:
+        weights: the weights of a checkpoint by name.
+        model: the model without memory for its weights, on the device `meta`.
+        bits: 4 or 8.
+    """
+    output_layer = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not output_layer
+    }
+    return {
+        name: RoundedWeight(weight, bits) if name in layers else weight
+        for name, weight in weights.items()
+    }
 
 
 def use_placeholders(

@@ -104,6 +104,11 @@ class LazyWeight:
         return round(math.prod(self._main.shape) * factor)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is stored as one matrix."""
+        return self.layout is None and len(self._main.shape) == 2
+
+    @property
     def has_integers(self) -> bool:
         """Whether `decode` returns an IntegerWeight."""
         return self.layout is not None and self.layout.has_integers

@@ -89,6 +89,17 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     return tensors
 
 
+def check_permission(path: Path) -> None:
+    """Raise a ModelError if this process is not allowed to read a file of a checkpoint."""
+    try:
+        path.open("rb").close()
+    except PermissionError as error:
+        raise ModelError(
+            f"{path} cannot be read, because this process has no permission to read the file. "
+            "Change the permissions of the file, or run the server as another user."
+        ) from error
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor in the index; {} if the checkpoint has no index.
 
@@ -98,6 +109,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         return {}
+    check_permission(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         expected = {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -157,6 +169,7 @@ def _open_file(path: Path, framework: str) -> dict[str, StoredTensor]:
     Raises:
         ModelError: if the file is incomplete or damaged.
     """
+    check_permission(path)
     try:
         file: Any = safe_open(path, framework=framework)
         tensors = {}

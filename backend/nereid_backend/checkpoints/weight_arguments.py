@@ -13,7 +13,9 @@ from nereid_backend.checkpoints.quantised_tensors import lazy_weights, quantisat
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 
 
-def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+def weight_arguments(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
+) -> dict[str, Any]:
     """Return the arguments of transformers' from_pretrained that select the weights.
 
     transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
@@ -25,6 +27,7 @@ def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype)
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
+        is_lazy: whether the weights of an unquantised checkpoint are also read one by one.
 
     Raises:
         ModelError: if the weights are missing or damaged.
@@ -37,7 +40,7 @@ def weight_arguments(folder: Path, config: PretrainedConfig, dtype: torch.dtype)
             "config": config,
             "state_dict": _gguf_weights(folder / GGUF_LINK, config, dtype),
         }
-    if settings is None:
+    if settings is None and not is_lazy:
         return {
             "pretrained_model_name_or_path": folder,
             "config": config,

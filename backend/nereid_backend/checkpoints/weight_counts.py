@@ -9,6 +9,7 @@ import torch
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.integer_panels import LazyWeight
+from nereid_backend.checkpoints.quantised_tensors import LazyWeight as SafetensorsWeight
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 
@@ -21,11 +22,14 @@ class WeightCounts:
         num_weights: the number of weights.
         num_integers: the number of weights that are integers with scales.
         integer_bytes: the size of these integers and their scales in the files, in bytes.
+        num_linear: the number of unquantised weights of linear layers, estimated from the names.
+            The number is 0 for a GGUF file.
     """
 
     num_weights: int
     num_integers: int
     integer_bytes: int
+    num_linear: int
 
 
 def count_weights(folder: Path) -> WeightCounts:
@@ -35,17 +39,32 @@ def count_weights(folder: Path) -> WeightCounts:
         ModelError: if a file is missing or damaged.
         UnsupportedModelError: if the quantisation method is not supported.
     """
-    weights = _weights(folder)
+    named = _weights(folder)
+    weights = named.values()
     integers = [weight for weight in weights if weight.has_integers]
     return WeightCounts(
         sum(weight.num_elements for weight in weights),
         sum(weight.num_elements for weight in integers),
         sum(weight.stored_bytes for weight in integers),
+        sum(
+            weight.num_elements
+            for name, weight in named.items()
+            if not weight.has_integers and _is_linear(name, weight)
+        ),
     )
 
 
-def _weights(folder: Path) -> list[LazyWeight]:
-    """Return the weights of a checkpoint, without reading their numbers.
+def _is_linear(name: str, weight: LazyWeight) -> bool:
+    """Return whether a weight in a safetensors file probably belongs to a linear layer.
+
+    Embeddings and experts are matrices, too, but transformers has other layers for them.
+    """
+    is_matrix = isinstance(weight, SafetensorsWeight) and weight.is_matrix
+    return is_matrix and not any(part in name for part in ("embed", ".experts."))
+
+
+def _weights(folder: Path) -> dict[str, LazyWeight]:
+    """Return the weights of a checkpoint by name, without reading their numbers.
 
     Only the names and sizes of the weights are used, so the numbers of heads and the data type in
     the calls below have no effect.
@@ -56,13 +75,11 @@ def _weights(folder: Path) -> list[LazyWeight]:
         from nereid_backend.checkpoints.gguf_weights import gguf_weights
 
         file = read_gguf((folder / GGUF_LINK).resolve())
-        return list(gguf_weights(file, 1, 1, torch.float32).values())
+        return dict(gguf_weights(file, 1, 1, torch.float32))
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}  # load_checkpoint reports the damaged file
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
-    return list(
-        lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32).values()
-    )
+    return dict(lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32))

@@ -17,7 +17,9 @@ from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.prepack import change_class, free_weight, shared_weights
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_GROUP_SIZES = {4: 32, 8: 64}
+GROUP_SIZES = {4: 32, 8: 64}
+"""The number of inputs with one scale, by the number of bits."""
+
 # The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
 # this scale, so that no number is divided by zero.
 _MIN_SCALE = 2.0**-24
@@ -89,7 +91,7 @@ def model_bytes(model: nn.Module) -> int:
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     """Quantise some rows of a float32 weight, [num_rows, in_features]; see `quantise_weight`."""
-    size = _GROUP_SIZES[bits]
+    size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
     # [num_rows, groups, size]. The padding of the last group does not change its scale, because
     # both ranges below include 0.
@@ -129,4 +131,4 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
     if not keep:
         free_weight(layer)
     grouped = change_class(layer, GroupedLinear)
-    grouped.set_quantised(values, scales, zeros, _GROUP_SIZES[bits], bits=bits)
+    grouped.set_quantised(values, scales, zeros, GROUP_SIZES[bits], bits=bits)

@@ -46,9 +46,18 @@ def load_weights(
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
     _check_weight_dtype(config, device)
-    check_weight_memory(config, device)
-    checkpoint = _load(config, device, hook, progress)
-    if config.weight_dtype != "auto":
+    rounded_bits = None
+    if check_weight_memory(config, device):
+        rounded_bits = 4 if config.weight_dtype == "int4" else 8
+    checkpoint = _load(config, device, hook, progress, rounded_bits)
+    if rounded_bits is not None:
+        quantise_linears(checkpoint.model, bits=rounded_bits)
+        progress(
+            f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
+            "read, because the unrounded weights do not fit into the memory"
+        )
+        checkpoint = replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+    elif config.weight_dtype != "auto":
         checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
     elif config.prepack:
         is_usable = _rearrange(checkpoint, progress)
@@ -70,7 +79,11 @@ def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
 
 
 def _load(
-    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+    config: EngineConfig,
+    device: torch.device,
+    hook: AttentionHook,
+    progress: Progress,
+    rounded_bits: int | None = None,
 ) -> Checkpoint:
     return load_checkpoint(
         config.model,
@@ -79,7 +92,8 @@ def _load(
         attention=hook.name,
         progress=progress,
         trust_remote_code=config.trust_remote_code,
-        use_panels=config.prepack and device.type == "cpu",
+        use_panels=device.type == "cpu" and (config.prepack or rounded_bits is not None),
+        rounded_bits=rounded_bits,
     )
 
 

@@ -14,10 +14,15 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
+# The bytes of an integer with its part of the scale and of the zero, in the order of preference.
+_ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
-def check_weight_memory(config: EngineConfig, device: torch.device) -> None:
-    """Raise a ConfigError if the weights of the checkpoint do not fit into the free memory.
+def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether the weights must be rounded while they are read, to save memory.
+
+    This is the case if weight_dtype is int8 or int4 and the unrounded weights do not fit into the
+    free memory. If the weights fit in no way, an error is raised.
 
     Example of a message: "model: the weights need 128.0 GiB with dtype=bfloat16, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
@@ -28,7 +33,7 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> None:
     """
     folder = Path(checkpoint_folder(config.model))
     if not (folder / "config.json").is_file():
-        return  # load_checkpoint reports what is missing
+        return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
@@ -36,7 +41,11 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> None:
     # The weights are read into the main memory, and copied to the GPU from there.
     free = available_memory()
     if needed <= free:
-        return
+        return False
+    if device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES:
+        rounded = _rounded_bytes(counts, config.weight_dtype, number_bytes)
+        if rounded <= free:
+            return True
     name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
     raise ConfigError(
         f"model: the weights need {format_bytes(needed)} as {name}, but only {format_bytes(free)} "
@@ -54,7 +63,18 @@ def _remedy(
     packed = _weight_bytes(counts, number_bytes, has_panels=True)
     if counts.num_integers and not config.prepack and packed <= free:
         return f"With prepack=true, they need {format_bytes(packed)}."
+    if has_panels:
+        for name in _ROUNDED_BYTES:
+            rounded = _rounded_bytes(counts, name, number_bytes)
+            if rounded <= free:
+                return f"With weight_dtype={name}, they need {format_bytes(rounded)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
+
+
+def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -> int:
+    """Return the size of the weights if the linear layers have integers of 4 or 8 bits."""
+    others = counts.num_weights - counts.num_linear
+    return int(counts.num_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
 
 
 def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) -> int:

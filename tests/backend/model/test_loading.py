@@ -1,7 +1,10 @@
 import dataclasses
 import json
+import os
 import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from backend.exactness import PARAMS, open_engine
 from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerWindow
-from nereid_backend.checkpoint import load_checkpoint
+from nereid_backend.checkpoint import check_files, load_checkpoint
 from nereid_backend.model.limits import model_limit
 from nereid_backend.model.path_variants import make_blocks, set_attention
 from nereid_backend.model.probe_layers import probe_layers
@@ -219,6 +222,21 @@ def test_end_tokens_come_from_generation_config_and_config(copy):
     engine = open_engine(copy)
     assert engine.info.eos_token_ids == (2, 7, 9)
     engine.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its permissions")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_without_permission_is_reported_as_such(name, checkpoint):
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(checkpoint("llama"), folder, dirs_exist_ok=True)
+        Path(folder).chmod(0o755)
+        (Path(folder) / name).chmod(0)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(ModelError, match=f"{name} cannot be read, because .* permission"):
+                check_files(Path(folder))
+        finally:
+            os.seteuid(0)
 
 
 def packed_path(loaded, hook, layers, sizes):

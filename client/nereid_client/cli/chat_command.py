@@ -4,7 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from nereid_client.cli.api_client import DEFAULT_URL, Json, base_url, events_of, first_model, send
+from nereid_client.cli.api_client import (
+    DEFAULT_URL,
+    Json,
+    base_url,
+    events_of,
+    fetch_json,
+    first_model,
+    send,
+)
+from nereid_client.cli.output import print_json, read_stdin
 from nereid_client.console import CliError, complain, say
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -39,6 +48,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="Ask a reasoning model to answer without reasoning.",
     )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the whole response as JSON. The message must come from a file or a pipe.",
+    )
     parser.set_defaults(run=run)
 
 
@@ -46,13 +60,18 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the user ends the program, or send stdin as one message."""
     url = base_url(args.url)
     model = args.model or first_model(url)
-    fields: Json = {"model": model, "stream": True}
+    fields: Json = {"model": model, "stream": not args.json}
     for name in ("temperature", "max_tokens"):
         if getattr(args, name) is not None:
             fields[name] = getattr(args, name)
     if args.no_thinking:
         fields["chat_template_kwargs"] = {"enable_thinking": False}
     opening = [{"role": "system", "content": args.system}] if args.system else []
+    if args.json:
+        question = {"role": "user", "content": read_stdin()}
+        body = {**fields, "messages": [*opening, question]}
+        print_json(fetch_json(f"{url}/v1/chat/completions", body))
+        return 0
     if not sys.stdin.isatty():
         return 0 if _send_message(url, fields, [*opening], sys.stdin.read().strip()) else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")

@@ -25,6 +25,7 @@ __all__ = [
     "UrlOption",
     "print_json",
     "print_table",
+    "read_stdin",
     "texts_or_stdin",
 ]
 
@@ -54,14 +55,22 @@ def _cell(value: object) -> str:
     return text.replace("[", r"\[")
 
 
+def read_stdin() -> str:
+    """Return the text of the standard input without white space at its ends.
+
+    Raises: CliError if the standard input is a terminal or has no text.
+    """
+    text = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    if not text:
+        raise CliError("No text is given. Give the text as an argument, or pipe it.")
+    return text
+
+
 def texts_or_stdin(texts: Sequence[str]) -> list[str]:
     """Return texts of the command line, or the lines of the standard input if there are none.
 
     Raises: CliError if there is no text.
     """
-    found = list(texts)
-    if not found and not sys.stdin.isatty():
-        found = [line.strip() for line in sys.stdin if line.strip()]
-    if not found:
-        raise CliError("No text is given. Give texts as arguments, or pipe one text on each line.")
-    return found
+    if texts:
+        return list(texts)
+    return [line.strip() for line in read_stdin().splitlines() if line.strip()]

@@ -15,6 +15,7 @@ from nereid_client.cli.output import (
     UrlOption,
     print_json,
     print_table,
+    read_stdin,
     texts_or_stdin,
 )
 from nereid_client.console import say
@@ -32,7 +33,7 @@ def complete(
 ) -> None:
     """Continue a text, without a chat template."""
     server = base_url(url)
-    text = "\n".join(texts_or_stdin([])) if prompt is None else prompt
+    text = read_stdin() if prompt is None else prompt
     body: Json = {
         "model": model or first_model(server),
         "prompt": text,

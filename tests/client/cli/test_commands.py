@@ -57,6 +57,15 @@ def test_the_standard_input_is_used_without_a_text(run, monkeypatch):
     assert run("embed")[0] == 2
 
 
+def test_a_piped_message_is_answered_as_text_or_as_json(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nthere"))
+    assert run("chat") == (0, "hello\nthere\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nthere"))
+    code, out = run("chat", "--json")
+    assert code == 0
+    assert json.loads(out)["choices"][0]["message"]["content"] == "hello\nthere"
+
+
 def test_texts_are_embedded_and_compared(run):
     code, out = run("embed", "a [b]", "a [b]", "zzz")
     assert code == 0

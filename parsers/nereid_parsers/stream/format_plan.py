@@ -124,11 +124,8 @@ def plan_of(fmt: FormatData) -> FormatPlan:
 
 def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     """Compile a format with the layout `Messages`."""
-    ends = tuple(_visible((*layout.ends, *fmt.ends)))
-    message_kinds = {
-        **dict.fromkeys(ends, MarkerKind.END),
-        **dict.fromkeys(blank_variants(layout.start.strip()), MarkerKind.START_MESSAGE),
-    }
+    ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
+    message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
     kinds = calls.kinds | message_kinds
     # The header of such a message contains the function's name. No tool section encloses it.
@@ -189,8 +186,14 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict from each marker, without surrounding white space, to its meaning `kind`."""
-    return dict.fromkeys(_visible(markers), kind)
+    """Return a dict from each marker, without surrounding white space, to its meaning `kind`.
+
+    Each spelling that `blank_variants` returns for a marker is a key.
+    """
+    kinds: dict[str, MarkerKind] = {}
+    for marker in _visible(markers):
+        kinds |= dict.fromkeys(blank_variants(marker), kind)
+    return kinds
 
 
 def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
@@ -317,6 +320,5 @@ def _call_kinds(
         kinds |= dict.fromkeys(plan.body_openings(), MarkerKind.BARE_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
-    for open_marker in _visible(tools.opens):
-        kinds |= dict.fromkeys(blank_variants(open_marker), MarkerKind.OPEN_SECTION)
+    kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)
     return kinds

@@ -20,14 +20,17 @@ _MAX_SUPERFLUOUS_CHARS = 16
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
-_SPECIAL_TOKEN_WITH_TEXT = re.compile(r"(<[|｜][^<>]+[|｜]>)\s*(\S.*)", re.DOTALL).fullmatch
+
 _BLANKS = re.compile(r"\s*").match
 # Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
 # them, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _BLANKS_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
-# White space, and the places before and after a tag where white space may occur.
-_BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=\S)|(?<=\S)(?=<)")
+# White space, and the places where a model may insert white space: before and after a tag, and
+# between a word and a dot, a colon, an equals sign or a code fence.
+_BLANKS_OR_GAP = re.compile(r"\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w])(?=[.:=`])|(?<=[.:=`])(?=\w)")
+# The place before or after a tag, with the white space that the declaration has there.
+_TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # The regex character class of each field, without its end. `_field_regex` adds the end.
@@ -139,30 +142,31 @@ def _skip_pattern_blanks(text: str, pos: int) -> int:
 def blank_variants(marker: str) -> tuple[str, ...]:
     r"""Return a marker, and the ways in which models write the white space inside the marker.
 
-    Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. A
-    special token and the text after it may be separated by white space, so `<|start|>assistant`
-    also gives `<|start|> assistant` and `<|start|>\nassistant`. All other markers give only
-    themselves.
+    Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. White
+    space may separate a tag from the text before and after the tag, so `<|start|>assistant` also
+    gives `<|start|> assistant` and `<|start|>\nassistant`. A marker that is one tag without white
+    space gives only itself.
     """
-    token = _SPECIAL_TOKEN_WITH_TEXT(marker)
-    if token is not None:
-        first, rest = token.groups()
-        return tuple(dict.fromkeys((marker, first + rest, f"{first} {rest}", f"{first}\n{rest}")))
-    if not marker.startswith("<") or " " not in marker:
-        return (marker,)
-    return (marker, marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE))
+    variants = [marker]
+    if marker.startswith("<"):
+        variants += [marker.replace(" ", blank) for blank in ("", _RAW_SPACE)]
+    for gap in _TAG_GAP.finditer(marker):
+        before = marker[: gap.start()]
+        after = marker[gap.end() :]
+        variants += [before + blank + after for blank in ("", " ", "\n")]
+    return tuple(dict.fromkeys(variants))
 
 
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern.
 
-    White space of any length, or none, matches white space in the pattern, the places before and
-    after a tag, and each gap between a literal and a field.
+    White space of any length, or none, matches white space in the pattern, the places that
+    `_BLANKS_OR_GAP` finds, and each gap between a literal and a field.
 
-    Example: `"<call>\n<f={name}>"` becomes the literal `<call>`, white space, the literal `<f=`,
-    white space, the field `name`, white space and the literal `>`. The pattern matches
-    `<call><f=sum>` and `<call> <f= sum >`.
+    Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
+    the literal `>`, with white space between them. The pattern matches `<call><f=sum>` and
+    `<call> <f= sum >`.
     """
     parts = pattern(source)
     steps: list[str | BlanksStep | FieldStep] = []
@@ -174,7 +178,7 @@ def compile_pattern(source: str) -> Pattern:
             next_literal = next_part if isinstance(next_part, str) else ""
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
             continue
-        for number, word in enumerate(_BLANKS_OR_TAG_GAP.split(part)):
+        for number, word in enumerate(_BLANKS_OR_GAP.split(part)):
             if number:
                 steps.append(BlanksStep())
             if word:
@@ -189,7 +193,11 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """
     if name == "rest":
         stop = re.escape(next_literal.strip())
-        return re.compile(f"(?:(?!{stop}).)*" if stop else ".*")
+        rest_of_line = f"(?:(?!{stop}).)*"
+        # A model may insert one line break before the last two words of a header. More words after
+        # a line break are content.
+        last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
+        return re.compile(rest_of_line + last_words if stop else ".*")
     stop_char = re.escape(next_literal[:1]) if next_literal[:1].strip() else ""
     return re.compile(f"{_FIELD_CLASSES[name]}{stop_char}]+")
 

@@ -1,5 +1,6 @@
 """A complete `nereid serve` on free ports for a test or a benchmark, stopped at the end."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Self
 _REPOSITORY = Path(__file__).resolve().parents[2]
 # The limit is shorter than the time limit of a test, so that a failure shows the server's output.
 _START_TIMEOUT_S = 480.0
+_SECOND_SIGNAL_AFTER_S = 0.2
 _PR_SET_PDEATHSIG = 1
 # Flags of a server without embedding model and reranker, which starts in half the time.
 ALONE = ("--embedding-model=none", "--rerank-model=none")
@@ -135,7 +137,11 @@ class Served:
         return self.process.wait(120)
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        """End the server at once. Triton server needs three seconds to end after `stop`."""
+        while self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)  # the second signal kills all processes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_SECOND_SIGNAL_AFTER_S)
         self._remove_logs()
 
     def _remove_logs(self) -> None:

@@ -113,17 +113,26 @@ def environment(models: Sequence[PoolingModel]) -> dict[str, str]:
 class PoolingWarmUp(threading.Thread):
     """A thread that sends requests to each pooling model until the model answers one.
 
+    Args:
+        frontend: a client of the frontend.
+        models: the pooling models.
+        is_ready: set when the server is ready. Until then, the frontend would log each request as
+            a failure.
+
     Attributes:
         curls: a shell command with a request that works, for each model that has answered.
         failure: the reason why a model cannot answer, or None if there is none.
     """
 
-    def __init__(self, frontend: FrontendClient, models: Sequence[PoolingModel]) -> None:
+    def __init__(
+        self, frontend: FrontendClient, models: Sequence[PoolingModel], is_ready: threading.Event
+    ) -> None:
         super().__init__(daemon=True)
         self.curls: list[str] = []
         self.failure: str | None = None
         self._frontend = frontend
         self._models = list(models)
+        self._is_ready = is_ready
 
     @property
     def is_done(self) -> bool:
@@ -132,9 +141,7 @@ class PoolingWarmUp(threading.Thread):
 
     def run(self) -> None:
         """Wait for one model after the other. They load at the same time."""
-        # Until the server is ready, the frontend would log each request as a failure.
-        while self._frontend.get_status("/health/ready") != 200:
-            time.sleep(_POLL_EVERY_S)
+        self._is_ready.wait()
         for model in self._models:
             path, body = model.example
             status, text = self._frontend.post(path, body)

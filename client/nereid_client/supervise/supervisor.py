@@ -214,9 +214,11 @@ class Supervisor:
         return 0
 
     def _start_warm_up(self) -> None:
-        self._warm_up: WarmUp | None = WarmUp(self._plan.frontend)
-        self._pooling_warm_up = PoolingWarmUp(self._plan.frontend, self._plan.pooling_models)
-        self._warm_up.start()
+        plan = self._plan
+        warm_up = WarmUp(plan.frontend)
+        self._warm_up: WarmUp | None = warm_up
+        self._pooling_warm_up = PoolingWarmUp(plan.frontend, plan.pooling_models, warm_up.is_ready)
+        warm_up.start()
         self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:

@@ -16,10 +16,12 @@ class WarmUp(threading.Thread):
         stage: a description of the current stage of the start.
         curl: a shell command with a request that works. None until the model has answered.
         failure: the reason why the model cannot answer, or None if there is none.
+        is_ready: set as soon as the frontend reports that the server is ready.
     """
 
     def __init__(self, frontend: FrontendClient) -> None:
         super().__init__(daemon=True)
+        self.is_ready = threading.Event()
         self.stage = "loading the model"
         self.curl: str | None = None
         self.failure: str | None = None
@@ -29,6 +31,7 @@ class WarmUp(threading.Thread):
         """Wait until the model is ready, then request one token."""
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
+        self.is_ready.set()
         self.stage = "waiting for the first response"
         chat = {
             "model": self._frontend.model,

@@ -1,5 +1,7 @@
 import logging
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from nereid_backend.attention.cpu import compile_kernels, cpu_build
@@ -43,3 +45,21 @@ def test_a_library_of_the_package_that_cannot_be_loaded_is_ignored(
         monkeypatch.setattr(cpu_build, "_PRECOMPILED", precompiled.parent)
         assert cpu_build.load_library()._name != str(precompiled)
     assert "The precompiled CPU kernels cannot be used" in caplog.text
+
+
+def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_build, "_PRECOMPILED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    builds = []
+
+    def build(compiler, instruction_set, path):
+        builds.append(path)
+        time.sleep(0.2)
+        path.symlink_to(cpu_build._TORCH)  # any library will do
+
+    monkeypatch.setattr(cpu_build, "_build", build)
+    instruction_set = usable_instruction_sets()[-1]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(cpu_build._load, 3 * [instruction_set]))
+    (path,) = builds
+    assert list(path.parent.iterdir()) == [path]

@@ -1,5 +1,6 @@
 """`nereid serve` selects the embedding model and the reranker by flag, variable or default."""
 
+import threading
 from argparse import ArgumentParser
 
 import pytest
@@ -76,15 +77,16 @@ def test_the_message_about_a_wrong_checkpoint_names_the_flag_of_the_model(choose
         choose(f"--rerank-model={tmp_path / 'nowhere'}")
 
 
+READY = threading.Event()
+READY.set()
+
+
 class Answers:
     """A FrontendClient that returns these statuses, one after the other."""
 
     def __init__(self, *statuses):
         self.statuses = list(statuses)
         self.bodies = []
-
-    def get_status(self, path):
-        return 200
 
     def post(self, path, body):
         self.bodies.append((path, body))
@@ -96,14 +98,14 @@ class Answers:
 
 def test_the_warm_up_waits_until_each_model_answers(choose):
     frontend = Answers(404, 503, 200, 200)
-    warm_up = PoolingWarmUp(frontend, choose())
+    warm_up = PoolingWarmUp(frontend, choose(), READY)
     warm_up.run()
     assert warm_up.curls == ["curl /v1/embeddings embed", "curl /v1/rerank rerank"]
     assert warm_up.is_done
 
 
 def test_the_warm_up_reports_a_model_that_cannot_answer(choose):
-    warm_up = PoolingWarmUp(Answers(500), choose())
+    warm_up = PoolingWarmUp(Answers(500), choose(), READY)
     warm_up.run()
     assert warm_up.failure == "the model embed cannot answer its first request: the reason"
     assert not warm_up.is_done

@@ -9,12 +9,15 @@ functions of a library are loaded as global symbols, so that models that AOTIndu
 can call them.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -69,7 +72,9 @@ def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
         fingerprint = _fingerprint(compiler, instruction_set)
         path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
         if not path.is_file():
-            _build(compiler, instruction_set, path)
+            with _build_lock(path.with_suffix(".lock")):
+                if not path.is_file():
+                    _build(compiler, instruction_set, path)
         try:
             library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
@@ -98,6 +103,22 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
     except OSError as error:
         logger.warning("The precompiled CPU kernels cannot be used (%s).", error)
         return None
+
+
+@contextlib.contextmanager
+def _build_lock(path: Path) -> Iterator[None]:
+    """Wait until no other process builds the same library.
+
+    The operating system releases the lock when the process ends. If the folder does not support
+    locks, each process builds the library.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:

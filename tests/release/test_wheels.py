@@ -23,7 +23,11 @@ FOLDERS = {"nereid": ".", "parsers": "parsers", "backend": "backend", "client": 
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
     """Return the standard output of a command that must succeed."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    # A commit between two builds would give their wheels different versions.
+    environment = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.0.1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

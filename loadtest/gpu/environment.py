@@ -17,7 +17,10 @@ _OTHER_NAMES = {"triton": ("triton", "pytorch-triton")}
 KERNEL_PACKAGES = {"torch": "2.11", "triton": "3.6", "numpy": "1.26"}
 _ENGINE_PACKAGES = ("transformers", "pydantic", "safetensors", "tokenizers")
 # pydantic does not work with another version of its compiled part.
-_NEEDED_BY_PYDANTIC = {"pydantic-core": "0", "annotated-types": "0", "typing-inspection": "0"}
+_ANY_VERSION = "0"
+_NEEDED_BY_PYDANTIC = dict.fromkeys(
+    ("pydantic-core", "annotated-types", "typing-inspection"), _ANY_VERSION
+)
 
 
 def engine_packages() -> dict[str, str]:
@@ -43,12 +46,11 @@ def problems(needed: dict[str, str]) -> list[str]:
     found = []
     for name, least in needed.items():
         installed = installed_version(name)
+        remedy = "" if least == _ANY_VERSION else f" Version {least} or later is needed."
         if installed is None:
-            found.append(f"The package {name} is missing. Version {least} or later is needed.")
+            found.append(f"The package {name} is missing.{remedy}")
         elif numbers(installed) < numbers(least):
-            found.append(
-                f"The package {name} {installed} is too old. Version {least} or later is needed."
-            )
+            found.append(f"The package {name} {installed} is too old.{remedy}")
     return found
 
 

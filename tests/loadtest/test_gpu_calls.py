@@ -136,11 +136,13 @@ def test_a_wrong_kernel_fails_the_call(tmp_path):
 
 
 def test_a_package_that_is_too_old_or_missing_is_named():
-    found = environment.problems({"numpy": "999.1", "no-such-package": "2.0", "torch": "2.1"})
-    assert len(found) == 2
+    needed = {"numpy": "999.1", "no-such-package": "2.0", "torch": "2.1", "no-such-part": "0"}
+    found = environment.problems(needed)
+    assert len(found) == 3
     assert found[0].startswith("The package numpy ")
     assert found[0].endswith("is too old. Version 999.1 or later is needed.")
     assert found[1] == "The package no-such-package is missing. Version 2.0 or later is needed."
+    assert found[2] == "The package no-such-part is missing."
 
 
 def test_the_lowest_versions_are_those_that_the_backend_declares():

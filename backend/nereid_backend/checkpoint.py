@@ -135,7 +135,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     """
     folder = Path(checkpoint_folder(path))
     check_files(folder)
-    config = _read_config(folder, trust_remote_code)
+    config = read_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
@@ -183,6 +183,11 @@ def check_files(folder: Path) -> None:
             f"{folder} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{folder} is a LoRA adapter. Set model to the adapter's base model, and set "
+                f"lora_adapters to name={folder}."
+            )
         raise ModelError(
             f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
         )
@@ -191,7 +196,12 @@ def check_files(folder: Path) -> None:
         open_tensors(folder, for_reading=False)
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the config of a checkpoint.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the model, or the config is damaged.
+    """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code

@@ -71,6 +71,21 @@ def _remedy(
     return "Use a quantised checkpoint of the model, or a smaller model."
 
 
+def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
+    """Return the size of a checkpoint's weights in bytes, by the settings of a CPU.
+
+    A setting that has no effect on the checkpoint is left out.
+    """
+    sizes = {
+        "dtype=float32": _weight_bytes(counts, _FULL_BYTES, has_panels=True),
+        "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, has_panels=True),
+    }
+    if counts.num_linear and not counts.num_integers:
+        for name in _ROUNDED_BYTES:
+            sizes[f"weight_dtype={name}"] = _rounded_bytes(counts, name, _HALF_BYTES)
+    return sizes
+
+
 def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -> int:
     """Return the size of the weights if the linear layers have integers of 4 or 8 bits."""
     others = counts.num_weights - counts.num_linear

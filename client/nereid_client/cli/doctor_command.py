@@ -1,7 +1,9 @@
 """`nereid doctor` and `nereid config show`: what `nereid serve` would do, without starting it."""
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
@@ -23,8 +25,13 @@ _GIB = 2**30
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
     """Check the machine, the settings and the checkpoint for `nereid serve`, and start nothing.
 
-    The command accepts the flags of `nereid serve`. The exit code is 1 if a check failed.
+    The command accepts the flags of `nereid serve`. If the first argument is the path of a
+    checkpoint, the command describes this checkpoint instead. It then accepts the flag --load,
+    which loads the checkpoint. The exit code is 1 if a check failed.
     """
+    if context.args and not context.args[0].startswith("-"):
+        _print_results(describe_checkpoint(context.args), as_json=as_json)
+        return
     checks: dict[str, Callable[[], str]] = {
         "Python": _check_python,
         "numpy": _check_numpy,
@@ -33,7 +40,27 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
         "memory": _check_memory,
         "nereid serve": lambda: _check_plan(context.args),
     }
-    results = [_run_check(name, check) for name, check in checks.items()]
+    _print_results([_run_check(name, check) for name, check in checks.items()], as_json=as_json)
+
+
+def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
+    """Return the findings of the backend about a checkpoint.
+
+    The backend runs in a process of its own, because the client must not import the backend.
+
+    Raises: CliError if the process fails.
+    """
+    command = [sys.executable, "-m", "nereid_backend.model.describe_checkpoint", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        lines = ended.stderr.strip().splitlines() or ["no reason is known"]
+        raise CliError(f"the checkpoint cannot be described: {lines[-1]}")
+    results: list[dict[str, object]] = json.loads(ended.stdout)
+    return results
+
+
+def _print_results(results: list[dict[str, object]], *, as_json: bool) -> None:
+    """Print the results of checks, and exit with code 1 if a check failed."""
     if as_json:
         print_json(results)
     else:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from fakes.fake_backend import FakeBackend
@@ -164,6 +165,15 @@ def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
     assert "/missing does not exist" in results["nereid serve"]["finding"]
     assert main(["doctor", "--model", "/missing"]) == 1
     assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.long  # two processes import torch
+def test_doctor_describes_a_checkpoint(capsys):
+    demo = Path(__file__).parents[3] / "demo" / "chat"
+    assert main(["doctor", "--json", str(demo)]) == 0
+    results = {result["check"]: result for result in json.loads(capsys.readouterr().out)}
+    assert "Qwen3ForCausalLM" in results["architecture"]["finding"]
+    assert main(["doctor", "/missing"]) == 1
 
 
 def test_the_configuration_names_the_source_of_each_value_and_hides_the_key(capsys):

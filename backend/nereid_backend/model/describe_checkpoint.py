@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes a checkpoint without reading its weights, for `nereid doctor CHECKPOINT`.
+
+    python -m nereid_backend.model.describe_checkpoint PATH [--load]
+
+The program prints a JSON list of findings, each with the keys check, ok and finding. With `--load`,
+the checkpoint is loaded, too, so that the findings include its forward path.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nereid_backend.checkpoint import check_files, read_config
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
+from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
+from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.checkpoints.weight_counts import count_weights
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import NereidError
+from nereid_backend.model.limits import available_memory, format_bytes, model_limit
+from nereid_backend.model.weight_memory import memory_by_setting
+
+Finding = dict[str, Any]
+
+
+def describe(path: str, *, loads: bool = False) -> list[Finding]:
+    """Return the findings about a checkpoint.
+
+    Args:
+        path: the folder of a checkpoint, or a GGUF file.
+        loads: whether the checkpoint is loaded to find its forward path.
+    """
+    findings = [_run("files", lambda: _describe_files(path))]
+    if not findings[0]["ok"]:
+        return findings
+    folder = Path(checkpoint_folder(path))
+    findings += [
+        _run("architecture", lambda: _describe_architecture(folder)),
+        _run("weights", lambda: _describe_weights(folder)),
+        *_memory(folder),
+        _run("tokenizer", lambda: _describe_tokenizer(folder)),
+        _run("chat template", lambda: _describe_template(folder)),
+    ]
+    if loads:
+        findings.append(_run("forward path", lambda: _describe_path(path)))
+    return findings
+
+
+def _run(check: str, describe_part: Callable[[], str]) -> Finding:
+    """Return the finding of one check. An error becomes the text of a finding that is not ok."""
+    try:
+        return {"check": check, "ok": True, "finding": describe_part()}
+    except NereidError as error:
+        return {"check": check, "ok": False, "finding": str(error)}
+
+
+def _describe_files(path: str) -> str:
+    folder = Path(checkpoint_folder(path))
+    check_files(folder)
+    if (folder / GGUF_LINK).is_file():
+        return f"a GGUF file. Its config and tokenizer are in {folder}"
+    num_files = len({tensor.file for tensor in open_tensors(folder, for_reading=False).values()})
+    return f"a Hugging Face checkpoint. Number of safetensors files: {num_files}"
+
+
+def _describe_architecture(folder: Path) -> str:
+    config = read_config(folder, trust_remote_code=False)
+    names = getattr(config, "architectures", None) or [config.model_type]
+    limit = model_limit(config.get_text_config(decoder=True)).num_tokens
+    return f"{names[0]} (model type {config.model_type}), up to {limit} tokens"
+
+
+def _describe_weights(folder: Path) -> str:
+    counts = count_weights(folder)
+    text = f"{counts.num_weights:,} weights"
+    if (folder / GGUF_LINK).is_file():
+        return text
+    settings = quantisation_settings(read_config(folder, trust_remote_code=False))
+    if settings is not None:
+        keeps = "stay integers on a CPU" if counts.num_integers else "are dequantised"
+        return f"{text}, quantised with {settings.get('quant_method')}; they {keeps}"
+    kinds = Counter(tensor.dtype for tensor in open_tensors(folder, for_reading=False).values())
+    return f"{text} as {', '.join(kind for kind, _ in kinds.most_common())}"
+
+
+def _memory(folder: Path) -> list[Finding]:
+    """Return one finding for each setting that changes the memory of the weights on a CPU."""
+    free = available_memory()
+    return [
+        {
+            "check": f"memory with {setting}",
+            "ok": True,
+            "finding": f"{format_bytes(size)} for the weights"
+            + ("" if size <= free else f"; only {format_bytes(free)} are free"),
+        }
+        for setting, size in memory_by_setting(count_weights(folder)).items()
+    ]
+
+
+def _describe_tokenizer(folder: Path) -> str:
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    found = [name for name in files if (folder / name).is_file()]
+    return found[0] if found else "none, so the server cannot read text"
+
+
+def _describe_template(folder: Path) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return "chat_template.jinja"
+    file = folder / "tokenizer_config.json"
+    if file.is_file() and "chat_template" in file.read_text(encoding="utf-8"):
+        return "in tokenizer_config.json"
+    return "none, so the server answers completions but no chats"
+
+
+def _describe_path(path: str) -> str:
+    """Load the checkpoint, and describe how the engine runs it."""
+    from nereid_backend.engine import Engine
+
+    lines: list[str] = []
+    engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
+    engine.close()
+    path_line = next((line for line in lines if line.startswith("path: ")), engine.info.path)
+    return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
+
+
+def main(arguments: list[str]) -> None:
+    """Print the findings as JSON."""
+    torch.set_num_threads(1)
+    findings = describe(arguments[0], loads="--load" in arguments[1:])
+    sys.stdout.write(json.dumps(findings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,47 @@
+"""`nereid doctor CHECKPOINT`: what the checkpoint is, its memory, and what does not work."""
+
+import json
+
+from backend.checkpoints.gguf_writer import write_gguf
+from backend.tiny_models import BY_NAME
+from nereid_backend.model.describe_checkpoint import describe, main
+
+
+def by_check(findings):
+    return {finding["check"]: finding for finding in findings}
+
+
+def test_a_checkpoint_is_described_without_loading_it(checkpoint):
+    found = by_check(describe(str(checkpoint("qwen3"))))
+    assert found["files"]["finding"] == "a Hugging Face checkpoint. Number of safetensors files: 1"
+    assert (
+        "Qwen3ForCausalLM (model type qwen3), up to 256 tokens" in found["architecture"]["finding"]
+    )
+    assert found["weights"]["finding"] == "115,104 weights as F32"
+    assert found["memory with dtype=float32"]["finding"] == "449.6 KiB for the weights"
+    assert {"memory with weight_dtype=int8", "memory with weight_dtype=int4"} < found.keys()
+    assert found["tokenizer"]["finding"].startswith("none")
+    assert all(finding["ok"] for finding in found.values())
+
+
+def test_the_forward_path_is_found_by_loading(checkpoint, capsys):
+    main([str(checkpoint("llama")), "--load"])
+    found = by_check(json.loads(capsys.readouterr().out))
+    assert found["forward path"]["finding"] == "packed. Data type: float32"
+
+
+def test_a_gguf_file_is_described(tmp_path):
+    file = write_gguf(BY_NAME["llama"].save(tmp_path / "llama"), "llama", "Q8_0")
+    found = by_check(describe(str(file)))
+    assert found["files"]["finding"].startswith("a GGUF file")
+    assert "LlamaForCausalLM" in found["architecture"]["finding"]
+
+
+def test_a_damaged_checkpoint_is_a_failed_check(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    [finding] = describe(str(tmp_path))
+    assert "is a LoRA adapter. Set model to the adapter's base model" in finding["finding"]
+    (tmp_path / "config.json").write_text("{}")
+    [finding] = describe(str(tmp_path))
+    assert not finding["ok"]
+    assert "has no .safetensors files" in finding["finding"]

@@ -146,7 +146,12 @@ CASES = {
     "chat: functions": chat(functions=[{"name": "f"}]),
     "chat: store": chat(store=True),
     "chat: input_ids": chat(input_ids=[1, 2]),
-    "chat: truncation_side": chat(truncation_side="left"),
+    "chat: truncation_side": chat(truncation_side="right"),
+    "chat: truncate_prompt_tokens is 0": chat(truncate_prompt_tokens=0),
+    "completions: echo of a truncated prompt": text(echo=True, truncate_prompt_tokens=2),
+    "predict: a pair": post("/predict", inputs=["a", "b"]),
+    "decode: no ids": post("/decode", ids=[]),
+    "template: not Jinja": post("/template/inspect", template="{% for"),
     "chat: bootstrap_host": chat(bootstrap_host="a"),
     "chat: an unknown field with almost a known name": chat(max_token=3),
     # Text completions.

@@ -596,3 +596,49 @@ def test_a_call_without_wrapper_needs_no_declared_tool_if_its_marker_is_a_specia
     for size in (10**9, 1, 5):
         message = fold(stream(get_format(tools="deepseek_v4"), text, size, tools=None))
         assert [call.name for call in message.tool_calls] == ["f"], size
+
+
+# ---- white space inside markers ------------------------------------------------------------------
+
+# For each format, the text of one tool call. `~` marks the places at which a blank is inserted.
+SPACED = [
+    (
+        {"tools": "minimax_m3"},
+        f'{NS}~<tool_call>\n{NS}~<invoke ~name="get_weather">{NS}~<city>Rome{NS}~</city>'
+        f"{NS}~</invoke>{NS}~</tool_call>",
+    ),
+    (
+        {"tools": "kimi_k3"},
+        '<|open|>~tools~<|sep|><|open|>~call tool=~"get_weather" ~index=~"0"~<|sep|>'
+        '<|open|>~argument key=~"city" type=~"string"~<|sep|>Rome<|close|>argument<|sep|><|close|>~call~<|sep|>'
+        "<|close|>~tools~<|sep|>",
+    ),
+    (
+        {"tools": "interns1"},
+        '<|action_start|>~ ~<|plugin|>\n{"~name~": "~get_weather~", '
+        '"~parameters~": {"city": "Rome"}}<|action_end|>',
+    ),
+    (
+        {"tools": "gigachat3"},
+        'function~ ~call~<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Rome"}}',
+    ),
+    (
+        {"name": "gpt_oss"},
+        "<|channel|>~commentary~ ~to=~functions~.~get_weather~ ~<|constrain|>~json~<|message|>"
+        '{"city": "Rome"}',
+    ),
+    (
+        {"tools": "deepseek_v3"},
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>~function~<｜tool▁sep｜>~get_weather~\n~```~json~\n"
+        '{"city": "Rome"}\n```~<｜tool▁call▁end｜>~<｜tool▁calls▁end｜>',
+    ),
+]
+
+
+@pytest.mark.parametrize("blank", [" ", "\n"])
+@pytest.mark.parametrize(("names", "text"), SPACED, ids=lambda value: str(value)[:20])
+def test_one_blank_inside_a_marker_changes_nothing(names, text, blank):
+    pieces = text.split("~")
+    for number in range(len(pieces)):
+        spaced = "".join(pieces[:number]) + blank + "".join(pieces[number:])
+        check(Case(names, spaced, [CALL]))

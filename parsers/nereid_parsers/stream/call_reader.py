@@ -12,6 +12,7 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     is_special_token,
     looks_like_markup,
+    match_marker,
     skip_blanks,
     skip_superfluous,
 )
@@ -250,18 +251,16 @@ class CallReader:
         Example: with the closing markers `</function>` and `</tool_call>`, the text `</tool_call>`
         gives 1, and `</to` gives NEED_MORE.
         """
-        text = self._buffer.text
         for number, marker in enumerate(self._closing_markers):
-            if text.startswith(marker, start):
-                return number
-            if marker.startswith(text[start:]):
-                return NEED_MORE
+            match = match_marker(marker, self._buffer.text, start)
+            if match != NO_MATCH:
+                return NEED_MORE if match == NEED_MORE else number
         return NO_MATCH
 
     def _take_closing_marker(self, start: int, number: int) -> State:
         """Read the closing marker at the position `start`. Expect only the markers after it."""
-        marker = self._closing_markers[number]
-        self._text.write_markup(self._buffer.take_until(start + len(marker)))
+        end = match_marker(self._closing_markers[number], self._buffer.text, start)
+        self._text.write_markup(self._buffer.take_until(end))
         self._closing_markers = self._closing_markers[number + 1 :]
         return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
 
@@ -306,9 +305,10 @@ class CallReader:
         if not buffer.has_unread():
             return None
         for close in self._section_closes if self._is_in_section else ():
-            if buffer.starts_with(close):
-                return self._end_section(close)
-            if buffer.is_prefix_of(close) and not self._is_empty_section_cut_off():
+            match = match_marker(close, buffer.text, buffer.pos)
+            if match >= 0:
+                return self._end_section(buffer.text[buffer.pos : match])
+            if match == NEED_MORE and not self._is_empty_section_cut_off():
                 return self._wait_or_drop(buffer.pos)
         if self._separator and self.has_calls():
             if buffer.starts_with(self._separator):

@@ -135,8 +135,8 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _set_key(self, key: str) -> bool:
-        """Store the key of a member, and expect a colon next."""
-        self._key = key
+        """Store the key of a member, without surrounding white space, and expect a colon next."""
+        self._key = key.strip()
         self._step = self._read_colon
         return True
 
@@ -267,7 +267,7 @@ class ObjectReader(StepReader):
         Returns:
             False if the object is not a tool call.
         """
-        self._name = name
+        self._name = name.strip()
         self._step = self._read_key_or_closing_brace
         if self._has_arguments or self._is_certain:
             return self._start_call()

@@ -17,7 +17,7 @@ from nereid_parsers.stream.argument_types import json_types_of, to_json
 from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_blanks
 from nereid_parsers.stream.python_strings import escape_json
 from nereid_parsers.stream.status import BROKEN, DONE
 
@@ -120,7 +120,7 @@ class NestedReader(StepReader):
         pos = skip_blanks(text, pos)
         if pos == len(text):
             return pos
-        if len(self._elements) == 1 and text.startswith(self._stop_marker, pos):
+        if len(self._elements) == 1 and match_marker(self._stop_marker, text, pos) >= 0:
             self._end_call()
             return pos
         if text.startswith(self._mark, pos):
@@ -130,8 +130,8 @@ class NestedReader(StepReader):
         return self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the mark and the tag at `pos`, for example `~<city>` or `~</city>`."""
-        tag_start = pos + len(self._mark)
+        """Read the mark and the tag at `pos`, for example `~<city>`, `~</city>` or `~ <city>`."""
+        tag_start = skip_blanks(text, pos + len(self._mark))
         match = _TAG(text, tag_start)
         if match is None:
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
@@ -187,7 +187,7 @@ class NestedReader(StepReader):
             The position from which reading continues, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
-        tag_start = mark_start + len(self._mark)
+        tag_start = skip_blanks(text, mark_start + len(self._mark))
         has_text = skip_blanks(text, pos) < mark_start
         if has_text or text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)

@@ -27,8 +27,11 @@ _BLANKS = re.compile(r"\s*").match
 _RAW_SPACE = "Ġ"
 _BLANKS_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
 # White space, and the places where a model may insert white space: before and after a tag, and
-# between a word and a dot, a colon, an equals sign or a code fence.
-_BLANKS_OR_GAP = re.compile(r"\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w])(?=[.:=`])|(?<=[.:=`])(?=\w)")
+# between a word or a quote and a dot, a colon, an equals sign or a code fence.
+_BLANKS_OR_GAP = re.compile(
+    r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
+)
+_BLANKS_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # The place before or after a tag, with the white space that the declaration has there.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
@@ -144,8 +147,8 @@ def blank_variants(marker: str) -> tuple[str, ...]:
 
     Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. White
     space may separate a tag from the text before and after the tag, so `<|start|>assistant` also
-    gives `<|start|> assistant` and `<|start|>\nassistant`. A marker that is one tag without white
-    space gives only itself.
+    gives `<|start|> assistant` and `<|start|>\nassistant`. Declared white space may be followed by
+    one more blank. A marker that is one tag without white space gives only itself.
     """
     variants = [marker]
     if marker.startswith("<"):
@@ -154,7 +157,22 @@ def blank_variants(marker: str) -> tuple[str, ...]:
         before = marker[: gap.start()]
         after = marker[gap.end() :]
         variants += [before + blank + after for blank in ("", " ", "\n")]
+    for declared in _BLANKS_IN_MARKER.finditer(marker):
+        for blanks in (" \n", "\n ", declared.group() + " "):
+            variants.append(marker[: declared.start()] + blanks + marker[declared.end() :])
     return tuple(dict.fromkeys(variants))
+
+
+def match_marker(marker: str, text: str, pos: int) -> int:
+    """Match a marker at `pos`, with or without white space before and after its tags.
+
+    Example: the marker `<|close|>call<|sep|>` also matches `<|close|> call<|sep|>`.
+
+    Returns:
+        The end of the match, NEED_MORE or NO_MATCH.
+    """
+    source = marker.replace("{", "{{").replace("}", "}}")
+    return compile_pattern(source).match(text, pos, is_final=False, fields={})
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     Pattern,
     compile_pattern,
+    match_marker,
     skip_blanks,
 )
 from nereid_parsers.tool_declarations import TaggedArguments
@@ -213,14 +214,14 @@ class TagsPlan:
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""
-        return any(text.startswith(marker, pos) for marker in self.stop_markers)
+        return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` is a prefix of a marker that ends the body.
 
         Example: `</fun` is a prefix of `</function>`.
         """
-        return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
+        return any(match_marker(marker, text, pos) == NEED_MORE for marker in self.stop_markers)
 
 
 def _first_literal(form: TaggedArguments) -> str:

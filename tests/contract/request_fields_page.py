@@ -35,7 +35,7 @@ Only one of `response_format`, `structured_outputs`, `regex`, `ebnf`, `json_sche
 
 RESPONSES = """
 `/v1/responses` also accepts {shared} with the values of a chat request, and the sampling fields of the first table.
-"""
+"""  # noqa: E501 - as above
 
 REJECTED = """
 ## Rejected fields

@@ -214,8 +214,8 @@ def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
     """Return the tag for one member of `structures`, see `_legacy_tag_node`."""
     if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
         raise ConstraintError(
-            f"{path}: the value must be an object with a string of at least one character under "
-            f"the key 'begin', but is {shorten(structure)}"
+            f"{path}: the value must be an object whose key 'begin' has a string of at least one "
+            f"character, but is {shorten(structure)}"
         )
     begin = structure["begin"]
     end = structure.get("end")

@@ -42,6 +42,15 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
+        """Create the open tool call.
+
+        Args:
+            plan: The form of the tool call.
+            body: The reader of the body.
+            is_certain: Whether a marker proves that the text is a tool call.
+            buffer: The buffer that contains the text of the body.
+            text: The writer that classifies the text of the body.
+        """
         self.plan = plan
         self.is_certain = is_certain
         self._body = body

@@ -134,7 +134,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # the optimizer would run parts of a template while it compiles
-            finalize=self._finalize,
+            finalize=self._finalize,  # called only by renderings, which need `budget`
             extensions=[Generation, ext.loopcontrols],
             cache_size=0,
         )
@@ -147,6 +147,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             for name, inner in filters.items()
             if name not in _REMOVED_FILTERS
         }
+        # `AddCounting` inserts these filters. A template cannot call them by accident, because no
+        # chat template uses a filter whose name starts with an underscore.
         self.filters.update(
             _count_items=self._count_items,
             _count_step=self._count_step,

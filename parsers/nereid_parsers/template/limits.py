@@ -202,9 +202,18 @@ class Budget:
         elif name == "tojson":
             self.check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
         elif name == "indent" and isinstance(value, str):
-            width = (args[0] if args else kwargs.get("width")) or _DEFAULT_INDENT
-            indent_size = len(width) if isinstance(width, str) else int(width)
-            self.check_size(value.count("\n") * indent_size)
+            width = args[0] if args else kwargs.get("width")
+            self._check_indent(value, width or _DEFAULT_INDENT)
+
+    def _check_indent(self, text: str, width: Any) -> None:  # noqa: ANN401
+        """Raise LimitError if `text | indent(width)` would be too large.
+
+        Args:
+            text: The text.
+            width: The text before each line, or the number of spaces before each line.
+        """
+        indent_size = len(width) if isinstance(width, str) else int(width)
+        self.check_size(text.count("\n") * indent_size)
 
     def _check_repetition(self, sequence: object, times: object) -> None:
         """Raise LimitError if `sequence * times` would be too large."""

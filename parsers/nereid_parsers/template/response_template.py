@@ -136,8 +136,8 @@ def _literal_text(piece: Piece) -> str:
     """
     if isinstance(piece, Field):
         raise FormatError(
-            "a marker of the response_template must be a literal, but its regular expression "
-            "contains a group"
+            "the response_template describes a marker with a regular expression that contains a "
+            "group, but a marker must be a fixed text"
         )
     return piece if isinstance(piece, str) else ""
 

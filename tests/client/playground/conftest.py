@@ -1,8 +1,7 @@
 """Fixtures: the playground of a frontend with the echo model, in a real Chromium."""
 
-import shutil
-
 import pytest
+from fakes.chromium import chromium
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import FakePooling
 from fakes.live_frontend import live_frontend
@@ -12,15 +11,8 @@ KEY = "s3cret"
 
 @pytest.fixture(scope="module")
 def browser():
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        # Chromium's sandbox does not work for the user root.
-        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")

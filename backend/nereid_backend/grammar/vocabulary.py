@@ -200,7 +200,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
         raise RequestError(
             "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
             f"its tokenizer ({type(tokenizer).__name__}) does not define the bytes of its tokens. "
-            "Add a tokenizer.json of the tokenizers library to the checkpoint."
+            "Add a tokenizer.json in the format of the tokenizers library to the checkpoint."
         )
     added_tokens = {
         token_id: token

@@ -252,7 +252,7 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
         vectors = torch.cat([forward(text).float() for text in batch.split()])
     except _MODEL_ERRORS as error:
         raise UnsupportedModelError(
-            f"{name} is not supported: the model fails for a single text: "
+            f"{name} is not supported: the forward pass of one text failed: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not vectors.isfinite().all():

@@ -168,7 +168,8 @@ def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) ->
     reason = _REFUSED_BLOCKS.get(str(name))
     if reason is not None:
         raise FieldError(
-            place, f"{place} has the type {name}, which is not supported: {reason}. Remove it."
+            place,
+            f"{place} has the type {name}, which is not supported: {reason}. Remove this block.",
         )
     raise FieldError(
         place,
@@ -244,8 +245,8 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
                 raise FieldError(
                     "messages",
                     "The tool_use_id of each tool_result block must be the id of an earlier "
-                    f"tool_use block, but the request has {shown(block.tool_use_id)}. Send the "
-                    "message with the tool_use block too.",
+                    f"tool_use block, but the request has {shown(block.tool_use_id)}. The "
+                    "request must also contain the message with the tool_use block.",
                 )
             yield {
                 "role": "tool",

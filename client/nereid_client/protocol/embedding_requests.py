@@ -287,7 +287,7 @@ def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
             raise FieldError(
                 "inputs",
                 f"inputs[{index}].content must be a list of exactly one part, but the request has "
-                f"{shown(content)}. Send one item of inputs for each part.",
+                f"{shown(content)}. Add one item to the list inputs for each part.",
             )
         parts.append(content[0])
     return parts

@@ -166,9 +166,8 @@ class PostprocessorModel:
         context = StreamContext.unpack(opening.context)
         if context.n != len(opening.slots):
             raise RequestError(
-                f"envelope: the message from the tokenizer to the executor is for "
-                f"{len(opening.slots)} sequences, but its part for the postprocessor is for "
-                f"{context.n} sequences."
+                f"envelope: the executor started {len(opening.slots)} sequences, but the "
+                f"tokenizer's message to the postprocessor describes {context.n} sequences."
             )
         choices = Choices(context, opening.slots, self._make_choices(context))
         self._streams.add(state, choices)

@@ -40,11 +40,11 @@ class _CannotMergeError(Exception):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Return a schema that xgrammar enforces, as far as there is one, for the same values.
+    """Return a schema that accepts the same values, and whose keywords xgrammar enforces.
 
     The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
     integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
-    Other parts are not changed.
+    Other parts are not changed, so xgrammar may still ignore some of their keywords.
 
     Examples:
         {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]} returns

@@ -610,7 +610,7 @@ SPACED = [
     (
         {"tools": "kimi_k3"},
         '<|open|>~tools~<|sep|><|open|>~call tool=~"get_weather" ~index=~"0"~<|sep|>'
-        '<|open|>~argument key=~"city" type=~"string"~<|sep|>Rome<|close|>argument<|sep|>'
+        '<|open|>~argument key=~"city" type=~"string"~<|sep|>Rome<|close|>~argument~<|sep|>'
         "<|close|>~call~<|sep|>"
         "<|close|>~tools~<|sep|>",
     ),

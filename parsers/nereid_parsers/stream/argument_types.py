@@ -130,9 +130,9 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the first set of types that is known. A value of `allOf` must match all parts.
+    """Return the first set of types that is known, for the parts of the keyword `allOf`.
 
-    Usually only one part of `allOf` declares types, for example a reference to another schema.
+    Usually only one part declares types, for example a reference to another schema.
     """
     return next((types for types in parts if types is not None), None)
 

@@ -89,7 +89,7 @@ class CallReader:
         return self._expect(self._starts.at_bare_opening(opening, self._text.has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store the tool call that `read_start` will read. Return None if there is none."""
+        """Make `expected` the tool call that `read_start` reads. Return None if it is None."""
         if expected is None:
             return None
         self._expected = expected
@@ -258,7 +258,10 @@ class CallReader:
         return NO_MATCH
 
     def _take_closing_marker(self, start: int, number: int) -> State:
-        """Read the closing marker at the position `start`. Expect only the markers after it."""
+        """Read the closing marker with this number at the position `start`.
+
+        From then on, only the closing markers with higher numbers are expected.
+        """
         end = match_marker(self._closing_markers[number], self._buffer.text, start)
         self._text.write_markup(self._buffer.take_until(end))
         self._closing_markers = self._closing_markers[number + 1 :]

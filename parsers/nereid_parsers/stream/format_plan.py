@@ -261,10 +261,10 @@ def _orphan_plans(tools: ToolSection) -> Iterator[CallPlan]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return the forms of a tool call, and for each JSON object the array, and vice versa.
+    """Return the declared forms of a tool call, followed by variants of the JSON forms.
 
-    Models sometimes write `[{"name": "f", ..}]` where the format declares `{"name": "f", ..}`, or
-    the object where the format declares the array.
+    Models sometimes write an array, `[{"name": "f", ..}]`, if the format declares an object,
+    `{"name": "f", ..}`. They also write an object if the format declares an array.
     """
     variants: list[Call] = []
     for call in calls:

@@ -262,7 +262,9 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> bool:
-        """Store the function's name. Start the tool call if a marker or arguments precede the name.
+        """Store the function's name, without surrounding white space.
+
+        Start the tool call if a marker or the arguments precede the name.
 
         Returns:
             False if the object is not a tool call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
 
 
@@ -18,6 +19,32 @@ def marker_prefix_regex(marker: str) -> str:
     for char in reversed(marker[1:-1]):
         regex = f"(?:{re.escape(char)}{regex})?"
     return f"{re.escape(marker[0])}{regex}\\Z"
+
+
+def spaced_marker_regex(marker: str) -> str:
+    r"""Return a regex that matches a marker, with or without white space around its tags.
+
+    Example: the regex of `<|close|>call<|sep|>` also matches `<|close|> call\n<|sep|>`.
+    """
+    return r"\s*".join(map(re.escape, tag_parts(marker)))
+
+
+def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
+    """Return regexes that match the beginnings of a spaced marker at the end of a text.
+
+    Example: for the marker `<a>b`, the regexes match the ends of `x<`, `x<a> ` and `x<a>`.
+
+    Args:
+        marker: The marker, see `spaced_marker_regex`.
+        blanks: White space before the marker, which is a part of the match.
+    """
+    first, *others = tag_parts(marker)
+    regexes = [marker_prefix_regex(blanks + first)]
+    before = re.escape(blanks + first)
+    for part in others:
+        regexes.append(rf"{before}\s*(?:\Z|{marker_prefix_regex(part)})")
+        before += rf"\s*{re.escape(part)}"
+    return regexes
 
 
 class Lexer:

@@ -220,6 +220,14 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     return re.compile(f"{_FIELD_CLASSES[name]}{stop_char}]+")
 
 
+def tag_parts(marker: str) -> list[str]:
+    """Split a marker before and after its tags. The white space there is removed.
+
+    Example: `"<|close|>call<|sep|>"` gives `["<|close|>", "call", "<|sep|>"]`.
+    """
+    return _TAG_GAP.split(marker)
+
+
 def marker_parts(marker: str) -> tuple[str, ...]:
     r"""Split a marker into its parts.
 

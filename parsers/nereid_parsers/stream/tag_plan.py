@@ -9,7 +9,7 @@ from enum import Enum
 
 from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.argument_types import Tools
-from nereid_parsers.stream.lexer import marker_prefix_regex
+from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
@@ -47,7 +47,8 @@ class TagPlan:
         padding: The white space between the pattern and the value. It is not a part of the value.
         close: The closing marker, without white space.
         find_end: A function that finds the closing marker or an early end. The match includes the
-            declared white space before the marker. The group "early" is the early end.
+            declared white space before the marker. The group "close" is the closing marker, and the
+            group "early" is the early end.
         find_possible_end: A function that also finds a prefix of such a match at the end of the
             text.
     """
@@ -73,18 +74,22 @@ class TagPlan:
         lookahead = _first_char_lookahead((*markers, blanks_before_close))
         end = (
             f"(?:{re.escape(blanks_before_close)})?"
-            f"(?:{re.escape(self.close)}|(?P<early>{_any_of(early_ends)}))"
+            f"(?:(?P<close>{spaced_marker_regex(self.close)})|(?P<early>{_any_of(early_ends)}))"
         )
-        prefixes = [marker_prefix_regex(marker) for marker in markers]
-        if blanks_before_close:
-            prefixes += [marker_prefix_regex(blanks_before_close + marker) for marker in markers]
+        prefixes: list[str] = []
+        for blanks in dict.fromkeys(("", blanks_before_close)):
+            for marker in markers:
+                prefixes += spaced_marker_prefixes(marker, blanks)
         self.find_end = re.compile(lookahead + end).search
         self.find_possible_end = re.compile(f"{lookahead}(?:{'|'.join([end, *prefixes])})").search
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers. Without markers, it matches no text."""
-    return "|".join(map(re.escape, markers)) or _NEVER
+    """Return a regex that matches any of the markers. Without markers, it matches no text.
+
+    White space around the tags of a marker is optional, see `spaced_marker_regex`.
+    """
+    return "|".join(map(spaced_marker_regex, markers)) or _NEVER
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:

@@ -149,10 +149,11 @@ class TaggedReader(StepReader):
         find = form.find_end if self.is_final else form.find_possible_end
         match = find(text, pos)
         while match is not None:
+            if match.start("close") >= 0:
+                return match.start(), match.end()
             early_end = match.start("early")
             if early_end < 0:
-                is_complete = text.endswith(form.close, match.start(), match.end())
-                return match.start(), match.end() if is_complete else None
+                return match.start(), None  # Only the beginning of a marker has arrived.
             role = self._role_of_marker(text, early_end)
             if role is MarkerRole.UNDECIDED:
                 return match.start(), None

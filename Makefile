@@ -18,6 +18,9 @@ WHEELS ?=
 # The GPU benchmarks need no .venv. PYTHON=... on the command line selects another interpreter.
 GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 
+# Some environments keep Python from storing bytecode. Each process would then compile the packages and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type kernels deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels loadtest soak cancel-storm flat-memory test-hostile clean
 

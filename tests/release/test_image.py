@@ -55,4 +55,4 @@ def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(
         assert answer["choices"][0]["message"]["content"]
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(timeout=120)
+        server.communicate(timeout=120)

@@ -109,7 +109,7 @@ def test_the_installed_wheels_serve_the_demo_models_without_the_repository(tmp_p
         assert not list((tmp_path / "cache" / "nereid").glob("cpu-kernels-*"))
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(timeout=120)
+        server.communicate(timeout=120)
 
 
 def folder_without_compilers(folder: Path) -> Path:

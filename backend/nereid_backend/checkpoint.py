@@ -148,7 +148,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         torch_dtype,
         trust_remote_code,
         use_panels,
-        rounded_bits if _model_class(config) else None,
+        rounded_bits if model_class(config) else None,
     )
     if _takes_attention_by_name(config, text_config):
         model = _load_with_attention(load, config, attention)
@@ -243,7 +243,7 @@ def _load_with_attention(
         return None
     # `_takes_attention_by_name` has checked a class of transformers. If transformers has no class,
     # the class is in a Python file of the checkpoint, and is known only after loading.
-    is_class_of_transformers = _model_class(config) is not None
+    is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
     return None
@@ -265,7 +265,7 @@ def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
         ModelError: the weights are broken, or transformers does not support the model.
     """
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
-    if arguments["pretrained_model_name_or_path"] is None and _model_class(config) is None:
+    if arguments["pretrained_model_name_or_path"] is None and model_class(config) is None:
         raise UnsupportedModelError(
             f"quantised weights of the model type {config.model_type} are not supported, because "
             "transformers has no class for this type. Use a checkpoint that is not quantised."
@@ -273,7 +273,7 @@ def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
         with torch.device("meta"):
-            empty_model = _model_class(config)(arguments["config"])
+            empty_model = model_class(config)(arguments["config"])
         if rounded_bits is not None:
             weights = round_weights(weights, empty_model, rounded_bits)
         weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
@@ -299,7 +299,7 @@ def _from_pretrained(
     try:
         # The type annotation of the function does not contain the pair that it returns for
         # output_loading_info=True.
-        load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
+        load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except (ValueError, KeyError, ImportError) as error:
@@ -327,7 +327,7 @@ def _from_pretrained(
     return model  # type: ignore[no-any-return]
 
 
-def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
+def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the class that runs `config` as a causal language model; None if there is none.
 
     AutoModelForCausalLM knows the class of most models. Otherwise, the function returns the class
@@ -350,7 +350,7 @@ def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCo
 
     Other classes ignore the name of an attention implementation, or raise an error for it.
     """
-    candidates = [_model_class(config), _model_class(text_config)]
+    candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
     # If no class is known, from_pretrained raises an error with the reason.
     return not classes or any(one._can_set_attn_implementation() for one in classes)

@@ -113,15 +113,20 @@ def round_weights(
         model: the model without memory for its weights, on the device `meta`.
         bits: 4 or 8.
     """
-    output_layer = getattr(model, "get_output_embeddings", lambda: None)()
-    layers = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not output_layer
-    }
+    layers = linear_names(model)
     return {
         name: RoundedWeight(weight, bits) if name in layers else weight
         for name, weight in weights.items()
+    }
+
+
+def linear_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights of all linear layers except the output layer."""
+    output_layer = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not output_layer
     }
 
 

@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 
 import nereid_client
 from nereid_client.cli.bench_command import bench
+from nereid_client.cli.convert_command import convert
 from nereid_client.cli.doctor_command import doctor, show_config
 from nereid_client.cli.flag_commands import build_parser, run_flags
 from nereid_client.cli.request_commands import complete, embed, models, rerank
@@ -81,7 +82,7 @@ def _run_flag_command(context: typer.Context) -> None:
 
 for _name, _help in _FLAG_COMMANDS.items():
     app.command(_name, help=_help, cls=_FlagCommand, add_help_option=False)(_run_flag_command)
-for _command in (complete, embed, rerank, models, bench):
+for _command in (complete, embed, rerank, models, bench, convert):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(doctor)
 

@@ -168,6 +168,17 @@ def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
 
 
 @pytest.mark.long  # two processes import torch
+def test_convert_writes_a_new_checkpoint(tmp_path, capfd):
+    demo = str(Path(__file__).parents[3] / "demo" / "chat")
+    assert main(["convert", demo, str(tmp_path / "new"), "int4"]) == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert (tmp_path / "new" / "tokenizer.json").exists()
+    assert main(["convert", demo, str(tmp_path / "new"), "int4"]) == 2
+    assert "new is not empty" in capfd.readouterr().err
+
+
+@pytest.mark.long  # two processes import torch
 def test_doctor_describes_a_checkpoint(capsys):
     demo = Path(__file__).parents[3] / "demo" / "chat"
     assert main(["doctor", "--json", str(demo)]) == 0

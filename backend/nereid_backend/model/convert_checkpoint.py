@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts a checkpoint to integers or to floating point numbers, for `nereid convert`.
+
+    python -m nereid_backend.model.convert_checkpoint SOURCE TARGET int4
+
+The source can have any format that Nereid loads, a GGUF file included. Integers are written in the
+layout of the compressed-tensors library. The weights are read, converted and written in parts, so
+the memory for the whole checkpoint is not needed.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from nereid_backend.checkpoint import check_files, model_class, read_config
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.integer_panels import linear_names
+from nereid_backend.checkpoints.safetensors_files import INDEX
+from nereid_backend.checkpoints.weight_arguments import weight_arguments
+from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError
+from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
+
+Target = Literal["int4", "int8", "bfloat16", "float32"]
+
+_BITS = {"int4": 4, "int8": 8}
+_SHARD_BYTES = 2 * 2**30
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WRITTEN_FILES = ("config.json", INDEX)
+
+
+def convert(source: str, target: str, dtype: Target) -> None:
+    """Write a copy of a checkpoint whose weights have another data type.
+
+    Args:
+        source: the folder of a checkpoint, or a GGUF file.
+        target: the folder of the copy. It must be empty or missing.
+        dtype: the data type. With int4 and int8, only linear layers except the output layer are
+            converted.
+
+    Raises:
+        ConfigError: if the target folder is not empty.
+        ModelError: if the source is damaged or not supported.
+    """
+    folder, new_folder = Path(checkpoint_folder(source)), Path(target)
+    check_files(folder)
+    if new_folder.exists() and any(new_folder.iterdir()):
+        raise ConfigError(f"{new_folder} is not empty. Choose an empty or a new folder.")
+    config = read_config(folder, trust_remote_code=False)
+    if model_class(config) is None:
+        raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
+    bits = _BITS.get(dtype)
+    other_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
+    arguments = weight_arguments(folder, config, other_dtype, is_lazy=True)
+    layers: set[str] = set()
+    if bits is not None:
+        with torch.device("meta"):
+            layers = linear_names(model_class(config)(arguments["config"]))
+    new_folder.mkdir(parents=True, exist_ok=True)
+    _copy_other_files(folder, new_folder)
+    weights = arguments["state_dict"]
+    names = layers & weights.keys()
+    _write_shards(new_folder, _converted(weights, names, bits, other_dtype))
+    settings = None if bits is None else _settings(bits, layers, names)
+    _write_config(folder, new_folder, str(other_dtype).removeprefix("torch."), settings)
+
+
+def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' configs are untyped
+    """Return the data type in a config, or float32 if the config has none."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _converted(
+    weights: Mapping[str, Any], integers: set[str], bits: int | None, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and the tensors of the new checkpoint.
+
+    Args:
+        weights: the weights of the source by name, read one by one.
+        integers: the names of the weights that become integers of `bits` bits.
+        bits: 4 or 8; None if no weight becomes integers.
+        dtype: the data type of the other weights.
+    """
+    for name, weight in weights.items():
+        numbers = weight[...]
+        if name in integers and bits is not None and numbers.dim() == 2:
+            stem = name.removesuffix(".weight")
+            yield from ((stem + suffix, part) for suffix, part in _rounded(numbers, bits).items())
+        else:
+            yield name, numbers.to(dtype) if numbers.is_floating_point() else numbers
+
+
+def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
+    """Return a weight as integers in the layout of compressed-tensors, by suffix."""
+    values, scales, zeros = quantise_weight(weight, bits)
+    if zeros is None:
+        return {".weight": values, ".weight_scale": scales.half()}
+    return {
+        ".weight_packed": _pack(values),
+        ".weight_scale": scales.half(),
+        ".weight_zero_point": _pack(zeros.to(torch.uint8).T).T.contiguous(),
+        ".weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _pack(values: Tensor) -> Tensor:
+    """Return 4-bit integers as 32-bit integers, [rows, columns / 8] for uint8 [rows, columns].
+
+    Example: [[0, 1, 2, 3, 4, 5, 6, 7]] becomes [[0x76543210]].
+    """
+    padded = functional.pad(values, (0, -values.shape[1] % 8))
+    octets = padded[:, 0::2] | (padded[:, 1::2] << 4)
+    return octets.contiguous().view(torch.int32)
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors to safetensors files of at most about 2 GiB, and the index of the files."""
+    shards: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    total = 0
+    for name, tensor in tensors:
+        if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > _SHARD_BYTES:
+            shards.append(_write_shard(folder, len(shards), part))
+            part = {}
+        part[name] = tensor.contiguous()
+        total += tensor.nbytes
+    shards.append(_write_shard(folder, len(shards), part))
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / _unfinished(index)).rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
+    """Write one file, and return the names of its tensors."""
+    save_file(tensors, folder / _unfinished(index), metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _unfinished(index: int) -> str:
+    """Return the name of a file while the number of files is unknown."""
+    return f"part-{index}.unfinished"
+
+
+def _copy_other_files(folder: Path, new_folder: Path) -> None:
+    """Copy the tokenizer, the chat template and all other files except the weights."""
+    for file in folder.iterdir():
+        is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
+        if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
+            shutil.copy(file, new_folder)
+
+
+def _settings(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
+    """Return the quantization_config of the new checkpoint."""
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": bits == 8,
+        "strategy": "group",
+        "group_size": GROUP_SIZES[bits],
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if bits == 4 else "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", *sorted(name.removesuffix(".weight") for name in layers - integers)],
+    }
+
+
+def _write_config(
+    folder: Path, new_folder: Path, dtype: str, settings: dict[str, Any] | None
+) -> None:
+    """Write config.json with the new data type and the new quantization_config."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for owner in (config, config.get("text_config") or {}):
+        owner.pop("quantization_config", None)
+        owner.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    if settings is not None:
+        config["quantization_config"] = settings
+    text = json.dumps(config, indent=2)
+    (new_folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Convert a checkpoint, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="nereid convert", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("source", help="the folder of a checkpoint, or a GGUF file")
+    parser.add_argument("target", help="the new folder")
+    parser.add_argument("dtype", choices=get_args(Target), help="the data type of the weights")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.source, options.target, options.dtype)
+    except (NereidError, OSError) as error:
+        sys.stderr.write(f"nereid convert: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

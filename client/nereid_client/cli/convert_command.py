@@ -1,0 +1,30 @@
+"""`nereid convert`: a copy of a checkpoint with weights of another data type."""
+
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class _Dtype(StrEnum):
+    """The data types of the new weights."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or a GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="The new folder.")],
+    dtype: Annotated[_Dtype, typer.Argument(help="The data type of the new weights.")],
+) -> None:
+    """Copy a checkpoint, and convert its weights to int4, int8, bfloat16 or float32."""
+    # The backend runs in a process of its own, because the client must not import the backend.
+    module = "nereid_backend.model.convert_checkpoint"
+    command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -5,7 +5,10 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from release.replay import Image
@@ -22,27 +25,31 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("image")
-    folder.chmod(0o755)
-    folder.parent.chmod(0o755)
+def folder():
+    """A folder that the image's user can reach. The folders of pytest belong to root alone."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def image(folder):
     return Image("cpu", folder / "root")
 
 
-def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(image, tmp_path):
+def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(image, folder):
     assert image.user != 0
-    server = subprocess.Popen(
-        image.command([*image.entrypoint], tmp_path),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert server.stdout is not None
-        assert any(line.startswith("curl ") for line in server.stdout)
-        health = subprocess.run(
-            image.command(image.health_check, tmp_path), check=False, timeout=60
+    state, log = folder / "state", folder / "log"
+    state.mkdir()
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            image.command([*image.entrypoint], state), stdout=output, start_new_session=True
         )
+    try:
+        while "\ncurl " not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.5)
+        health = subprocess.run(image.command(image.health_check, state), check=False, timeout=60)
         assert health.returncode == 0
         body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
         request = urllib.request.Request(
@@ -53,6 +60,8 @@ def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(
         with urllib.request.urlopen(request, timeout=300) as response:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"]
+        # The log of the Triton server goes to the standard output.
+        assert "Started GRPCInferenceService" in log.read_text()
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=120)
+        server.wait(timeout=120)

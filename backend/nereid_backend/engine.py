@@ -326,7 +326,7 @@ class Engine:
         self._scheduler.check()
 
     def _async_obstacle(self) -> str | None:
-        """Return the reason, as a clause, why async scheduling is impossible; None if it works."""
+        """Return the reason why async scheduling is impossible, or None if it is possible."""
         if self._scheduler.lookup is not None:
             return "speculative decoding needs the last token before it can propose draft tokens"
         if self.info.path != "packed":

@@ -1,4 +1,4 @@
-"""gRPC calls of a Triton server that can be cancelled without a memory leak.
+"""gRPC calls to a Triton server. Cancelling a call does not leak memory.
 
 grpc.aio frees the memory of an operation, including the response, only if the task that awaits the
 operation runs to its end (issue 43360 of gRPC). This module therefore never cancels a task that

@@ -34,7 +34,7 @@ class IntegerWeight:
     input_groups: Tensor | None = None
 
     def reordered(self, rows: Tensor) -> "IntegerWeight":
-        """Return a weight whose output i is the output `rows[i]` of this weight."""
+        """Return a weight with the given rows of this weight, in the given order."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 

@@ -161,9 +161,9 @@ class BlockTables:
         self._set_reused(sequence, 0)
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Keep the prompt blocks that `leader` has computed for the other sequences of a request.
+        """Let the other sequences of a request share the prompt blocks of the sequence `leader`.
 
-        The other sequences are called followers.
+        The leader has computed these blocks. The other sequences are called followers.
 
         Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
         [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.

@@ -38,8 +38,8 @@ _LONGEST_PROMPT = 160
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
-# causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. If rounding changes which experts many tokens
-# use, the difference in bfloat16 is 0.13.
+# causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. In a mixture of experts, rounding can
+# assign other experts to many tokens; the difference in bfloat16 is then 0.13.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # The largest accepted difference if the KV cache stores 8-bit numbers. Integers cause differences
 # of 0.01 to 0.08, and floating point numbers cause 0.07 to 0.2. If rounding changes the experts of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the method of computing batches, by computing the same texts in a batch and one by one.
+"""Chooses the method of computing batches. Each method is tested with a batch of short texts.
 
 A few short texts of random tokens are computed one by one, with the model's own attention. Then a
 batch of the same texts is computed with up to three methods: packed, padded, and batches of texts

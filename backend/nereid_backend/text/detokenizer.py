@@ -100,7 +100,7 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return the text that can be decoded if too many tokens were kept back.
+        """Return the decodable part of the text of the window, which has become too long.
 
         The returned text ends after the last token that completes a character. If none of the last
         four tokens completes a character, their bytes are invalid. In that case, return the text of

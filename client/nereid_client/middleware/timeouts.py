@@ -1,4 +1,4 @@
-"""Limits for the time of a request, and for the time in which its client reads no data."""
+"""Limits for the duration of a request, and for the time in which its client reads no data."""
 
 import asyncio
 import logging

@@ -38,8 +38,8 @@ class PoolingRequest(RequestBody):
     user: str | None = None
     """A label for the caller's own use. It has no effect."""
     truncate: bool | str | None = None
-    """Whether a text that is too long is cut at its end. By default, such a text is an error. `END`
-    means true, and `NONE` means false (NIM)."""
+    """Whether the server cuts the end of texts that are too long. By default, such a text is an
+    error. `END` means true, and `NONE` means false (NIM)."""
     truncate_prompt_tokens: int | None = None
     """-1 cuts texts at the model's limit. Other values are not supported."""
     truncation_direction: str | None = None
@@ -80,7 +80,7 @@ class PoolingRequest(RequestBody):
 
     @property
     def truncates(self) -> bool | None:
-        """Whether a text that is too long is cut, or None if the request has no such field."""
+        """Whether the server cuts texts that are too long. None if the request does not say it."""
         if self.truncate_prompt_tokens is not None:
             return True
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate

@@ -1,4 +1,4 @@
-"""Replace the names of a chat completion's fields in errors by the names of another API's fields.
+"""Translates the field names in errors of chat completions into the names of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.
@@ -25,7 +25,7 @@ class FieldNames:
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
     def rename(self, error: BackendError) -> ApiError:
-        """Return the response for an error of the backend, with the names of the other API.
+        """Return the response for an error of the backend, with the other API's field names.
 
         Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
         """

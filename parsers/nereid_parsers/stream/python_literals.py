@@ -112,7 +112,8 @@ class LiteralReader:
         self._containers: list[_Container] = []  # From the outermost to the innermost.
         self._key: _Key | None = None  # The key that has been read, until its colon is read.
         self._string: StringReader | None = None  # The open string.
-        # The text of an open string that is a key or is converted. Only the whole text is written.
+        # The text of an unfinished string. A key or a converted value is written only when it is
+        # complete.
         self._stored_string: list[str] = []
         self._types: frozenset[str] | None = None  # The types of the next value.
         # The schema does not allow a string for the open string. These types are allowed instead.

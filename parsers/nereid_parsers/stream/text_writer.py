@@ -164,7 +164,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Treat the text that follows a tool call like text that follows a marker."""
+        """Apply the rules for text after a marker to the text after a tool call."""
         self.is_after_marker = True
         self.has_text = False
 

@@ -202,7 +202,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.check(result)
 
     def _counted_filter(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that applies `inner`, counts each use and rejects too large results.
+        """Return a filter that applies `inner`, counts each use, and rejects large results.
 
         Args:
             name: The name of the filter, such as "join".

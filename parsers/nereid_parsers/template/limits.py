@@ -18,8 +18,8 @@ from typing import Any
 from nereid_parsers.errors import TemplateError
 
 MAX_SOURCE = 1_000_000  # the number of characters of a template
-# The number of characters of the Python code into which jinja2 translates a template. Python takes
-# up to 0.5 seconds to compile so much code, and this step cannot be interrupted.
+# The largest number of characters of Python code into which jinja2 may translate a template. Python
+# compiles this number of characters in up to 0.5 seconds, and compiling cannot be interrupted.
 MAX_CODE = 1_000_000
 MAX_NUMBER = 10_000  # the largest number that an operation may use as a length
 MAX_BITS = 4096  # the number of bits of an integer

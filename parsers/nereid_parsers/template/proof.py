@@ -98,7 +98,7 @@ def _conversations(
 def _output(
     frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the text that a model would generate for the answer of a conversation after `prompt`.
+    """Return the text that a model would generate after `prompt` as the answer of a conversation.
 
     Return None if the template does not render the answer after the prompt.
     """

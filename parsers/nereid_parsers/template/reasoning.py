@@ -156,7 +156,7 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     frame: TurnFrame, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Cut a rendered message at the reasoning and at the first `next_text` after it.
+    """Split a rendered message at the reasoning and at the first `next_text` after the reasoning.
 
     Example: see `_TextAroundReasoning`. There, `next_text` is CONTENT_TEXT.
     """

@@ -172,7 +172,7 @@ class CallRenderer:
 
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Return `text` without the markers of empty content at its start.
+    """Remove the markers of the content from the start of `text`, if no content is between them.
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'

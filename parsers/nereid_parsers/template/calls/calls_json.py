@@ -57,7 +57,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls from two of them, if a single tool call is an object.
+    """Infer the format of several tool calls from two calls, for templates that write JSON objects.
 
     Return None if the JSON of one of the two tool calls is not found.
 

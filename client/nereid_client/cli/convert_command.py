@@ -25,6 +25,6 @@ def convert(
 ) -> None:
     """Copy a checkpoint, and convert its weights to int4, int8, bfloat16 or float32."""
     # The backend runs in a process of its own, because the client must not import the backend.
-    module = "nereid_backend.model.convert_checkpoint"
+    module = "nereid_backend.tools.convert_checkpoint"
     command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

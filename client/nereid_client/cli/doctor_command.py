@@ -50,7 +50,7 @@ def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
 
     Raises: CliError if the process fails.
     """
-    command = [sys.executable, "-m", "nereid_backend.model.describe_checkpoint", *arguments]
+    command = [sys.executable, "-m", "nereid_backend.tools.describe_checkpoint", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines() or ["no reason is known"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a checkpoint to integers or to floating point numbers, for `nereid convert`.
 
-    python -m nereid_backend.model.convert_checkpoint SOURCE TARGET int4
+    python -m nereid_backend.tools.convert_checkpoint SOURCE TARGET int4
 
 The source can have any format that Nereid loads, a GGUF file included. Integers are written in the
 layout of the compressed-tensors library. The weights are read, converted and written in parts, so

@@ -4,7 +4,7 @@ import json
 
 from backend.checkpoints.gguf_writer import write_gguf
 from backend.tiny_models import BY_NAME
-from nereid_backend.model.describe_checkpoint import describe, main
+from nereid_backend.tools.describe_checkpoint import describe, main
 
 
 def by_check(findings):

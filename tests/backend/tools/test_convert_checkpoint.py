@@ -8,7 +8,7 @@ from backend.checkpoints.gguf_writer import write_gguf
 from backend.exactness import open_engine, reference, run_alone
 from backend.tiny_models import BY_NAME
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.model.convert_checkpoint import convert, main
+from nereid_backend.tools.convert_checkpoint import convert, main
 from safetensors.torch import load_file
 
 

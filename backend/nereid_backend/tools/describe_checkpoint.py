@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a checkpoint without reading its weights, for `nereid doctor CHECKPOINT`.
 
-    python -m nereid_backend.model.describe_checkpoint PATH [--load]
+    python -m nereid_backend.tools.describe_checkpoint PATH [--load]
 
 The program prints a JSON list of findings, each with the keys check, ok and finding. With `--load`,
 the checkpoint is loaded, too, so that the findings include its forward path.
@@ -22,6 +22,7 @@ from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.config import EngineConfig
+from nereid_backend.engine import Engine
 from nereid_backend.errors import NereidError
 from nereid_backend.model.limits import available_memory, format_bytes, model_limit
 from nereid_backend.model.weight_memory import memory_by_setting
@@ -120,8 +121,6 @@ def _describe_template(folder: Path) -> str:
 
 def _describe_path(path: str) -> str:
     """Load the checkpoint, and describe how the engine runs it."""
-    from nereid_backend.engine import Engine
-
     lines: list[str] = []
     engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
     engine.close()

@@ -276,16 +276,18 @@ def _rename(command: list[str]) -> None:
         ctypes.memmove(start, text.ljust(size - 1) + b"\0", size)
 
 
-def _has_unsafe_threads() -> bool:
-    """Return whether this process has another thread during a fork.
-
-    A forked process would contain the locks of that thread, but not the thread that releases them.
-    OpenBLAS, the library of numpy, ends its own threads before each fork.
-    """
+def _reason_against_forks() -> str | None:
+    """Return why forks of this process would not work, or None if they work."""
+    # OpenBLAS, the library of numpy, ends its own threads before each fork.
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task")) > 1
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "an imported library has started a thread"
+    # A process cannot use CUDA if its parent has used CUDA before the fork.
+    if "/libcuda.so" in Path("/proc/self/maps").read_text(encoding="utf-8"):
+        return "an imported library has loaded the CUDA driver"
+    return None
 
 
 def main(argv: list[str]) -> int:
@@ -297,8 +299,8 @@ def main(argv: list[str]) -> int:
         for module in argv[2:]:
             importlib.import_module(module)
     gc.disable()  # a collection would copy the pages that all processes share
-    if _has_unsafe_threads():
-        log.warning("the fork server ends, because an imported library has started a thread")
+    if reason := _reason_against_forks():
+        log.warning("the fork server ends, because %s", reason)
         return 1
     ForkServer(listener, environment).run()
 

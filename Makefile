@@ -65,8 +65,9 @@ check: lint prose type deps docs test ## Run everything that CI checks: lint, pr
 docs: setup ## Build the documentation site in site/ and fail if a link is broken
 	@$(BIN)/python docs_tools/build_site.py
 
-settings: setup ## Write the files that are derived from the declarations of the settings, such as docs/reference/settings.md
+settings: setup ## Write the files that are derived from the settings and the commands, such as docs/reference/settings.md
 	@$(BIN)/python docs_tools/write_settings.py
+	@$(BIN)/python docs_tools/write_command_line.py
 
 prose: setup ## Find private words and typing errors in documentation, docstrings and messages
 	@$(BIN)/python docs_tools/check_prose.py

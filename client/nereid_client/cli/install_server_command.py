@@ -60,7 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         default=default_target(),
         metavar="DIR",
-        help="The folder of the server. The default is %(default)s.",
+        help="The folder of the server. The default is opt/tritonserver in the Python environment.",
     )
     parser.add_argument(
         "--wheel",

@@ -17,12 +17,14 @@ SOURCES = [
     for folder in ("backend/nereid_backend", "client/nereid_client")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+# A request field and a setting have this name, and refusals mean the field.
+FIELDS = {"chat_template_kwargs"}
 # Names of settings that are longer than a word, so that they are not found by accident.
 SETTINGS = {
     field.name
     for config in (EngineConfig, ServingSettings, Settings, PoolingConfig)
     for field in fields(config)
-    if "_" in field.name
+    if "_" in field.name and field.name not in FIELDS
 }
 REQUEST_ERRORS = {"ApiError", "CapacityError", "DeadlineError", "RequestError"}
 

@@ -79,7 +79,7 @@ def break_part(name, monkeypatch):
 )
 def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
     break_part(name, monkeypatch)
-    with pytest.raises(gpu_check.KernelError, match="differ|stored other keys"):
+    with pytest.raises(gpu_check.KernelError, match=r"differ|stored other keys"):
         gpu_check.check(kind, PLAIN, 16, torch.float32, device)
 
 

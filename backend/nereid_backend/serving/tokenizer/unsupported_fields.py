@@ -70,7 +70,9 @@ _REFUSALS: dict[str, _Refusal] = {
     "echo": _Refusal(
         "this server repeats the prompt only for exclude_input_in_output=false", (False,)
     ),
-    "chat_template": _Refusal("a request cannot choose the chat template (the setting chat_template does)", ("",)),
+    "chat_template": _Refusal(
+        "a request cannot choose the chat template (the setting chat_template does)", ("",)
+    ),
     "watermarking": _Refusal(_NO_WATERMARKS, (False,)),
     "repetition_detection": _Refusal(
         "this server does not detect repetition",

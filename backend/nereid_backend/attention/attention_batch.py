@@ -107,7 +107,7 @@ class DecodeGroup:
             first = _first_visible(lens - 1, window)
         # The index of the first block that is read, [num_decodes, 1].
         offset = torch.zeros_like(lens)
-        # The largest number of blocks that a window of `limit` tokens covers, wherever it starts.
+        # The largest number of blocks that contain tokens of one window of `limit` tokens.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             offset = torch.div(first, size, rounding_mode="floor")

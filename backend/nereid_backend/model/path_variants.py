@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the execution paths that a model may use, and builds them.
+"""Describes the forward paths that a model may use, and builds them.
 
-The paths are listed in choose_path.py. A path may have several variants, which differ in speed.
-choose_path.py tries the variants in order.
+The module choose_path.py lists the forward paths: packed, rows, padded and single. A forward path
+can have several variants, which differ in speed. The module choose_path.py tests these variants one
+after another.
 """
 
 from collections.abc import Callable, Iterator

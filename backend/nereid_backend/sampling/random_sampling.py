@@ -338,8 +338,8 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
     sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # Read the block. All rows get the width of the last block, because a tensor has only one width.
-    # The additional weights of the other blocks are set to 0.
+    # Read the weights of the block. Each row reads as many weights as the last block has, because
+    # all rows of a tensor have the same length. Weights beyond the end of another block become 0.
     last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
     block_weights = weights.gather(1, columns)

@@ -89,7 +89,7 @@ class CallReader:
         return self._expect(self._starts.at_bare_opening(opening, self._text.has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Make `expected` the tool call that `read_start` reads. Return None if it is None."""
+        """Store the tool call that `read_start` reads next. Return None if `expected` is None."""
         if expected is None:
             return None
         self._expected = expected

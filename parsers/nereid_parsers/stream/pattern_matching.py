@@ -179,8 +179,8 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern.
 
-    White space of any length, or none, matches white space in the pattern, the places that
-    `_BLANKS_OR_GAP` finds, and each gap between a literal and a field.
+    The compiled pattern allows white space of any length, or none, at three kinds of places: where
+    the pattern has white space, where `_BLANKS_OR_GAP` matches, and between a literal and a field.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with white space between them. The pattern matches `<call><f=sum>` and

@@ -55,8 +55,8 @@ _PROGRAMS_PER_PROCESSOR = 4
 # The largest number of programs of a launch in a CUDA graph, relative to a launch for one step. The
 # graph also serves steps in which one sequence is much longer than the others.
 _CAPTURED_FACTOR = 2
-# A launch in a CUDA graph has at least this number of parts for each sequence. A program returns at
-# once if its part of the sequence is empty.
+# A kernel launch in a CUDA graph splits each sequence into at least this number of parts. If a part
+# is empty, the program for this part ends immediately.
 _MIN_CAPTURED_SPLITS = 4
 # Tests on a machine without a GPU simulate a GPU with this number of multiprocessors.
 _SIMULATED_PROCESSORS = 4

@@ -221,9 +221,9 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
-    """Return whether the child process would import the same modules in the same way.
+    """Return whether the modules that the fork server has imported fit the child process.
 
-    Log a warning if its Python or its environment variables differ.
+    Log a warning if the Python or the environment variables of the child process differ.
     """
     own, other = _variables(environment), _variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())

@@ -23,7 +23,7 @@ from typing import Any
 
 from nereid_backend.cache_folder import cache_folder
 
-# The module of transformers with the function that reads the source files, and the function's name.
+# This function of transformers reads the source files of all models to build the index.
 _MODULE = "transformers.utils.import_utils"
 _FUNCTION = "create_import_structure_from_path"
 
@@ -84,7 +84,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that returns the same as `compute`, but stores the result for all models.
+    """Return a function that computes the index of all models once and then reads it from a file.
 
     Args:
         compute: returns the index of a folder of transformers. The argument is the path of the
@@ -108,7 +108,7 @@ def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any],
 
 
 def _fingerprint(package: Path) -> str:
-    """Return a hash of everything on which the index and the format of its file depend."""
+    """Return a hash that changes if the index or the format of its file can change."""
     version = getattr(sys.modules.get("transformers"), "__version__", "")
     changed = (package / "models").stat().st_mtime_ns
     parts = (str(package), version, str(changed), sys.version)
@@ -128,7 +128,8 @@ def _write(path: Path, index: dict[str, Any]) -> None:
     """Store the index. If that fails, the next process computes the index again."""
     with contextlib.suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read the file at the same time, so the complete file is moved.
+        # Another process may read the index at the same time. The index is therefore written to a
+        # temporary file, which is renamed when it is complete.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder) / path.name
             written.write_bytes(marshal.dumps(index))

@@ -22,7 +22,7 @@ from nereid_backend.errors import RequestError
 
 _MAX_SHOWN_CHARS = 80
 
-# Pydantic's types of errors, as the end of the sentence "the value must be ...".
+# For each error type of pydantic, the end of the sentence "the value must be ...".
 _REQUIREMENTS = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -45,7 +45,8 @@ _REQUIREMENTS = {
 TokenId = Annotated[int, Field(ge=0, lt=2**64)]
 TokenIds = Annotated[Sequence[TokenId], AfterValidator(tuple)]
 _SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
-# The biases are stored as sorted pairs, and `dataclasses.replace` passes such pairs again.
+# The biases are stored as a tuple of sorted pairs. `dataclasses.replace` passes this tuple to the
+# validation again, so that a tuple must be accepted.
 _Biases = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(lambda value: dict(value) if isinstance(value, tuple) else value),
@@ -88,7 +89,7 @@ def to_request_error(error: ValidationError) -> RequestError:
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits in a pydantic error, with whole floats as integers.
+    """Return the limits that a pydantic error contains. A float such as 2.0 becomes an integer.
 
     A message then contains "at most 2" instead of "at most 2.0", as in the API's documentation.
     """

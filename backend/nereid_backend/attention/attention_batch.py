@@ -107,7 +107,7 @@ class DecodeGroup:
             first = _first_visible(lens - 1, window)
         # The index of the first block that is read, [num_decodes, 1].
         offset = torch.zeros_like(lens)
-        # The largest number of blocks that contain tokens of one window of `limit` tokens.
+        # A window of `limit` tokens can overlap with at most this number of blocks.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             offset = torch.div(first, size, rounding_mode="floor")
@@ -169,7 +169,7 @@ class AttentionBatch:
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
-    """Return the first position that the token at each position attends to.
+    """Return, for each of `positions`, the first position that its token attends to.
 
     Example: with a window of 4, the positions [2, 9] give [0, 6].
     """

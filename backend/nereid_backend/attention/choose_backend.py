@@ -33,10 +33,11 @@ _NAMES: dict[type[KVCache], str] = {
     gpu_attention.GpuKVCache: "triton-language",
 }
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
-# The classes whose layout the reference implementation reads.
+# The reference implementation can read the layout of these classes.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# For each class with unrounded keys and values, the class for each value of kv_cache_dtype. The CPU
-# kernels do not support fp8, so the reference implementation computes it on a CPU.
+# The classes that store rounded keys and values, by the class that stores them unrounded and the
+# value of kv_cache_dtype. The CPU kernels do not support fp8, so the reference implementation
+# computes it on a CPU.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
         "int8": gpu_attention.GpuInt8KVCache,
@@ -213,7 +214,7 @@ def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | Non
 
 
 def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
-    """Let a KV cache use the attention libraries that are correct and faster on this GPU.
+    """Select attention libraries that are correct and faster than the project's kernels.
 
     Args:
         cache: the KV cache of a model. Mutated. Nothing changes if no GPU kernel is used.
@@ -242,7 +243,7 @@ def _fastest_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
-    """Return the result of `fastest_backends`, which is cached, so a process measures only once."""
+    """Call `fastest_backends`. The result is cached, so that a process measures only once."""
     return fastest_backends(kind, layers, block_size, dtype, device)
 
 

@@ -143,8 +143,8 @@ def _prefill(
     num_keys = key.shape[2]
     if mask is None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_()
-    # Slices of queries are independent of each other. They limit the memory of the scores, and a
-    # slice needs only the keys up to its last query.
+    # The queries are computed in slices, which limits the memory for the scores. A slice needs only
+    # the keys up to its last query.
     rows = min(_MAX_ROWS, max(1, _MAX_SCORES // (spec.num_heads * num_keys)))
     num_cached = num_keys - num_queries
     parts = []

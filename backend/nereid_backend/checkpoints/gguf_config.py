@@ -13,7 +13,7 @@ from typing import Any
 from nereid_backend.checkpoints.gguf_file import GgufFile
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# The config's field for each metadata value, without the name of the architecture.
+# The field of the config for each metadata key. The keys omit the name of the architecture.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -169,7 +169,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError if the head size of the file is not the same everywhere.
+    """Raise an UnsupportedModelError if the file contains sizes that differ from the head size.
 
     Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
     have another size than keys (attention.value_length). Both cases are not supported.
@@ -187,7 +187,7 @@ def _has_bfloat16(file: GgufFile) -> bool:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special tokens. The end of a turn also ends the output."""
+    """Return the ids of the special tokens. The end-of-turn token also ends the output."""
     prefix = "tokenizer.ggml."
     ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
     return {

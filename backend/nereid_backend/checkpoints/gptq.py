@@ -109,7 +109,7 @@ def _ones(bits: int, num_words: int) -> Tensor:
 
 
 def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return the group of each input; None if the groups are consecutive inputs."""
+    """Return the group of each input; None if each group consists of consecutive inputs."""
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ValueError(f"g_idx contains a group outside the range 0 to {num_groups - 1}")
     is_regular = torch.equal(groups, torch.arange(len(groups)) // group_size)

@@ -34,8 +34,8 @@ from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
 from nereid_backend.linear.prepack import prepack_linears
 
-# A later step with fewer adapters uses the joined matrices of an earlier step again if their total
-# rank, divided by the rank that the later step needs, is at most this number.
+# A step can reuse the joined matrices of an earlier step that had more adapters. It does so if the
+# total rank of these matrices is at most this number times the rank that the step needs.
 _MAX_UNUSED = 2
 
 
@@ -71,7 +71,7 @@ class _Joined:
 
     @classmethod
     def of(cls, pairs: list[LayerPair | None]) -> Self:
-        """Join the matrices of adapters. The item of an adapter without matrices is None."""
+        """Join the matrices of adapters. An adapter that keeps the layer unchanged is None."""
         present = [pair for pair in pairs if pair is not None]
         layers = nn.ModuleList(
             [
@@ -91,7 +91,7 @@ class LoraLayers:
     """The adapters in memory, and the hooks of the linear layers that they change."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object without adapters for a model."""
+        """Create the layers of a model, without adapters."""
         self._model = model
         self._device = next(model.parameters()).device
         self._weights: dict[Adapter, AdapterWeights] = {}
@@ -127,7 +127,7 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Add the products of the chunks' adapters to all layers while the context is open.
+        """Add the product of each chunk's adapter to the layers' outputs while the context is open.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.

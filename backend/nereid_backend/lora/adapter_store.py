@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA adapters that requests can select, and the part of them that is in memory.
+"""The LoRA adapters that requests can select. Some of these adapters are in memory.
 
 The adapters in memory may have `lora_memory` bytes. If a new request needs an adapter that is not
 in memory, the adapters that were not used for the longest time are removed from memory, and the
@@ -69,7 +69,7 @@ class AdapterStore:
         self._remove_nameless()
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Unfinished requests keep it until they end.
+        """Remove the name of an adapter. Unfinished requests can use the adapter until they end.
 
         Raises:
             RequestError: if no adapter has this name.
@@ -138,7 +138,7 @@ class AdapterStore:
         self._resident[adapter] = size
 
     def _remove_nameless(self) -> None:
-        """Remove adapters from memory that no name and no unfinished request refers to."""
+        """Remove the adapters that have no name and no unfinished request from memory."""
         needed = self._in_use() | set(self._named.values())
         for adapter in [adapter for adapter in self._resident if adapter not in needed]:
             self._remove(adapter)
@@ -148,7 +148,7 @@ class AdapterStore:
         self._layers.remove(adapter)
 
     def _unknown(self, name: str) -> str:
-        """Return the message for a name that no adapter has."""
+        """Return the error message for a request with the name of an unknown adapter."""
         known = (
             f"The loaded adapters are: {', '.join(self._named)}."
             if self._named

@@ -42,7 +42,7 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
-# With these initial values, PEFT also changes the weights of the model itself.
+# If one of these methods initialises an adapter, PEFT also changes the weights of the model.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 

@@ -251,8 +251,9 @@ def _check_graphs(
     failures: list[str] = []
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, failures.append)
     path.graphs = graphs
-    # In the first round, a step whose graph is captured also runs without the graph, which stores
-    # its keys and values. In the second round, replays store the keys and values of all decodes.
+    # In the first round, each step whose graph is captured also runs without the graph, and this
+    # run stores the step's keys and values. In the second round, all decodes are replayed, so that
+    # the replays store the keys and values.
     is_rounded = sizes.stored != "auto"
     for _ in range(2):
         path.empty()

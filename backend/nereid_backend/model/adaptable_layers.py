@@ -12,7 +12,8 @@ from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
-# The number differs from 1, the number of logits, and from usual numbers of experts.
+# The number of tokens in the test step. It differs from 1, which is the number of rows that the
+# output layer computes, and from the usual numbers of experts.
 _NUM_TOKENS = 7
 
 

@@ -95,7 +95,8 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # The counter and its last published value, by the labels as pairs of name and value.
+        # The counters, and the values that were published last. A key contains the labels of a
+        # counter, as pairs of a name and a value.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 
@@ -127,7 +128,7 @@ class HistogramCounters:
         self._sum = total
 
     def publish(self, histogram: Histogram) -> None:
-        """Publish the counters that have changed. Every call must pass the same histogram."""
+        """Publish the counters that have changed since the last call for the same histogram."""
         cumulative = histogram.cumulative()
         bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         for bound, number in zip(bounds, cumulative, strict=True):

@@ -100,7 +100,7 @@ def _converted(
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Return a weight as integers in the layout of compressed-tensors, by suffix."""
+    """Round a weight to integers. Return the tensors of compressed-tensors for it, by suffix."""
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
@@ -150,7 +150,7 @@ def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[s
 
 
 def _unfinished(index: int) -> str:
-    """Return the name of a file while the number of files is unknown."""
+    """Return the temporary name of a file. The final name contains the number of files."""
     return f"part-{index}.unfinished"
 
 

@@ -54,7 +54,7 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
 
 def _run(check: str, describe_part: Callable[[], str]) -> Finding:
-    """Return the finding of one check. An error becomes the text of a finding that is not ok."""
+    """Run one check and return its finding. If the check raises an error, `ok` is False."""
     try:
         return {"check": check, "ok": True, "finding": describe_part()}
     except NereidError as error:

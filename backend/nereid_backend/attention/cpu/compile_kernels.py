@@ -73,9 +73,9 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
-            # The library is linked without -fopenmp, because this flag would add the compiler's
-            # own OpenMP library. With -Bsymbolic, its functions call each other even if the
-            # process has also loaded the library for another instruction set.
+            # The library is linked without -fopenmp, because this flag would add the compiler's own
+            # OpenMP library. With -Bsymbolic, a function of the library calls functions of the same
+            # library, even if the process has also loaded the library for another instruction set.
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:

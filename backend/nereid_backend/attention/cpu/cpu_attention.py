@@ -107,13 +107,14 @@ class CpuKVCache(KVCache):
         # For each layer, the arguments of `native` and the struct that was built from them.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # The memory contains only zeros so far, so a view of another shape changes the layout.
+        # A view of another shape is enough to change the layout, because the memory contains only
+        # zeros.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return one layer in the form that the kernels read. It is built once and cached.
+        """Return one layer in the form that the kernels read. The result is cached.
 
         Args:
             layer: the index of the layer, and its properties.
@@ -132,7 +133,7 @@ class CpuKVCache(KVCache):
     def native_layers(
         self, specs: Sequence[LayerSpec], block_size: int
     ) -> "ctypes.Array[NativeLayer]":
-        """Return all layers in the form that compiled models read. They are built once and cached.
+        """Return all layers in the form that compiled models read. The result is cached.
 
         The scale of each layer is left at zero, because a compiled model passes it with each call.
         """
@@ -287,7 +288,7 @@ def _native_rows(tensor: Tensor) -> NativeRows:
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return a step in the form that the kernels read. It is built once and cached in the batch."""
+    """Return a step in the form that the kernels read. The result is cached in the batch."""
     step = batch.device_rows
     if not isinstance(step, _NativeStep):
         step = batch.device_rows = _make_native_step(batch)

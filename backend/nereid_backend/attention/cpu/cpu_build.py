@@ -95,8 +95,9 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
     if openmp is None or not path.is_file():
         return None
     try:
-        # The library names neither torch nor OpenMP, because the names of their files depend on the
-        # version of torch. Their functions must therefore be global symbols.
+        # The kernels' library does not name the files of torch and OpenMP, because these names
+        # depend on the version of torch. The functions of torch and OpenMP must therefore be global
+        # symbols.
         for needed in (str(_TORCH), openmp):
             ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

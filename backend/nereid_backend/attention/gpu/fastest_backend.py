@@ -29,7 +29,7 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
-# Returns the milliseconds that a function needs on the device.
+# A function that returns how many milliseconds its argument, another function, needs on the device.
 Timer = Callable[[Callable[[], object]], float]
 
 # A library is used only if it takes at most this share of the time that the project's kernels take.

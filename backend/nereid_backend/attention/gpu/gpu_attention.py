@@ -52,8 +52,8 @@ _MAX_SPLITS = 128
 # The number of programs that a decode launch has for each multiprocessor, if there is enough work.
 # With this number, the last programs end at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
-# The largest number of programs of a launch in a CUDA graph, relative to a launch for one step. The
-# graph also serves steps in which one sequence is much longer than the others.
+# A launch that a CUDA graph captures may have this many times the programs of a launch for one
+# step. The graph also serves steps in which one sequence is much longer than the others.
 _CAPTURED_FACTOR = 2
 # A kernel launch in a CUDA graph splits each sequence into at least this number of parts. If a part
 # is empty, the program for this part ends immediately.
@@ -212,7 +212,7 @@ def _largest_dim(spec: LayerSpec) -> int:
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the layout of a model's steps, which adds the tiles of prefills to each upload.
+    """Return the layout that adds the tiles of prefills to the uploads of a model's steps.
 
     Args:
         cache: the KV cache of the model.
@@ -233,7 +233,7 @@ def _tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """Return the metadata of a step for the kernels. It is built once and cached in the batch."""
+    """Return the metadata of a step for the kernels. The result is cached in the batch."""
     rows = batch.device_rows
     if isinstance(rows, PackedRows):
         rows = batch.device_rows = rows.unpack(batch)
@@ -441,7 +441,7 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of parts of a sequence in a launch that a CUDA graph captures.
+    """Return the largest number of parts per sequence for a launch that a CUDA graph captures.
 
     The number depends only on values that are equal for all steps which replay the graph. The
     arguments are those of `split`.
@@ -475,7 +475,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return `scales` and `float8` of a layer's AttentionCall.
+    """Return the fields `scales` and `float8` of a layer's AttentionCall.
 
     Args:
         cache: the KV cache.

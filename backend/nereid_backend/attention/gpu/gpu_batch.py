@@ -121,7 +121,7 @@ class Tiling(NamedTuple):
 
 
 class PrefillShape(NamedTuple):
-    """The sizes of one prefill, which are on the CPU.
+    """The sizes of one prefill, as Python integers.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -143,9 +143,9 @@ class PrefillShape(NamedTuple):
 
 
 class StepLayout:
-    """Builds the arrays of a step that only GPU kernels read.
+    """Builds the arrays that only GPU kernels read, for each step.
 
-    They are uploaded together with the other arrays of the step.
+    The arrays are uploaded together with the other arrays of the step.
     """
 
     def __init__(self, tilings: Sequence[Tiling]) -> None:

@@ -103,7 +103,7 @@ ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
 def first_refusal(spec: LayerSpec, *, window: bool, softcap: bool) -> str | None:
-    """Return the first property of a layer that a library does not support, or None.
+    """Return the first reason why a library does not support a layer; None if there is no reason.
 
     No library supports attention sinks or attention chunks through the functions that are used.
 

@@ -33,7 +33,7 @@ class FlashInferPrefill:
     situations = frozenset({Situation.PROMPT, Situation.CHUNK})
 
     def __init__(self) -> None:
-        """Create a library that has no workspace and no plan yet."""
+        """Create a backend. The workspace and the wrappers are created on first use."""
         self._workspace: Tensor | None = None
         # A wrapper keeps the plan of one step for one kind of layer.
         self._wrappers: dict[LayerSpec, Any] = {}
@@ -66,7 +66,7 @@ class FlashInferPrefill:
         prefills = inputs.batch.prefills
 
         def starts(counts: list[int]) -> Tensor:
-            """Return where each sequence starts in a flat list, and the end of the list."""
+            """Return the start of each sequence in a list of all items, and the list's length."""
             return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
         query_starts = starts([prefill.end - prefill.start for prefill in prefills])

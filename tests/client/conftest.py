@@ -1,11 +1,13 @@
 """Fixtures: the frontend with the echo model as its backend, called without a socket."""
 
+import functools
 import json
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling
 from nereid_client.app import create_app
 from nereid_client.settings import Settings
 
@@ -20,21 +22,24 @@ def backend():
     return FakeBackend()
 
 
+@asynccontextmanager
+async def _open_client(backend, pooling=None, **settings):
+    """Run a frontend in front of these backends. The value is an httpx client of it."""
+    app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
+    if pooling is not None:
+        app.state.make_pooling = lambda: pooling
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+    ):
+        yield client
+
+
 @pytest.fixture
 def connect(backend):
     """Return a context manager: `async with connect(**settings) as client` is an httpx client."""
-
-    @asynccontextmanager
-    async def open_client(**settings):
-        app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-        ):
-            yield client
-
-    return open_client
+    return functools.partial(_open_client, backend)
 
 
 @pytest.fixture
@@ -43,6 +48,29 @@ def post(connect):
 
     async def send(path, **body):
         async with connect() as client:
+            return await client.post(path, json=body)
+
+    return send
+
+
+@pytest.fixture
+def pooling():
+    """The embedding model and the reranker of the fixtures `connect_pooling` and `ask`."""
+    return FakePooling()
+
+
+@pytest.fixture
+def connect_pooling(backend, pooling):
+    """Return the same context manager as `connect`, for a frontend with an embedding model."""
+    return functools.partial(_open_client, backend, pooling)
+
+
+@pytest.fixture
+def ask(connect_pooling):
+    """Return a function: `await ask(path, **body)` is the response to one pooling request."""
+
+    async def send(path, **body):
+        async with connect_pooling() as client:
             return await client.post(path, json=body)
 
     return send

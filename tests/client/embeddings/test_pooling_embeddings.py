@@ -3,49 +3,14 @@
 import asyncio
 import base64
 import json
-from contextlib import asynccontextmanager
 
-import httpx
 import numpy as np
 import openai
 import pytest
-from fakes.fake_backend import FakeBackend
-from fakes.fake_pooling import FakePooling, vector
-from nereid_client.app import create_app
+from fakes.fake_pooling import vector
 from nereid_client.embeddings.embedding_output import encode_list
-from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def pooling():
-    return FakePooling()
-
-
-@pytest.fixture
-def open_client(pooling):
-    @asynccontextmanager
-    async def opened(**settings):
-        app = create_app(Settings(served_model_name="echo", **settings), FakeBackend)
-        app.state.make_pooling = lambda: pooling
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-        ):
-            yield client
-
-    return opened
-
-
-@pytest.fixture
-def ask(open_client):
-    async def send(path, **body):
-        async with open_client() as client:
-            return await client.post(path, json=body)
-
-    return send
 
 
 def problem(response, status=400):
@@ -86,8 +51,8 @@ async def test_base64_holds_little_endian_floats(ask):
     ]
 
 
-async def test_the_openai_client_reads_its_own_default_format(open_client):
-    async with open_client() as client:
+async def test_the_openai_client_reads_its_own_default_format(connect_pooling):
+    async with connect_pooling() as client:
         made = openai.AsyncOpenAI(base_url="http://frontend/v1", api_key="none", http_client=client)
         answer = await made.embeddings.create(model="tiny-embed", input=["abc", "d"])
     assert [item.embedding for item in answer.data] == [vector("abc"), vector("d")]
@@ -184,8 +149,8 @@ async def test_what_is_wrong_is_named(ask, fields, said):
     assert said in problem(await ask("/v1/embeddings", **fields))["message"]
 
 
-async def test_half_a_surrogate_pair_is_refused(open_client):
-    async with open_client() as client:
+async def test_half_a_surrogate_pair_is_refused(connect_pooling):
+    async with connect_pooling() as client:
         answer = await client.post("/v1/embeddings", content=rb'{"input": "\ud800"}')
     assert (
         "The request body contains '\\ud800', which is half of a surrogate pair and no"
@@ -242,8 +207,8 @@ async def test_a_request_to_generate_that_names_the_embedding_model_gets_its_rou
     assert error["code"] == "model_not_found"
 
 
-async def test_an_unknown_name_in_the_list_of_models_is_answered_with_all_names(open_client):
-    async with open_client() as client:
+async def test_an_unknown_name_in_the_list_of_models_is_answered_with_all_names(connect_pooling):
+    async with connect_pooling() as client:
         response = await client.get("/v1/models/nothing")
     assert problem(response, 404)["message"] == (
         "The model 'nothing' does not exist. This server serves 'echo', 'tiny-embed', "
@@ -264,8 +229,8 @@ async def test_a_dead_model_is_a_503_that_says_when_to_come_back(ask, pooling):
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_every_served_model_is_listed(open_client, pooling):
-    async with open_client() as client:
+async def test_every_served_model_is_listed(connect_pooling, pooling):
+    async with connect_pooling() as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["echo", "tiny-embed", "tiny-rerank"]
         assert (await client.get("/v1/models/tiny-embed")).json()["id"] == "tiny-embed"
@@ -273,9 +238,9 @@ async def test_every_served_model_is_listed(open_client, pooling):
     assert pooling.is_closed
 
 
-async def test_a_model_that_is_not_served_is_not_listed(open_client, pooling):
+async def test_a_model_that_is_not_served_is_not_listed(connect_pooling, pooling):
     pooling.missing.add("rerank")
-    async with open_client() as client:
+    async with connect_pooling() as client:
         listed = (await client.get("/v1/models")).json()["data"]
     assert [card["id"] for card in listed] == ["echo", "tiny-embed"]
 

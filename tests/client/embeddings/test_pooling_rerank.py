@@ -2,37 +2,16 @@
 
 import asyncio
 
-import httpx
 import numpy as np
 import pytest
 from fakes.fake_backend import FakeBackend
-from fakes.fake_pooling import FakePooling, vector
+from fakes.fake_pooling import vector
 from nereid_client.app import create_app
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
 DOCUMENTS = ["a red fox", "the fox", "no such word"]
-
-
-@pytest.fixture
-def pooling():
-    return FakePooling()
-
-
-@pytest.fixture
-def ask(pooling):
-    async def send(path, **body):
-        app = create_app(Settings(served_model_name="echo"), FakeBackend)
-        app.state.make_pooling = lambda: pooling
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-        ):
-            return await client.post(path, json=body)
-
-    return send
 
 
 def problem(response, status=400):

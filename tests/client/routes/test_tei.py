@@ -1,44 +1,8 @@
 """/predict, /decode and /info in TEI's format."""
 
-from contextlib import asynccontextmanager
-
-import httpx
 import pytest
-from fakes.fake_pooling import FakePooling
-from nereid_client.app import create_app
-from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def pooling():
-    return FakePooling()
-
-
-@pytest.fixture
-def open_client(backend, pooling):
-    @asynccontextmanager
-    async def opened():
-        app = create_app(Settings(served_model_name="echo"), lambda: backend)
-        app.state.make_pooling = lambda: pooling
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
-        ):
-            yield client
-
-    return opened
-
-
-@pytest.fixture
-def ask(open_client):
-    async def send(path, **body):
-        async with open_client() as client:
-            return await client.post(path, json=body)
-
-    return send
 
 
 MOSTLY_YES = [{"score": 0.75, "label": "yes"}, {"score": 0.25, "label": "no"}]
@@ -85,19 +49,19 @@ async def test_wrong_token_ids_are_refused(ask, ids):
     assert response.json()["error"]["param"] == "ids"
 
 
-async def test_info_describes_the_embedding_model_or_the_reranker(open_client, pooling):
-    async with open_client() as client:
+async def test_info_describes_the_embedding_model_or_the_reranker(connect_pooling, pooling):
+    async with connect_pooling() as client:
         answer = (await client.get("/info")).json()
         assert answer["model_id"] == "tiny-embed"
         assert list(answer["model_type"]) == ["embedding"]
         assert answer["max_input_length"] == 12
     pooling.missing.add("embedding")
-    async with open_client() as client:
+    async with connect_pooling() as client:
         answer = (await client.get("/info")).json()
     assert answer["model_type"]["classifier"]["id2label"] == {"0": "no", "1": "yes"}
     pooling.kinds["rerank"] = ["score"]
-    async with open_client() as client:
+    async with connect_pooling() as client:
         assert list((await client.get("/info")).json()["model_type"]) == ["reranker"]
     pooling.missing.add("rerank")
-    async with open_client() as client:
+    async with connect_pooling() as client:
         assert (await client.get("/info")).status_code == 404

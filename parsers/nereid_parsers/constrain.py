@@ -115,7 +115,7 @@ def structural_tag(
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt that ends inside reasoning which no marker can close."""
+    """Return the error for a prompt that ends inside the reasoning, if no marker can close it."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."
@@ -152,7 +152,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
 
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes for the reasoning, its markers and white space.
+    """Return the structural-tag nodes for the reasoning and the markers around the reasoning.
 
     Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
     opening marker is omitted.
@@ -216,7 +216,7 @@ def _content_node(layout: Sections, request: Request) -> Node | None:
 
 
 def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the structural-tag nodes for empty content before tool calls.
+    """Return the structural-tag nodes for content without text that precedes tool calls.
 
     Some templates write such empty content. Example of matching text: `<response></response>`. The
     opening marker is optional, because the prompt may contain it.
@@ -236,8 +236,8 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
     if _is_list(tools) and not (tools.opens or tools.calls[0].trigger):
-        # A list without a marker starts with a bracket, which other text may contain too. Such a
-        # list is therefore allowed only at the start of the output.
+        # A list without a marker starts with a bracket, and other text may contain brackets too.
+        # Such a list is therefore allowed only at the start of the output.
         text = sequence(_NO_BRACKET, any_text())
         return one_of(section_node(tools, request.tools, request.is_single), text)
     tags = [tag(node) for node in _marked_calls(tools, request)]
@@ -256,7 +256,7 @@ def _is_list(tools: ToolSection) -> bool:
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
-    """Return the structural-tag nodes that start with a marker of tool calls.
+    """Return the structural-tag nodes for tool calls that start with a marker.
 
     Examples: one node for a whole section `<tool_calls>..</tool_calls>`, or one node for each tool
     if every tool call has the markers `<tool_call>..</tool_call>`.
@@ -273,7 +273,7 @@ def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route whose header constrained output contains for the messages of a stage.
+    """Return the route whose header the model must write to start a message of this stage.
 
     Of the routes with this stage, the first one whose header is an exact text is returned. If all
     headers contain fields, the first route is returned. The result is None if no route has this
@@ -341,7 +341,7 @@ def _reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState
 
 
 def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for a message header with the tool calls or the answer.
+    """Return the structural-tag node for the messages after the reasoning: tool calls or an answer.
 
     Raises:
         ConstraintError: The request allows an answer, but the format has no message for content.
@@ -396,7 +396,7 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
 
 
 def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the structural-tag node for the arguments in a message that is a tool call.
+    """Return the structural-tag node for the body of a message that is a tool call.
 
     Example of matching text: `{"city": "Paris"}`.
     """

@@ -13,8 +13,8 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8, each with the key under which the node contains other nodes. The
-# types without such a key are in _LEAF_TYPES.
+# The node types of xgrammar 0.2.8. Nodes of the types in _LEAF_TYPES contain no other nodes. For
+# the other types, two dicts give the key of the one inner node, or of the list of inner nodes.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -140,7 +140,7 @@ def _choice_node(choices: object) -> Node:
 
 
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the node of a response format of type structural_tag. Two forms are accepted."""
+    """Return the node of a response format of type structural_tag, in its old or new form."""
     if "structures" in response_format or "triggers" in response_format:
         return _legacy_tag_node(response_format)
     node = response_format.get("format")

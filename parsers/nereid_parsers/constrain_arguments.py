@@ -37,9 +37,9 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # for single quotes cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If a tool has no required arguments, and at most this number of optional arguments, the arguments
-# must be in the schema's order, and no argument may occur twice. The node for this rule grows with
-# the square of the number of arguments.
+# This limit applies to tools without required arguments. Up to this number of optional arguments,
+# the model must write the arguments in the schema's order, and must not repeat an argument. The
+# size of the node for this rule grows with the square of the number of arguments.
 _MAX_ORDERED_MEMBERS = 6
 
 
@@ -110,7 +110,7 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
-    """Return the alternative forms of a tagged value in which the same string is not quoted.
+    """Return the alternative forms in which a tagged string is written without quotation.
 
     Some formats quote a string with CDATA only if the string contains special characters. The
     opening of an unquoted value is then a prefix of the opening of a quoted value. Example: for
@@ -120,7 +120,7 @@ def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
 
 
 def _is_unquoted_form_of(form: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether the opening of `form` is a proper prefix of the opening of `quoted`."""
+    """Return whether the opening of `quoted` starts with the opening of `form` and is longer."""
     return form.open != quoted.open and quoted.open.startswith(form.open)
 
 
@@ -157,7 +157,7 @@ def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, 
 
     Such a value contains no special characters, so it is never quoted: of the openings `<p>` and
     `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if another
-    form does not name it, so that the grammar stays small.
+    form does not name the type, so that the grammar stays small.
     """
     untyped = tuple(form for form in forms if "{type}" not in form.open) or forms
     return tuple(
@@ -277,7 +277,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         return const("")
     if len(omissible) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(omissible, separator["value"]))
-    # One option for each member that can be the first member of the list.
+    # Any of the members can be the first member of the list, so each of them gives one option.
     options = [
         sequence(first, *(optional(sequence(separator, node)) for node in omissible[number:]))
         for number, first in enumerate(omissible, start=1)

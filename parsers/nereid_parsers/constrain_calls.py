@@ -97,7 +97,7 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        # The trigger ends where the name starts, so a placeholder is used as the name.
+        # The trigger is the text before the name. A placeholder marks the position of the name.
         before, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
         return before.partition(_NAME_PLACEHOLDER)[0]
     raise ConstraintError(
@@ -174,7 +174,7 @@ def _head_node(head: str, name: str) -> Node:
 
 
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
-    """Return the node for a tool call as a JSON object, which contains the name and the arguments.
+    """Return the node for a tool call that is a JSON object with the name and the arguments.
 
     Example of matching text: `{"name": "f", "arguments": {"a": 1}}`.
     """

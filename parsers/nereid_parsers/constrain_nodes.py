@@ -14,7 +14,7 @@ BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 _DESCRIPTIONS = ("title", "description", "$comment")
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# The node of a list with at most this number of different items contains each item twice.
+# If a list has at most this number of different items, its node may contain each item twice.
 _MAX_DUPLICATED_ITEMS = 8
 
 
@@ -102,14 +102,14 @@ def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
     Example: the items a and b with the separator `,` match `a`, `b,a` and `a,a,b`.
 
     The usual node for a list, `item (separator item)*`, contains each item twice. If there are many
-    items, a node that contains each item only once is returned, so that the grammar stays small.
+    items, the result is a node that contains each item only once, so that the grammar stays small.
     """
     item = one_of(*items)
     if is_single:
         return item
     if len(items) > _MAX_DUPLICATED_ITEMS:
         if separator == BLANKS:
-            # Blanks may be empty, so they may also follow the last item.
+            # The blanks may match no text, so it does no harm that they also follow the last item.
             return {"type": "plus", "content": sequence(item, separator)}
         if separator["type"] == "const_string":
             return separated_tags(items, separator["value"])
@@ -118,7 +118,7 @@ def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return a node that contains each item once, and otherwise matches the same as `repeated`.
+    """Return a node that matches the same texts as `repeated`, but contains each item only once.
 
     xgrammar accepts only constant text as the separator of such a node.
     """

@@ -34,7 +34,7 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the argument `key`, with the definitions that it refers to."""
+        """Return the JSON schema of the argument `key`, with the definitions of all parameters."""
         schema = self.parameters["properties"][key]
         definitions = {
             keyword: self.parameters[keyword]

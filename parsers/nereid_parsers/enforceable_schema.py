@@ -96,9 +96,11 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
 def _without_all_of(
     schema: Schema, root: object, inlined: frozenset[str]
 ) -> tuple[Schema, frozenset[str]]:
-    """Return a schema whose `allOf` is merged with its other keywords, and all inlined references.
+    """Merge the keyword `allOf` of a schema with the other keywords of the schema.
 
-    If the parts cannot be merged, return the arguments.
+    Returns:
+        The merged schema, and the references that were replaced by their definitions. If the parts
+        cannot be merged, `schema` and `inlined` are returned.
     """
     others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     parts = schema["allOf"]
@@ -115,7 +117,10 @@ def _without_all_of(
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> tuple[Schema, frozenset[str]]:
-    """Return a part of an `allOf` without `$ref` and `allOf`, and all inlined references.
+    """Replace the keywords `$ref` and `allOf` in a part of an `allOf`.
+
+    Returns:
+        The part without these keywords, and the references that were replaced by their definitions.
 
     Raises:
         _CannotMergeError: The part is recursive, or it refers to another document.
@@ -180,7 +185,7 @@ def _merge(first: object, second: object) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Return the value of a keyword for the values that match both schemas."""
+    """Return the value of a keyword in a schema that demands the values of both schemas."""
     if keyword in _ANNOTATIONS:
         return first
     if keyword == "type":
@@ -248,7 +253,7 @@ def _check_combination(merged: dict[str, Any]) -> None:
 
 
 def _with_enforced_multiple(schema: Schema) -> Schema:
-    """Return a schema whose `multipleOf` xgrammar enforces, or `schema` if there is none."""
+    """Return `schema` with a `multipleOf` that xgrammar enforces, or unchanged if impossible."""
     multiple = schema["multipleOf"]
     if schema.get("type") not in ("integer", "number") or not _is_integer(multiple):
         return schema

@@ -20,7 +20,7 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """The meaning of a closing marker of the reasoning that no opening marker precedes.
+    """The treatment of a closing marker of the reasoning if its opening marker is missing.
 
     The rule applies only if the prompt is not known.
 

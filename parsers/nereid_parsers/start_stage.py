@@ -97,7 +97,7 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the message at the end of the prompt that the model continues, or "".
+    """Return the unfinished message at the end of the prompt, which the model continues, or "".
 
     Examples, for the marker `<|start|>` before each message: if `<|end|>` closes a message, the
     prompt `"..<|end|><|start|>assistant"` gives `<|start|>assistant`, and `"..<|end|>"` gives "".
@@ -111,8 +111,9 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
         last_message = prompt[position:]
         is_closed = any(end in last_message for end in layout.ends)
         return "" if is_closed else last_message
-    # Without end markers, the last message may be a message of the user. The model continues its
-    # own message if nothing follows the marker, or if a marker opens the model's turn.
+    # The format has no end markers, so the last message may be a complete message of the user. The
+    # model continues the last message only if nothing follows the marker of this message, or if a
+    # marker opens the model's turn.
     if prompt.rstrip().endswith(message_start):
         return message_start
     return _text_after_turn(fmt, prompt) or ""

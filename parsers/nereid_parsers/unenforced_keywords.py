@@ -51,7 +51,7 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield each schema inside `schema` with its path. Keywords that are absent may yield None.
+    """Yield each schema inside `schema` with its path, or None for an absent keyword.
 
     Example: `{"items": {"type": "string"}}` at the path `$` yields `({"type": "string"},
     "$.items")`.

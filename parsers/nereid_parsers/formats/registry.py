@@ -39,7 +39,7 @@ from nereid_parsers.formats import (
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
 
-# All entries, by the name of the format.
+# All entries. The keys are the names of the formats.
 REASONING: dict[str, ReasoningEntry] = (
     apertus.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING

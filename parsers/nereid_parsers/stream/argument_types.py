@@ -130,7 +130,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the first set of types that is known, for the parts of the keyword `allOf`.
+    """Return the types of the first part of an `allOf` that declares types, or None.
 
     Usually only one part declares types, for example a reference to another schema.
     """
@@ -181,7 +181,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text of one of `types`.
+    """Convert the text of an argument to JSON text, if possible of one of `types`.
 
     JSON text of an allowed type is returned without surrounding white space and otherwise
     unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.
@@ -234,8 +234,9 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False
     if "string" in types:
         return True
-    # No value that the text can stand for matches the schema. A number or a boolean becomes a
-    # string, except for a fraction in place of an integer.
+    # The schema allows neither the type of this value nor a string. A number or a boolean is
+    # nevertheless written as a string. Other values are kept, and so is a fraction if the schema
+    # demands an integer.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 

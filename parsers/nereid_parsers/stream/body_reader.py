@@ -84,7 +84,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the open tool call, because its text is not valid, and end it.
+        """End the open tool call, because its text is not valid, and complete its JSON text.
 
         Returns:
             Whether the tool call was ended. A reader that passes on the model's own text returns

@@ -1,4 +1,4 @@
-"""Compiled declarations of tool calls and message headers, which match the model's text."""
+"""Compiled declarations of tool calls and of message headers, to match the model's text."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> TagsPlan |
     if not isinstance(call.body, TaggedArguments):
         return None
     closing = marker_parts(call.close)
-    # The first part of the closing marker directly follows the last argument.
+    # Arguments end at the first part of the closing marker, because it follows the last argument.
     stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
@@ -251,8 +251,8 @@ class RoutePlan:
         self.stage = route.stage
         self.has_calls = route.has_calls
         self._message_call = message_call
-        # In a pattern, white space matches white space of any length. A header end that consists
-        # only of white space must match exactly. `match` compares it after the pattern.
+        # A pattern cannot distinguish a line break from other white space. If `header_end` consists
+        # only of white space, `match` therefore compares this white space after the pattern.
         is_end_blank = not layout.header_end.strip()
         self._blank_header_end = layout.header_end if is_end_blank else ""
         pattern_end = "" if is_end_blank else layout.header_end

@@ -237,34 +237,34 @@ class CallReader:
         """
         after_blanks = skip_blanks(self._buffer.text, self._buffer.pos)
         for start in (after_blanks, skip_superfluous(self._buffer.text, after_blanks)):
-            number = self._match_closing_marker(start)
-            if number == NEED_MORE:
+            index = self._match_closing_marker(start)
+            if index == NEED_MORE:
                 return self._wait_or_drop(start)
-            if number != NO_MATCH:
-                return self._take_closing_marker(start, number)
+            if index != NO_MATCH:
+                return self._take_closing_marker(start, index)
         return self._start_next_object(after_blanks) or State.BETWEEN_CALLS
 
     def _match_closing_marker(self, start: int) -> int:
-        """Return the number of the closing marker at the position `start`, NEED_MORE or NO_MATCH.
+        """Return the index of the closing marker at the position `start`, NEED_MORE or NO_MATCH.
 
         At the end of the text, the result is NEED_MORE, because a closing marker may still follow.
         Example: with the closing markers `</function>` and `</tool_call>`, the text `</tool_call>`
         gives 1, and `</to` gives NEED_MORE.
         """
-        for number, marker in enumerate(self._closing_markers):
+        for index, marker in enumerate(self._closing_markers):
             match = match_marker(marker, self._buffer.text, start)
             if match != NO_MATCH:
-                return NEED_MORE if match == NEED_MORE else number
+                return NEED_MORE if match == NEED_MORE else index
         return NO_MATCH
 
-    def _take_closing_marker(self, start: int, number: int) -> State:
-        """Read the closing marker with this number at the position `start`.
+    def _take_closing_marker(self, start: int, index: int) -> State:
+        """Read the closing marker with this index, which is at the position `start`.
 
-        From then on, only the closing markers with higher numbers are expected.
+        After this marker, only the closing markers with a higher index are expected.
         """
-        end = match_marker(self._closing_markers[number], self._buffer.text, start)
+        end = match_marker(self._closing_markers[index], self._buffer.text, start)
         self._text.write_markup(self._buffer.take_until(end))
-        self._closing_markers = self._closing_markers[number + 1 :]
+        self._closing_markers = self._closing_markers[index + 1 :]
         return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
@@ -379,7 +379,7 @@ class CallReader:
         return self.reject(0, _NO_CALL)
 
     def _is_closed_in_tentative(self, plan: CallPlan) -> bool:
-        """Return whether the tentative text contains a closing marker of tool calls.
+        """Return whether the tentative text contains a marker that closes tool calls.
 
         If so, the tool call was closed before the end of the message, and the tentative text is
         content.

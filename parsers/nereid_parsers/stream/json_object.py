@@ -370,7 +370,7 @@ class ObjectReader(StepReader):
 
 @lru_cache(maxsize=256)
 def _declared_roles(keys: Keys) -> dict[str, _Role]:
-    """Return the role of each path that the format declares.
+    """Return a dict from each path of keys that the format declares to its role.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

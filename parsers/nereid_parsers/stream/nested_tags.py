@@ -161,7 +161,7 @@ class NestedReader(StepReader):
         self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: _Element, name: str) -> None:
-        """Write what precedes a value: a comma if needed, and the key of a member of an object."""
+        """Write the text before a value: a comma after a sibling, and the key inside an object."""
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
         self.writer.write(comma + key)
@@ -178,7 +178,7 @@ class NestedReader(StepReader):
             parent.delayed_values = []
 
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
-        """Decide by the text after its opening tag whether an element contains text or children.
+        """Decide whether an element contains text or children, from the text after its opening tag.
 
         Examples, with the mark `~`: in `~<city>~<name>`, the element `city` has a child. In
         `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
@@ -224,8 +224,8 @@ class NestedReader(StepReader):
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
         parent = self._elements[-2]
         if parent.delayed_values:
-            # `_open_element` wrote nothing, because children with one name form an array. This
-            # child contains elements, and only children that contain text form such an array.
+            # Siblings with the same name form an array only if they contain text. `_open_element`
+            # expected such an array and wrote no key, but this element contains other elements.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")

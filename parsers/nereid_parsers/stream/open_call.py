@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 class OpenCall:
-    """A tool call, or a list of calls, whose name has been read, but whose arguments have not.
+    """A tool call, or a list of tool calls, whose body is being read.
 
     Attributes:
         plan: The form of the tool call.
@@ -79,7 +79,7 @@ class OpenCall:
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify the text that the body has read, if no tool call is open after this text.
+        """Classify a part of the body after which no tool call is open.
 
         Args:
             start: The position in the buffer at which the text starts.
@@ -104,7 +104,7 @@ class OpenCall:
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Return the outcome of the call when its body is complete or not valid."""
+        """Leave the body, which is complete or not valid, and return the outcome."""
         if self._body.status is DONE:
             if self._text.tentative:
                 self._text.accept_tentative()

@@ -71,7 +71,7 @@ class _Container:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A key of an object, or the first item of a set, until the next character shows which.
+    """A value that is a key of an object if a colon follows, and otherwise the first item of a set.
 
     Attributes:
         json_text: The JSON text of the key, for example `"1"`.

@@ -58,10 +58,10 @@ class ReasoningReader:
         self._headers = headers
         self._calls_first = context.calls_first
         self._stray_close = context.policy.stray_close
-        # Whether the client receives the reasoning as content, and the state of such reasoning.
+        # Whether the client receives the reasoning as a part of the content.
         self._is_inline = self._part is not None and self._part.shown is Shown.INLINE
         self._state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The text that the states UNCLASSIFIED and INTERRUPTED_REASONING store.
+        # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
         # Whether a tool call has ended the reasoning, so that a closing marker may still follow.
         self._is_interrupted = False

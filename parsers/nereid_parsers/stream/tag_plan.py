@@ -93,7 +93,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts the first characters of the texts.
+    """Return a regex look-ahead that accepts the first character of each text.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """

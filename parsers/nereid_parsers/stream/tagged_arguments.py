@@ -113,7 +113,7 @@ class TaggedReader(StepReader):
         if is_declared_string:
             schema_allows_string = schema_types is None or "string" in schema_types
             return _STRING_ONLY if schema_allows_string else schema_types
-        # If the tools are unknown, `schema_types` has its default value, which is a string.
+        # If the tools are unknown, every schema type is "string" by default and demands nothing.
         schema_demands_string = self.writer.tools.is_known and schema_types == _STRING_ONLY
         return _STRING_ONLY if schema_demands_string else _NOT_STRING
 

@@ -79,7 +79,7 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Write content that the model did not generate. The trace does not receive it."""
+        """Write content that the model did not generate. The trace does not receive this text."""
         self._events.append(ContentDelta(text))
 
     def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
@@ -171,7 +171,7 @@ class TextWriter:
     # ---- white space -----------------------------------------------------------------------------
 
     def hold_blanks(self, blanks: str) -> None:
-        """Store white space between two markers, as tentative text if tentative text exists."""
+        """Store white space between two markers. Add it to the tentative text if there is any."""
         if blanks:
             (self.tentative or self._blanks).append(blanks)
 

@@ -9,8 +9,8 @@ from enum import Enum
 from nereid_parsers.stream.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# Arguments with more white space before the first key are never delayed, so that the time for each
-# character does not grow with the white space.
+# Arguments with more than this number of blanks before the first key are never delayed. The search
+# for the key begins again with each piece of text, so the limit keeps the parsing time linear.
 _MAX_BLANKS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 

@@ -50,7 +50,7 @@ class ContentFindings:
 
 
 def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFindings:
-    """Compare a conversation that ends with a question with one that ends with an answer.
+    """Compare a conversation without the assistant's answer and with it (comparison C1).
 
     Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
     `</answer>` and the end marker `<|im_end|>`.
@@ -82,7 +82,7 @@ def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFi
 
 
 def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
-    """Compare a message that is only a tool call with one that has content first (comparison C2).
+    """Compare a tool call alone and a tool call with content before it (comparison C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
     the content is empty. Example: "<say></say><call>.." without content and
@@ -204,8 +204,8 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     marker = leading_marker(after)
     if not marker:
         return ""
-    # A marker that also follows user messages ends the turn, unless its spelling shows that it
-    # closes the content.
+    # A marker that also follows user messages ends the turn. The exception is a marker with the
+    # name of the opening marker, such as `</answer>` after `<answer>`.
     ends_turn = marker == EOS_TOKEN or marker in frame.trailing_text
     if ends_turn and marker not in closing_spellings(opening):
         return ""

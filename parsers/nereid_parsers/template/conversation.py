@@ -52,7 +52,7 @@ TOOLS = [_tool(FIRST_TOOL), _tool(SECOND_TOOL)]
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A tool call of a probe conversation. `arguments` are pairs of key and value."""
+    """A tool call of a probe conversation. `arguments` contains pairs of a key and a value."""
 
     name: str = FIRST_TOOL
     arguments: tuple[tuple[str, Any], ...] = ((FIRST_KEY, FIRST_VALUE),)
@@ -138,7 +138,7 @@ ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The content fields of a message without content, by the value of `InputForm.empty_content`.
+# The field `content` of a message without content, for each value of `InputForm.empty_content`.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -307,13 +307,13 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield the forms that differ in plain content, from the most common to the rarest."""
+    """Yield the forms in which templates expect plain content, the most common form first."""
     for content_in_parts, always_tools in product((False, True), (False, True)):
         yield InputForm(content_in_parts, always_tools)
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield copies of `form` that differ in tool calls, from the most common to the rarest."""
+    """Yield the forms in which templates expect tool calls, the most common form first."""
     for flat_calls, ids, arguments, empty_content in product(
         (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
     ):

@@ -1,4 +1,4 @@
-"""What the analysis takes from known formats, because no rendering of a template shows it.
+"""Facts about known formats that the analysis needs, because no rendering shows them.
 
 - The format of a template whose renderings are ambiguous, see `QUARANTINE`. Keep this list short.
 - The other spellings of a tool call, see `add_family_spellings`.
@@ -103,7 +103,7 @@ QUARANTINE = (
 
 
 def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
-    """Return the entry of QUARANTINE that matches a template, and its format; None if none does."""
+    """Return the first entry of QUARANTINE that matches a template, and the format, or None."""
     for entry in QUARANTINE:
         if entry.matches(source):
             note = Source(f"recognised in its chat template: {entry.model}")
@@ -194,14 +194,14 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_of(call: Call) -> Keys | None:
-    """Return the declared keys of a tool call's JSON, or None if it has another body."""
+    """Return the declared JSON keys of a tool call, or None if its body is not JSON."""
     if isinstance(call.body, JsonObject | JsonArray) and isinstance(call.body.keys, Keys):
         return call.body.keys
     return None
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of `call` that accepts the same keys as the first tool calls of the families.
+    """Return a copy of `call` that also accepts the JSON keys of the families' tool calls.
 
     `Keys.also` contains other keys of the arguments, and `Keys.extra` contains keys that the parser
     ignores. The result has the keys of `call` and of all families in both fields.

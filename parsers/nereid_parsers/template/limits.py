@@ -100,7 +100,10 @@ class Budget:
             )
 
     def step(self, literal_size: int = 0) -> None:
-        """Count one loop item, function call or filter, which may write `literal_size` characters.
+        """Count one step: a loop item, a function call or a filter.
+
+        Args:
+            literal_size: The number of characters of literal text that this step may write.
 
         Raises:
             LimitError: The template runs for too long, or makes too much text.

@@ -9,7 +9,8 @@ from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, su
 # A page has more space than a terminal.
 _CONTEXT_CHARS = 4 * CONTEXT_CHARS
 
-# The macro `lines` shows a sign at each line break. The macro `difference_of` shows two renderings.
+# The macro `lines` shows the character ↵ at each line break. The macro `difference_of` shows the
+# difference between two renderings.
 _PAGE = """\
 {% set line_end %}<span class="around">↵</span>
 {% endset %}

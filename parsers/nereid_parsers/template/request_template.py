@@ -127,7 +127,7 @@ def _cut_after(final_text: str, text: str) -> str:
     Some templates remove the white space at the end of a message. The white space before the end
     of the message is then removed too. Example: in the text
     `"<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>"`, the template has removed the space
-    after the mark, so the result is `"<assistant>Well,"`.
+    at the end of `_END_OF_MESSAGE`, so the result is `"<assistant>Well,"`.
 
     Args:
         final_text: The content of the last message, without `_END_OF_MESSAGE`.
@@ -136,7 +136,8 @@ def _cut_after(final_text: str, text: str) -> str:
     Raises:
         ContinuationRefused: The text does not contain the whole content of the last message.
     """
-    # The mark ends with a blank, which shows whether the template keeps white space at the end.
+    # `_END_OF_MESSAGE` ends with a space. If the space is missing in the text, the template removes
+    # the white space at the end of a message.
     end = text.rfind(_END_OF_MESSAGE.rstrip())
     if end < 0 or final_text.strip() not in text:
         raise ContinuationRefused(

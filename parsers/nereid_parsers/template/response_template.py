@@ -325,7 +325,7 @@ def _bare_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArgume
 
 
 def _keys(transform: object) -> Keys:
-    """Return the keys of a tool call's JSON object that contain the name, the arguments and the id.
+    """Return the keys of the name, the arguments and the id in a tool call's JSON object.
 
     >>> keys = _keys({"function": {"name": "{content.f}", "arguments": "{content.args}"}})
     >>> keys.name, keys.arguments
@@ -346,7 +346,7 @@ def _keys(transform: object) -> Keys:
     call: Mapping[str, object] = transform if isinstance(transform, Mapping) else {}
     function = call.get("function", transform)
     if isinstance(function, str):
-        # One placeholder stands for the whole function, so its JSON has the usual keys.
+        # One placeholder stands for the whole function, whose JSON object has the usual keys.
         path = _path(function)
         return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):

@@ -160,7 +160,7 @@ class CallRenderer:
     wrapper: Wrapper | None = None
 
     def text_of_calls(self, *calls: ProbeCall) -> str:
-        """Return the text that a model would generate for these tool calls.
+        """Return the text that a model would generate to make these tool calls.
 
         The markers of empty reasoning and of empty content before the tool calls are removed.
         Return "" if the template refuses the tool calls. Example: "<think></think><call>..</call>"
@@ -374,7 +374,7 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
     """
     open_marker = calls.markup.open
     if not open_marker.strip():
-        # Without an opening marker there is no section, so `close` does not belong to one.
+        # Without an opening marker there is no section, so `close` is not its closing marker.
         open_marker = ""
         close = ""
     try:

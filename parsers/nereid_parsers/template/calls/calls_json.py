@@ -57,7 +57,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of several tool calls from two calls, for templates that write JSON objects.
+    """Infer the format of tool calls that are JSON objects from a message with two tool calls.
 
     Return None if the JSON of one of the two tool calls is not found.
 
@@ -142,7 +142,7 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Return a tool call with the markers that `markup` has around one item."""
+    """Return the declaration of a tool call with the markers around one item of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
@@ -195,7 +195,7 @@ def _find_path(
 
 
 def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
-    """Return the keys under which a tool call's object has the name, the arguments and the id.
+    """Return the keys of the name, the arguments and the id in the JSON object of a tool call.
 
     Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
     `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
@@ -222,7 +222,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
-    """Return the roles of the keys in the order in which the template writes the keys.
+    """Return the roles of the keys, in the order of the keys in the rendered tool call.
 
     A constraint must use this order. The id is omitted if it is the last key, because a constraint
     cannot choose an id after the arguments.

@@ -40,8 +40,8 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     markup = _markup_of_calls(texts, ")")
     if not texts.two_calls:
-        # One call cannot show whether the markers surround each call or all calls. They are taken
-        # for markers around all calls.
+        # One call cannot show whether the markers surround each call or all calls. The analysis
+        # assumes that they surround all calls.
         section = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(section, suffix)
     if markup.item_open.strip() or markup.item_close.strip():

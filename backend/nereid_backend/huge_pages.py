@@ -68,7 +68,7 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
-    """Return a tensor like `tensor` whose memory is the copy of the tensor's storage in `mapped`.
+    """Return a tensor that equals `tensor` and uses the copy of its storage in `mapped`.
 
     Args:
         tensor: a tensor whose storage was copied to `mapped[start:]`.

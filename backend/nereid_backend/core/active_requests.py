@@ -108,7 +108,7 @@ class ActiveRequests:
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the other sequences of a request into the queue, because the prompt is computed.
+        """Put the other sequences of a request, whose prompt was computed, into the waiting queue.
 
         `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
@@ -136,8 +136,8 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.followers and request.is_prepared and not request.is_split:
-            # The leader has ended before it had computed the prompt, so a follower becomes the
-            # leader. If the request is not prepared, `_enqueue` will choose the leader later.
+            # The leader ended before the prompt was computed, so a follower becomes the leader. If
+            # the request is not prepared, `_enqueue` will choose the leader later.
             self.waiting.add(request.followers.pop(0))
 
     def check(self, num_running: int) -> None:

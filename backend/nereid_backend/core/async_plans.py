@@ -82,7 +82,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Return the valid part of a plan that was made ahead. Call this after the previous commit.
+        """Return the part of a plan that is still valid after the previous step was committed.
 
         Example: the plan assumed that a sequence with 20 tokens gets one token, which the plan
         computes. If the grammar forced a second token, the sequence has 22 tokens. The chunk is

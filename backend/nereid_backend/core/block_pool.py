@@ -24,7 +24,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         # The stack of free blocks. Its top is the end of the list, so block 0 is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
-        # The cached blocks that no block table contains, ordered from the first that became idle.
+        # The cached blocks that no block table contains. The block that became idle first comes
+        # first.
         self._idle: OrderedDict[int, None] = OrderedDict()
         # All cached blocks, whether they are idle or in a block table.
         self._cached: set[int] = set()

@@ -173,8 +173,8 @@ class BlockTables:
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
             # The other sequences compute only the last prompt token again, so they do not need the
-            # blocks before the attention window of this token. The leader has freed at most these
-            # blocks, because the window only moves forward.
+            # blocks before the attention window of this token. The leader has freed none of the
+            # later blocks, because the window only moves forward.
             last_position = leader.num_prompt_tokens - 1
             first_needed = self._attention_window.first_visible(last_position) // self._block_size
             table[first:first_needed] = [self._pool.null_block] * (first_needed - first)

@@ -40,7 +40,7 @@ class FairQueue:
         return len(self._service) > 1
 
     def enter(self, sequence: Sequence, count: int) -> None:
-        """Record that `count` sequences of a request were accepted, of which `sequence` is one."""
+        """Record that a request with `count` sequences was accepted. `sequence` is one of them."""
         client = sequence.params.client_id
         self._num_sequences[client] += count
         if client not in self._service:
@@ -103,7 +103,7 @@ def fair_shares(
     left = budget
     total_weight = sum(weights[client] for client in demands)
     # The client with the smallest ratio of demand to weight comes first. The part of the budget
-    # that it does not need is then known before the other clients get their shares.
+    # that this client does not need is then known before the other clients get their shares.
     for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
         fair = int(left * weights[client] / total_weight)
         shares[client] = max(1, min(demands[client], fair))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.sequence import Sequence
 
-# The length of the n-gram at the end of a sequence that is looked up in the earlier tokens.
+# This number of tokens at the end of a sequence is searched for in the earlier tokens.
 _NGRAM = 3
 # The acceptance rate of a sequence is an exponential moving average. The newest draft has the
 # weight _FORGETTING. If the rate is below _THRESHOLD, no drafts are proposed for the next

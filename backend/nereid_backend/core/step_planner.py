@@ -372,7 +372,7 @@ class StepPlanner:
 
         if index > 0:
             return min([*later, sequence], key=cost)
-        # The first sequence in the order is not preempted for a later one, so it always finishes.
+        # The first running sequence is never preempted for a later sequence, so it always finishes.
         return min(later or [sequence], key=cost)
 
     def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:

@@ -30,8 +30,8 @@ _LENGTH_KEYWORDS = (
 )  # fmt: skip
 
 # Seconds that xgrammar 0.2.8 takes on one core for each pair of a repetition and a token of the
-# vocabulary. A repetition in a pattern takes _PATTERN_S, and a repetition that the length in a JSON
-# schema allows takes _LENGTH_S. The measurements are in
+# vocabulary. The time is _PATTERN_S for a repetition in a pattern, and _LENGTH_S for a length
+# limit, such as maxLength, in a JSON schema. The measurements are in
 # docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8

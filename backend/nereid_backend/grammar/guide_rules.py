@@ -85,14 +85,14 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tu
     if not marker:
         return {}
     table: dict[int, list[tuple[int, bytes]]] = {}
-    # Tokens that begin with the end of the marker.
+    # Find the tokens that complete a marker whose first `num_before` bytes are in earlier tokens.
     for num_before in range(1, len(marker)):
         ending = marker[num_before:]
         for data, number in vocabulary.starting_with(ending):
             rest = data[len(ending) :].lstrip(WHITE_SPACE)
             if rest:
                 table.setdefault(num_before, []).append((number, rest))
-    # Tokens that contain the whole marker.
+    # Find the tokens that contain the whole marker.
     for data, number in vocabulary.sorted_tokens:
         rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
         if rest:

@@ -104,8 +104,8 @@ class LLGuidanceBackend:
         """Return the error of a regular expression, choice or EBNF grammar that is not valid."""
         is_regex = kind == "regex"
         if is_regex:
-            # `matcher` was created from a converted text. The columns in the error of this matcher
-            # are those of the request's text.
+            # The error of the given matcher refers to the columns of a converted text. The error of
+            # the new matcher refers to the columns of the request's text.
             matcher = self._matcher(LLMatcher.grammar_from_regex(source))
         problem = _problem(matcher, has_pattern=is_regex)
         return RequestError(f"{kind}: the grammar is not valid: {problem}")
@@ -140,8 +140,8 @@ class LLGuidanceBackend:
                 continue
             if not path.startswith(innermost) or not isinstance(part, Mapping):
                 continue
-            # The definitions of the whole schema are added to a part, because the part may refer to
-            # them. They are not added to a part of the definitions themselves.
+            # A part of the schema may refer to the definitions of the whole schema. The definitions
+            # are therefore added to the part, unless the part is itself one of the definitions.
             is_definition = any(path.startswith(f"$.{word}") for word in definitions)
             complete = dict(part) if is_definition else {**definitions, **part}
             if _problem(self._matcher(_schema_grammar(complete))) == problem:

@@ -26,8 +26,8 @@ LANES = 16
 # The number of inputs that the kernels multiply at once. The size of a group is a multiple of this
 # number.
 UNIT = 8
-# Activations are quantised in the same groups as the weights. Larger groups are divided, so that
-# one large activation makes only the other activations of a small group inaccurate.
+# Activations are quantised in the same groups as the weights. A large activation makes the other
+# activations of its group less accurate, so large groups are divided into smaller groups.
 _MAX_GROUP_SIZE = 128
 
 

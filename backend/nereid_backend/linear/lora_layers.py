@@ -206,7 +206,7 @@ class LoraLayers:
         output.view(-1, up.out_features).add_(up(hidden))
 
     def _mask(self, ranks: tuple[int, ...]) -> Tensor:
-        """Return which products belong to an adapter other than that of the row.
+        """Return a mask of the products that do not belong to the adapter of their row.
 
         Example: the rows have the adapters [0, 1], and `ranks` is (1, 2). The mask is
         [[False, True, True], [True, False, False]].

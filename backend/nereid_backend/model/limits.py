@@ -160,7 +160,7 @@ def plan_memory(
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
-        # State outside of blocks gets at most half of the memory, or all of it if there are no
+        # The state outside of blocks may use half of the memory, or all memory if there are no
         # blocks.
         share = num_bytes // 2 if bytes_per_token else num_bytes
         max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)

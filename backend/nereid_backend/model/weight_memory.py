@@ -14,7 +14,8 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# The bytes of an integer with its part of the scale and of the zero, in the order of preference.
+# The average number of bytes of a rounded weight: the integer, and its share of the scale and the
+# zero of its group. The settings that are recommended first come first.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 

@@ -13,11 +13,11 @@ import torch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-# Ends one graph and begins the next; see `GraphCapture.pieces`.
+# A function that ends one graph and begins the next graph; see `GraphCapture.pieces`.
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
-# Memory that stays free in addition to what the largest step needs.
+# The number of bytes that must stay free in addition to the memory of the largest step.
 _SPARE_BYTES = 256 * 2**20
 # Cancelled captures. torch's allocator of pinned memory continues to use the objects, and Python
 # code cannot stop this, so the objects must not be freed.

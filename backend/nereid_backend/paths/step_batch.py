@@ -221,8 +221,8 @@ class BatchBuilder:
         """
         num_filled, num_dropped = self._num_filled, self._num_dropped
         rows: list[int] = []
-        # Most sequences get no block in a step, so most rows stay as they are. Unpacking a chunk is
-        # faster than reading its fields by name.
+        # In most steps, a sequence gets no new block, so most rows do not change. Unpacking a chunk
+        # is faster than reading its fields by name.
         for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None

@@ -42,8 +42,8 @@ _LEGACY_POOLERS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The settings of the transformers model. The name of the file contains the architecture, as in
-# sentence_bert_config.json.
+# The files with the settings of the transformers model. Their names contain the architecture, such
+# as sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
 # The settings of the tokenizer that are stored together with the variables of the chat template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}

@@ -264,7 +264,7 @@ class ItemPreparer:
         if len(ids) > limit:
             self._refuse_length(item, len(ids))
             # Tokenise the text again, because the first `limit` ids would lack the special token at
-            # the end. Of a pair, the tokenizer truncates the longer text.
+            # the end. If the input is a pair, the tokenizer truncates the longer text.
             encoded: Any = self._tokenizer(
                 *_texts_of(item),
                 truncation="longest_first",

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# The smallest value of b. Some tokenizers have only short tokens, but accept longer texts, because
-# their normalisation shortens a text before it is divided into tokens.
+# The longest token counts as at least this number of bytes. Some tokenizers have only short tokens,
+# but accept longer texts, because their normalisation shortens a text before it is divided into
+# tokens.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # A long text does not always have many tokens: some tokenizers drop white space, or write a long
@@ -75,8 +76,8 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The message gives tokens, because the limit is a setting in tokens. The number is
-            # above the limit even if short texts are allowed to be longer (_MIN_TEXT_BYTES).
+            # The message contains a number of tokens, because the setting limits tokens. With
+            # _MIN_TEXT_BYTES, the quotient can be too small, but the number must exceed the limit.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

@@ -25,9 +25,9 @@ _NUM_WARPS = 16
 # When the model is loaded, the kernel is compared with the reference on a batch of this size.
 _NUM_CHECKED_ROWS = 16
 _CHECKED_VOCAB_SIZE = 9000
-# The number of tokens of that batch that may differ because of rounding.
+# The number of tokens in the test batch that may differ from the reference because of rounding.
 _MAX_DIFFERING = 1
-# The largest accepted difference of a log-probability in that batch.
+# The largest accepted difference of a log-probability in the test batch.
 _MAX_LOGPROB_ERROR = 1e-4
 
 Settings = NDArray[np.float64]

@@ -88,7 +88,7 @@ class TokenCounts:
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
-                # Count draft tokens only in the copies, because they may be rejected.
+                # Draft tokens may be rejected, so they are counted only in the copies of the rows.
                 columns = dict(self._requests[rows[index]].columns)
                 _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts

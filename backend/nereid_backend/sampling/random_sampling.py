@@ -26,9 +26,9 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 # The number of likeliest tokens that are examined first. These tokens usually include all tokens
 # that top_k and top_p keep.
 _LIKELIEST = 64
-# This number replaces _LIKELIEST if the caller samples uncertain rows again later, as on a GPU. On
-# a GPU, examining more tokens costs little. But if a token is replaced later, the next step, which
-# has started with the wrong token, must be discarded.
+# On a GPU, uncertain rows are sampled again later, and the next step may have started with a wrong
+# token and must then be discarded. Examining more tokens costs little there, so this number of
+# tokens replaces _LIKELIEST.
 _LIKELIEST_DEFERRED = 512
 # On a CPU, a row with a flat distribution gets a second attempt with this number of tokens. The CPU
 # kernel finds them in a third of the time that sorting all tokens takes.
@@ -407,7 +407,7 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
     # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total.
-    # This is equivalent: the token and the less likely tokens sum to more than `rest`.
+    # An equivalent condition is that the token and all less likely tokens sum to more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= ascending.gather(1, first))

@@ -77,7 +77,7 @@ class _SliceInputs(NamedTuple):
         return _true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "_SliceInputs":
-        """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
+        """Return the inputs of the positions at `indices`. The result's `start` is not used."""
         positions = [self.positions[i] for i in indices]
         masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}
         return _SliceInputs(0, positions, self.params[indices], masks)
@@ -290,8 +290,8 @@ class Sampler:
         """Launch the sampling with torch operations or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `likeliest` contains the likeliest tokens before masks and penalties. If these changed the
-        # logits, other tokens may be likeliest.
+        # `likeliest` contains the likeliest tokens before masks and penalties. If masks or
+        # penalties changed the logits, other tokens may be the likeliest.
         token_ids, uncertain = _sample_rows(
             processed,
             likeliest if processed is model_logits else None,

@@ -118,7 +118,7 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """Masks that a thread is filling, or that the call of `result` fills."""
+    """Masks that are filled in a thread, or later by a call of `result`."""
 
     def result(self) -> StepMasks:
         """Return the masks when they are filled."""

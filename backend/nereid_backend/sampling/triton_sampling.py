@@ -121,7 +121,7 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return the value with the number of the highest true condition; value_0 if none is true."""
+    """Return value_3 if is_3 is true, else value_2 if is_2 is true, and so on; else value_0."""
     return tl.where(is_3, value_3, tl.where(is_2, value_2, tl.where(is_1, value_1, value_0)))
 
 

@@ -10,7 +10,7 @@ from nereid_backend.serving.serving_settings import ServingSettings
 
 
 def read_chat_template(settings: ServingSettings) -> str | None:
-    """Return the chat template that replaces the checkpoint's one, or None if none is set.
+    """Return the chat template in the setting chat_template, or None if the setting is empty.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -26,7 +26,7 @@ def read_chat_template(settings: ServingSettings) -> str | None:
 
 
 def read_template_defaults(settings: ServingSettings) -> dict[str, Any]:
-    """Return the variables of the chat template that requests get unless they set them.
+    """Return the default values of chat template variables, which requests can replace.
 
     Raises:
         ConfigError: the setting chat_template_kwargs is not a JSON object.

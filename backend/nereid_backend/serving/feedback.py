@@ -94,7 +94,7 @@ class FeedbackReader:
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """Return the signal for the sequence in `slot`; NONE if it is for an earlier stream."""
+        """Return the signal in `slot`; NONE if the signal belongs to an earlier stream."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes, token_ids: bytes) -> bytes:
@@ -111,7 +111,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", signature, state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the lower half of the word at `index`; 0 if it is for another stream."""
+        """Return the lower half of the word at `index`; 0 if the word belongs to another stream."""
         word: int = self._words[index]
         return word & _LOW_32_BITS if word >> 32 == serial else 0
 

@@ -99,7 +99,7 @@ class AdapterCalls:
         ]
 
     def take_waiting(self) -> list[Any]:
-        """Return and forget the senders of all waiting requests, because the process has died."""
+        """Remove and return the senders of all waiting requests, because the process has died."""
         senders = [sender for sender, _ in self._waiting.values()]
         self._waiting.clear()
         return senders

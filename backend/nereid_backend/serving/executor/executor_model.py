@@ -39,7 +39,7 @@ from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
-# The loop waits at least this long, even if a step that must not be sent yet is due.
+# A step can be due although it must not be sent yet. The loop then waits at least this long.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 _LONGEST_RETRY_S = 60

@@ -31,9 +31,9 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        # The numbers of steps, across all streams, in the order in which the steps are sent.
+        # The steps of all streams are numbered together, in the order in which they are sent.
         self._step_numbers = itertools.count(1)
-        # The largest number of a step that the postprocessor has consumed.
+        # The largest number among the steps that the postprocessor has consumed.
         self._newest_consumed = 0
         self._last_observed = 0.0
 

@@ -89,7 +89,8 @@ class Sequence:
     def add(self, update: RequestUpdate) -> None:
         """Add an update of the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update contains only the sum up to its last token. Use it for all tokens of the update.
+        # An update contains the sum of the log-probabilities up to its last token only. All tokens
+        # of the update get this sum.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             self.logprobs = (self.logprobs or []) + update.logprobs

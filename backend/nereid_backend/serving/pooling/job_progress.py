@@ -32,7 +32,7 @@ _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
 # The largest number of slices of one job that are in the engine at the same time.
 _MAX_SLICES = 2
-# The time in which inputs are sent to the engine between two steps of the engine.
+# The longest time in seconds for which inputs are sent to the engine between two of its steps.
 _PREPARE_S = 0.01
 # An error message of the engine. It begins with the index of the input in its slice, unless the
 # slice has only one input.

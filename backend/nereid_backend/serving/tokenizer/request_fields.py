@@ -20,7 +20,7 @@ from nereid_backend.field_checks import to_request_error
 from nereid_backend.serving.tokenizer import unsupported_fields
 
 Seconds = Annotated[float, Field(ge=0)]
-# The limit on the length of a stop string or bad word keeps the search for them fast.
+# The length of stop strings and bad words is limited, so that the search for them stays fast.
 _Word = Annotated[str, Field(max_length=4096)]
 
 _BOOLEAN_TEXTS = {"true": True, "false": False}
@@ -124,7 +124,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# The values of these fields are texts, or the module that reads the field parses the text itself.
+# `parse_texts` does not parse the texts in these fields: either the field's value is a text, or the
+# module that reads the field parses the text.
 _TEXT_FIELDS = frozenset(
     {
         *(

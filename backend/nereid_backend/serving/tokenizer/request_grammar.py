@@ -41,7 +41,7 @@ class OutputFormat:
 
     @property
     def schema(self) -> object:
-        """The JSON schema; `{}` if the form has none."""
+        """The JSON schema of the format; `{}` if the format has no schema."""
         if self.form["type"] == "json_object":
             return {"type": "object"}
         inner = self.form.get("json_schema")
@@ -318,8 +318,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # Only a structural tag needs the node, but `answer_node` also validates the other forms. It
-    # raises an error that names the invalid part of the form.
+    # Only a structural tag needs the node, but `answer_node` also validates the other types of
+    # `form`. If a part of `form` is invalid, `answer_node` raises an error that names the part.
     node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
         return GrammarSpec("regex", output.form["pattern"], after)

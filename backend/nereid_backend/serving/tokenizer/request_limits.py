@@ -29,8 +29,9 @@ _DROPPED_TEXT_FACTOR = 4
 _ESCAPED_BYTES = 6
 # The bytes that a request may have in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
-# The smallest value of b. Some tokenizers have only short tokens, but accept longer texts, because
-# their normalisation shortens a text before it is divided into tokens.
+# The longest token counts as at least this number of bytes. Some tokenizers have only short tokens,
+# but accept longer texts, because their normalisation shortens a text before it is divided into
+# tokens.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
@@ -80,9 +81,9 @@ class RequestLimits:
             max_prompt_bytes=max_prompt_bytes,
             # The JSON text of the longest chat, if every byte is an escape sequence.
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
-            # More messages than this number have more than max_model_len tokens.
+            # A chat with more messages has more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
-            # A field can contain lists of token ids. The factor is a margin.
+            # A field can contain lists of token ids, so max_model_len is multiplied by a margin.
             max_values=max(4 * max_model_len, _MIN_VALUES),
         )
 
@@ -197,7 +198,8 @@ class RequestLimits:
             num_bytes: the smallest number of bytes that the prompt has in UTF-8.
         """
         token_bytes = self.max_prompt_bytes // self.max_model_len
-        # The number is above the limit even if rounding or dropped text make the quotient smaller.
+        # Because of rounding or dropped text, the quotient can be too small. The message must still
+        # contain a number above the limit.
         least_tokens = max(num_bytes // token_bytes, self.max_model_len + 1)
         raise RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "

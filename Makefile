@@ -39,8 +39,9 @@ $(STAMP): $(MANIFESTS)
 	@echo "setup: installing torch, transformers and the three packages (about a minute with a warm pip cache)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev --group embedded-server
-	@echo "setup: installing the Triton server"
+	@echo "setup: installing the Triton server, and helm for the tests of the chart"
 	@$(BIN)/nereid install-server
+	@$(BIN)/python deploy/install_helm.py
 	@touch $@
 	@echo "setup: finished"
 

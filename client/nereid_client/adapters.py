@@ -18,9 +18,9 @@ class Adapters:
     """The names of the adapters that the server has loaded."""
 
     def __init__(self, change: ChangeAdapters) -> None:
-        """Create an object that asks the server by calling `change`."""
+        """Create the object. It calls `change` to list, load and unload adapters on the server."""
         self._change = change
-        # The names that the server returned last. Another client may have changed them since then.
+        # The names in the server's last answer. Other clients may have loaded adapters since then.
         self._names: list[str] = []
 
     async def names(self) -> list[str]:

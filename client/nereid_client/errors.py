@@ -132,7 +132,7 @@ _TOO_MANY_TOKENS = re.compile(
 # The ensemble has two input tensors for a prompt. The HTTP API has the field `prompt` instead.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
-# Example: the field of "temperature: must be at least 0".
+# Example: the pattern matches the field and the colon in "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
 # Example: the pattern matches the field in "max_tokens must be at least 1". A single word, such as
 # "image" in "image is too large", is often not a field, so only the words of this list are matched.
@@ -140,8 +140,8 @@ _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
 )
-# The first words after "seed: " in a message such as "seed: the value must be an integer". The name
-# of the field replaces these words: "seed must be an integer".
+# The message "seed: the value must be an integer" becomes "seed must be an integer". The pattern
+# matches the words "the value", which are removed together with the colon.
 _SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 

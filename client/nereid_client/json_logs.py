@@ -21,7 +21,7 @@ from nereid_client.supervise.child_processes import ERROR_PREFIX, MESSAGE_PREFIX
 
 REQUEST_FIELDS = ("request_id", "route", "status", "duration_s", "client", "trace_id")
 """The attributes of a log record that are copied to its JSON object."""
-# The first letter of a line of the Triton server, before the date.
+# Each line of the Triton server's log starts with one of these letters, followed by the date.
 _TRITON_LEVELS = {"I": "info", "W": "warning", "E": "error"}
 _JSON_START = '{"time": "'
 _TRITON_LINE = re.compile(r"([IWE])\d{4} ")
@@ -57,7 +57,7 @@ class JsonLines(io.TextIOBase):
 
 
 class LinesWithoutMessages(io.TextIOBase):
-    """A log without the lines that `nereid serve` prints itself, for a log on its standard output.
+    """A log on standard output without the messages that `nereid serve` itself prints there.
 
     Args:
         log: the file to which the other lines are written.
@@ -67,7 +67,7 @@ class LinesWithoutMessages(io.TextIOBase):
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line, which ends with a line break, unless it is a message."""
+        """Write one line, which ends with a line break. Messages of `nereid serve` are omitted."""
         if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
             return 0
         return self._log.write(line)

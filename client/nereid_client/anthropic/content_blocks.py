@@ -187,8 +187,8 @@ def _without_billing_line(system: str) -> str:
     r"""Return a system prompt without the billing line at its beginning.
 
     The coding agent Claude Code sends this line for the statistics of Anthropic's servers. The line
-    contains hashes that differ between conversations, and in some versions between requests. It
-    would therefore prevent that the prefix cache finds any token after it.
+    contains hashes that differ between conversations, and in some versions between requests. The
+    prefix cache could therefore not be used for any token after this line.
 
     Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
     """
@@ -200,7 +200,7 @@ def _without_billing_line(system: str) -> str:
 def _as_user(blocks: Sequence[_Block]) -> tuple[str, list[_Block]]:
     """Return a system message in the middle of a conversation as a message of the user.
 
-    The tag is the one with which agents mark texts in a user's message that are not from the user.
+    In messages of the user, agents use this tag around text that the user did not write.
     """
     text = f"<system-reminder>\n{_joined_text(blocks)}\n</system-reminder>"
     return "user", [_TextBlock(type="text", text=text)]
@@ -220,7 +220,8 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
     ]
     message: Json = {
         "role": "assistant",
-        # An answer that continues after a tool call is one text in the chat completion.
+        # A message of a chat completion has one text, so the texts before and after a tool call
+        # are joined.
         "content": "".join(block.text for block in blocks if isinstance(block, _TextBlock)),
     }
     if reasoning:

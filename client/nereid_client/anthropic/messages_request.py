@@ -25,7 +25,7 @@ REFUSED_IN_MESSAGES = {
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
-    # After this error code, Anthropic's client sends the whole conversation.
+    # After an error with this code, Anthropic's client sends the whole conversation again.
     "thread": Refusal(
         "Nereid stores no conversations; send all messages", code="thread_unsupported_request"
     ),

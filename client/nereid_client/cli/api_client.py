@@ -13,7 +13,8 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# A proxy of the environment could not reach a server on this machine.
+# Requests do not use the proxy of the environment variables, because it could not reach a server on
+# this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -54,7 +55,7 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
 
 
 def fetch_json(url: str, body: Json | None = None) -> Json:
-    """Return the JSON object with which a server answers.
+    """Send a request, and return the JSON object in the response.
 
     Raises: CliError.
     """

@@ -95,7 +95,7 @@ def default_target() -> Path:
 
 
 def launcher_path() -> Path:
-    """Return the path of the launcher, in the folder of this environment's commands."""
+    """Return the path of the launcher, which is beside the other commands of this environment."""
     return Path(sys.prefix) / "bin" / "tritonserver"
 
 

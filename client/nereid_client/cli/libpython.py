@@ -22,7 +22,7 @@ def libpython_name() -> str:
 
 
 def find_libpython() -> Path:
-    """Return the path of the library: that of the running Python, else that of the system.
+    """Return the path of the running Python's library, or else of the system's library.
 
     Raises: CliError if there is none. The message names the package to install.
     """
@@ -47,7 +47,7 @@ def is_loader_default(library: Path) -> bool:
 
 
 def _own_folders() -> list[Path]:
-    """Return the folders in which the running Python keeps its libraries."""
+    """Return the folders that can contain the library of the running Python."""
     libdir = sysconfig.get_config_var("LIBDIR")
     multiarch = sysconfig.get_config_var("MULTIARCH")
     folders = [Path(sys.base_prefix) / "lib"]

@@ -50,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a cell, in which square brackets are not the markup of rich."""
+    """Return the text of a cell. Square brackets are escaped, because rich reads them as markup."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 

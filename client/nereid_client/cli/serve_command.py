@@ -372,9 +372,10 @@ def _find_tritonserver(given: Path | None) -> Path:
 
 
 def _find_repository(given: Path | None) -> Path:
-    """Return the model repository that was given, or the first one that exists.
+    """Return the path of the model repository: the given path, or the first folder that exists.
 
-    The places are the working folder, the folder of a checkout, and the installed wheel `nereid`.
+    The folder `model_repository` is looked up in the working folder, in the folder of a checkout,
+    and in the installed wheel `nereid`.
     """
     if given is not None:
         return given.expanduser().absolute()

@@ -148,7 +148,7 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
 
 
 async def encode_list(items: Iterable[str]) -> str:
-    """Return a JSON list of items that are JSON texts. Other requests run while it is encoded.
+    """Return a JSON list of items that are JSON texts. Other requests run meanwhile.
 
     Example: the items "[0.5]" and "[0.7]" return "[[0.5],[0.7]]".
 

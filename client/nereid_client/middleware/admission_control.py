@@ -247,7 +247,7 @@ class AdmissionControl:
     def _throttle(self, key: tuple[str, str], now: float) -> Throttle:
         """Return the throttle with a key, and create it if necessary."""
         if key not in self._throttles and len(self._throttles) >= _MAX_THROTTLES:
-            # A client can send a new name with each request.
+            # A client can send a new name with each request, so idle throttles must be deleted.
             self._throttles = {
                 name: throttle
                 for name, throttle in self._throttles.items()

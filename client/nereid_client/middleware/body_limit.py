@@ -1,4 +1,4 @@
-"""The limits on request bodies: the size of each, the size of all, and the time to receive one."""
+"""Limits for request bodies: the size of one body, the size of all bodies, and a time limit."""
 
 import asyncio
 

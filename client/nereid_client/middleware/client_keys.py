@@ -79,7 +79,7 @@ class Bucket:
         self._level -= amount
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the seconds until the bucket contains `amount`, or 0 if `amount` is there now."""
+        """Return the seconds until the bucket contains `amount`, or 0 if it already does."""
         if not self.per_minute:
             return 0.0
         self._fill(now)

@@ -55,7 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Too many headers are an error of the parser, which becomes a 400."""
+        """Store a header. Raise ValueError after too many headers, so that uvicorn sends a 400."""
         if len(self.headers) >= _MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)

@@ -43,9 +43,10 @@ INT64_LIMIT = 2**63
 """Integers must be less than this number, because the backend stores them as int64."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
-# An unknown name counts as a typing error if its similarity to a known name, difflib's ratio, is at
-# least this number. Examples: the ratio of "max_token" and "max_tokens" is 0.94. The ratio of
-# llama.cpp's field "return_tokens" and "return_token_ids" is 0.92, which is no typing error.
+# An unknown name counts as a typing error if its similarity to a known name is at least this value.
+# The similarity is the ratio of difflib. Example: the ratio of "max_token" to "max_tokens" is 0.94,
+# so "max_token" is a typing error. The ratio of llama.cpp's field "return_tokens" to our field
+# "return_token_ids" is 0.92, so "return_tokens" is not a typing error.
 _TYPING_ERROR = 0.93
 # Only this number of unknown fields is compared with the known names. Otherwise, a body with
 # thousands of unknown fields would keep the frontend busy for seconds.

@@ -80,7 +80,7 @@ class PoolingRequest(RequestBody):
 
     @property
     def truncates(self) -> bool | None:
-        """Whether the server cuts texts that are too long. None if the request does not say it."""
+        """Whether the server cuts texts that are too long. None if the request does not set it."""
         if self.truncate_prompt_tokens is not None:
             return True
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate

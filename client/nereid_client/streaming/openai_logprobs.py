@@ -129,7 +129,7 @@ class CompletionLogprobs:
         return _as_id(token_id) if self._tokens_as_ids else token
 
     def _completed_text(self, entry: TokenLogprob, *, is_last: bool) -> str:
-        """Return the characters that are complete with this token.
+        """Return the characters that this token completes.
 
         Example: if a character of two bytes consists of two tokens, the first token returns "" and
         the second one returns the character.

@@ -9,7 +9,7 @@ _END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 @dataclass
 class ReasoningView:
-    """Changes the deltas of one stream, so that reasoning is sent when the client wants it.
+    """Changes the deltas of one stream, so that the client receives reasoning as it requested.
 
     Attributes:
         streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning

@@ -19,7 +19,7 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable in which the Triton models find the name of the fork server's abstract
 Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
-# A model of the repository that needs the fork server. Other repositories do not contain it.
+# The fork server starts only if the repository contains this model, which needs the fork server.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.fork_server"

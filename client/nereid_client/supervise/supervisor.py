@@ -282,7 +282,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return why the server does not work although its processes run, or None if it works."""
+        """Return the reason why a server whose processes run does not work, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model has reported that it has stopped, and it rejects all further requests.
@@ -306,7 +306,7 @@ class Supervisor:
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
         if self._fork_server is not None:
-            # It kills the processes that it has created for the stubs of a dead server.
+            # The fork server itself kills the processes that it created for a dead server.
             others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
         if program is self._server:

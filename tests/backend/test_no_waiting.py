@@ -232,7 +232,7 @@ def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monk
     launched = []
 
     def prefill(query, call, rows, out, tuning):
-        launched.append(rows.tiles(gpu_attention._tiling(call.spec, tuning)).shape)
+        launched.append(rows.tiles(gpu_attention.prefill_tiling(call.spec, tuning)).shape)
 
     monkeypatch.setattr(gpu_attention, "store", lambda *_: None)
     monkeypatch.setattr(gpu_attention, "decode", lambda *args: launched.append(args[2].count))

@@ -7,10 +7,9 @@ from nereid_backend.attention.gpu.gpu_attention import (
     GpuFloat8KVCache,
     GpuInt8KVCache,
     GpuKVCache,
-    float8_of,
 )
 from nereid_backend.attention.gpu.gpu_batch import Tiling
-from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8
+from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, float8_of
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows

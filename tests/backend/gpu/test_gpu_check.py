@@ -4,7 +4,7 @@ import pytest
 import torch
 from nereid_backend.attention import choose_backend
 from nereid_backend.attention.float8_cache import Float8KVCache
-from nereid_backend.attention.gpu import gpu_attention, gpu_check
+from nereid_backend.attention.gpu import decode_splits, gpu_attention, gpu_check
 from nereid_backend.attention.gpu.gpu_attention import GpuFloat8KVCache, GpuInt8KVCache, GpuKVCache
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
@@ -35,15 +35,15 @@ def test_kernels_that_are_right_pass_in_half_precision(device):
 
 def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monkeypatch):
     launched = []
-    plain = gpu_attention.split
+    plain = decode_splits.split
 
     def noted(*arguments):
         launched.append(plain(*arguments))
         return launched[-1]
 
-    monkeypatch.setattr(gpu_attention, "split", noted)
+    monkeypatch.setattr(decode_splits, "split", noted)
     # As on a data-centre GPU.
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
+    monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     gpu_check.check(GpuKVCache, PLAIN, 16, torch.float32, device)
     (_, num_parts), *_ = launched
     assert num_parts > 1

@@ -5,7 +5,7 @@ import torch
 from nereid_backend.attention import choose_backend
 from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
-from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu import decode_splits, gpu_attention, gpu_call
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, GpuBatch
 from nereid_backend.attention.gpu.gpu_call import Float8
 from nereid_backend.attention.gpu.tuning import (
@@ -69,23 +69,23 @@ def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability
 
 
 def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
-    tokens, parts = gpu_attention.split(rows_of((1, 32768)), LayerWindow(), 8, 64, CPU)
+    monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
+    tokens, parts = decode_splits.split(rows_of((1, 32768)), LayerWindow(), 8, 64, CPU)
     assert parts > 30
     assert tokens * parts >= 32768
-    assert gpu_attention.split(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
+    assert decode_splits.split(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
 
 
 def test_a_window_bounds_the_number_of_parts(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
-    tokens, parts = gpu_attention.split(rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU)
+    monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
+    tokens, parts = decode_splits.split(rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU)
     # The window's first token may lie anywhere in its tile.
     assert 512 + 64 <= tokens * parts <= 1024
 
 
 def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 10_000)
-    assert gpu_attention.split(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1] <= 128
+    monkeypatch.setattr(decode_splits, "num_processors", lambda device: 10_000)
+    assert decode_splits.split(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1] <= 128
 
 
 def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():
@@ -149,7 +149,7 @@ def test_tables_in_the_repository_can_be_read():
 )
 def test_numbers_of_8_bits_are_converted_as_the_gpu_can(monkeypatch, capability, conversion):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    convert = gpu_attention.float8_of.__wrapped__
+    convert = gpu_call.float8_of.__wrapped__
     assert convert(torch.device("cuda:0")) is conversion
     assert convert(CPU) is Float8.BITS
 

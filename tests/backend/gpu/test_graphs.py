@@ -9,7 +9,7 @@ from backend.gpu.recorded import CaptureError, Recorder, record, rerun
 from backend.gpu.steps import SPECS, Steps, sampled
 from backend.tiny_models import BY_NAME
 from nereid_backend import SamplingParams
-from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu import decode_splits, gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.layers import LayerWindow
@@ -390,11 +390,11 @@ def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
     "window", [LayerWindow(), LayerWindow(size=700), LayerWindow(chunk=4096)], ids=str
 )
 def test_parts_of_a_captured_launch_depend_on_no_length_and_fill_the_gpu(window, monkeypatch):
-    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
+    monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
     nothing = torch.zeros(1, dtype=torch.int64)
     for count in row_counts(256):
         rows = DecodeRows(count, [(count, 32768)], *[nothing] * 4, longest=nothing)
-        parts = gpu_attention.captured_splits(rows, window, 8, 64, CPU)
+        parts = decode_splits.captured_splits(rows, window, 8, 64, CPU)
         limit = 32768 if window.limit is None else window.limit + 64
         assert 1 <= parts <= 128
         # There are enough programs, unless parts of two tiles already cover all tokens.

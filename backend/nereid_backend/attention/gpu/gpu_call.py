@@ -2,9 +2,11 @@
 """The arguments of one attention call on a GPU, in the forms that the kernels read."""
 
 import enum
+import functools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
@@ -26,7 +28,7 @@ class Float8(enum.IntEnum):
     NONE = 0
     """The cache contains other numbers: floating point numbers of the model, or integers."""
     DEVICE = 1
-    """The kernels use instructions of the GPU; see `gpu_attention.float8_of`."""
+    """The kernels use instructions of the GPU; see `float8_of`."""
     BITS = 2
     """The kernels shift the bits of the numbers; see `triton_common.converted`."""
 
@@ -114,6 +116,18 @@ class AttentionCall:
             "HAS_SCALES": self.scales is not None,
             "FLOAT8": int(self.float8),
         }
+
+
+@functools.cache
+def float8_of(device: torch.device) -> Float8:
+    """Return how the kernels convert 8-bit floating point numbers on a device.
+
+    GPUs of compute capability 8.9 have instructions for these numbers, too. But Triton 3.6 cannot
+    compile the conversion to bfloat16 for them.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return Float8.DEVICE
+    return Float8.BITS
 
 
 def padded_size(size: int) -> int:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the kernels that are written in the Triton language.
+
+The kernels are imported in the functions, because they need the package triton. torch installs this
+package on machines with a GPU.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from nereid_backend.attention.gpu import decode_splits
+from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows, Tiling
+from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, padded_size
+from nereid_backend.attention.gpu.tuning import Tuning
+from nereid_backend.attention.layers import LayerSpec
+
+# The kernels use the hardware's fused instructions, which round a product and a sum only once.
+# Triton warns if this option is not set.
+_FUSED: dict[str, Any] = {"enable_fp_fusion": True}
+# The number of elements that each program of the cache write kernel copies.
+_STORE_ELEMENTS = 4096
+# The largest number of query heads that one program of the decode kernel computes.
+_MAX_DECODE_ROWS = 64
+# The number of parts that the reduction adds in one iteration.
+_REDUCE_STEP = 16
+
+
+def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> None:
+    """Write the keys and values of a step into the cache of one layer.
+
+    Args:
+        key: [num_kv_heads, num_tokens, key_dim], the last dimension contiguous.
+        value: [num_kv_heads, num_tokens, value_dim], the last dimension contiguous.
+        call: the attention call. Only its cache is used.
+        slots: [num_tokens] int64. Tokens with a negative slot are not written.
+
+    Mutates: the cache.
+    """
+    from nereid_backend.attention.gpu.triton_store import store_kernel
+
+    num_kv_heads, num_tokens, key_dim = key.shape
+    if num_tokens == 0:
+        return
+    value_dim = value.shape[2]
+    max_heads = max(1, _STORE_ELEMENTS // padded_size(max(key_dim, value_dim)))
+    heads_per_program = min(padded_size(num_kv_heads), max_heads)
+    programs_per_token = -(-num_kv_heads // heads_per_program)
+    head_and_token_strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+    store_kernel[(num_tokens, programs_per_token)](
+        key,
+        value,
+        *call.cache_tensors,
+        slots,
+        *head_and_token_strides,
+        NUM_KV_HEADS=num_kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=call.values.shape[2],
+        HEADS=heads_per_program,
+        KEY_PADDED=padded_size(key_dim),
+        VALUE_PADDED=padded_size(value_dim),
+        HAS_SCALES=call.scales is not None,
+        IS_FLOAT8=call.float8 is not Float8.NONE,
+        num_warps=4,
+        **_FUSED,
+    )
+
+
+def decode(
+    query: Tensor, call: AttentionCall, rows: DecodeRows, out: Tensor, tuning: Tuning
+) -> None:
+    """Compute the attention of decodes.
+
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        call: the attention call.
+        rows: the decodes of the step.
+        out: [num_tokens, num_heads, value_dim]. The rows of the decodes are written.
+        tuning: the tile sizes of the kernel.
+
+    Mutates: out.
+    """
+    from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
+
+    spec = call.spec
+    # One program computes all heads of a large group, so that their keys are read only once.
+    num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
+    num_programs = spec.num_kv_heads * -(-call.group_size // num_rows)
+    work = (rows, spec.window, num_programs, tuning.tile, query.device)
+    if rows.longest is None:
+        split_tokens, num_splits = decode_splits.split(*work)
+    else:
+        # The kernel derives the number of tokens in a part from the longest sequence of each step.
+        split_tokens = 0
+        num_splits = decode_splits.captured_splits(*work)
+    is_split = num_splits > 1
+    # The kernel needs a valid pointer even for an argument that it does not read. It does not read
+    # `parts` and `weights_log` if sequences are not divided, nor `sinks` if the layer has none.
+    parts = out
+    weights_log = out
+    sinks = out if call.sinks is None else call.sinks
+    if is_split:
+        shape = (rows.count, spec.num_heads, num_splits)
+        parts = rows.workspace((*shape, spec.value_dim))
+        weights_log = rows.workspace(shape)
+    split_arguments = (*call.window_limits, split_tokens, num_splits)
+    shared: dict[str, Any] = {
+        **call.value_constants(),
+        **call.window_constants(),
+        "TILE": tuning.tile,
+        "HAS_SINKS": call.sinks is not None,
+        "READS_LONGEST": rows.longest is not None,
+    }
+    longest = rows.lens if rows.longest is None else rows.longest
+    decode_kernel[(rows.count, num_programs, num_splits)](
+        *(query, *call.cache_tensors, out, parts, weights_log, sinks),
+        *(rows.table, rows.table_starts, rows.tokens, rows.lens, longest),
+        *(query.stride(0), query.stride(1), *call.score_factors),
+        *split_arguments,
+        GROUP=call.group_size,
+        ROWS=num_rows,
+        IS_SPLIT=is_split,
+        HAS_CAP=spec.softcap is not None,
+        **call.cache_constants(),
+        **shared,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **_FUSED,
+    )
+    if is_split:
+        reduce_kernel[(rows.count, spec.num_heads)](
+            *(out, parts, weights_log, sinks, rows.tokens, rows.lens, longest),
+            *split_arguments,
+            NUM_HEADS=spec.num_heads,
+            SPLITS_PADDED=decode_splits.MAX_SPLITS,
+            STEP=_REDUCE_STEP,
+            **shared,
+            num_warps=2,
+            **_FUSED,
+        )
+
+
+def prefill(
+    query: Tensor, call: AttentionCall, rows: PrefillRows, out: Tensor, tuning: Tuning
+) -> None:
+    """Compute the attention of all prefills of a step in one launch.
+
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        call: the attention call.
+        rows: the prefills of the step.
+        out: [num_tokens, num_heads, value_dim]. The rows of the prefills are written.
+        tuning: the tile sizes of the kernel.
+
+    Mutates: out.
+    """
+    from nereid_backend.attention.gpu.triton_prefill import prefill_kernel
+
+    spec = call.spec
+    heads = min(call.group_size, tuning.rows)
+    tiles = rows.tiles(prefill_tiling(spec, tuning))
+    programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
+    # The kernel needs a valid pointer even if it does not read the sinks.
+    sinks = out if call.sinks is None else call.sinks
+    query_strides = (query.stride(0), query.stride(1))
+    prefill_kernel[(tiles.shape[0] * programs_per_tile,)](
+        query,
+        *call.cache_tensors,
+        out,
+        sinks,
+        rows.table,
+        rows.sequences,
+        tiles,
+        *query_strides,
+        *call.score_factors,
+        *call.window_limits,
+        GROUP=call.group_size,
+        ROWS=tuning.rows,
+        HEADS=heads,
+        TILE=tuning.tile,
+        HAS_CAP=spec.softcap is not None,
+        HAS_SINKS=call.sinks is not None,
+        **call.cache_constants(),
+        **call.value_constants(),
+        **call.window_constants(),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **_FUSED,
+    )
+
+
+def prefill_tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
+    """Return how the prefills of a step are divided into tiles for one layer."""
+    heads = min(spec.num_heads // spec.num_kv_heads, tuning.rows)
+    return Tiling(tuning.rows // heads, spec.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 Node = dict[str, Any]
@@ -72,17 +73,23 @@ def sequence(*parts: Node) -> Node:
     Nested sequences are flattened, adjacent constants are joined, and empty constants are removed.
     Example: `sequence(const("<a>"), const(""), const("x"))` gives `const("<a>x")`.
     """
-    flat: list[Node] = []
-    for part in parts:
-        for element in part["elements"] if part["type"] == "sequence" else [part]:
-            if element["type"] == "const_string":
-                if not element["value"]:
-                    continue
-                if flat and flat[-1]["type"] == "const_string":
-                    flat[-1] = const(flat[-1]["value"] + element["value"])
-                    continue
-            flat.append(element)
-    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
+    joined: list[Node] = []
+    for element in chain.from_iterable(map(_elements, parts)):
+        if joined and _is_const(joined[-1]) and _is_const(element):
+            joined[-1] = const(joined[-1]["value"] + element["value"])
+        elif element != const(""):
+            joined.append(element)
+    return joined[0] if len(joined) == 1 else {"type": "sequence", "elements": joined}
+
+
+def _elements(node: Node) -> list[Node]:
+    """Return the elements of a sequence, or a list with `node` if it is not a sequence."""
+    return list(node["elements"]) if node["type"] == "sequence" else [node]
+
+
+def _is_const(node: Node) -> bool:
+    """Return whether a node matches exactly one text."""
+    return bool(node["type"] == "const_string")
 
 
 def one_of(*options: Node) -> Node:
@@ -138,11 +145,13 @@ def tag(node: Node) -> Node:
     the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":
     "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
     """
-    parts = node["elements"] if node["type"] == "sequence" else [node]
-    begin = parts[0]["value"] if parts[0]["type"] == "const_string" else ""
-    inner = parts[1:] if begin else parts
-    end = inner[-1]["value"] if inner and inner[-1]["type"] == "const_string" else ""
-    inner = inner[:-1] if end else inner
+    inner = _elements(node)
+    begin = ""
+    end = ""
+    if _is_const(inner[0]):
+        begin = inner.pop(0)["value"]
+    if inner and _is_const(inner[-1]):
+        end = inner.pop()["value"]
     content = sequence(*inner) if inner else const("")
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
@@ -152,9 +161,9 @@ def without_outer_blanks(node: Node) -> Node:
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """
-    parts = list(node["elements"]) if node["type"] == "sequence" else [node]
-    if parts[0]["type"] == "const_string":
-        parts[0] = const(parts[0]["value"].lstrip())
-    if parts[-1]["type"] == "const_string":
-        parts[-1] = const(parts[-1]["value"].rstrip())
-    return sequence(*parts)
+    elements = _elements(node)
+    if _is_const(elements[0]):
+        elements[0] = const(elements[0]["value"].lstrip())
+    if _is_const(elements[-1]):
+        elements[-1] = const(elements[-1]["value"].rstrip())
+    return sequence(*elements)

@@ -165,23 +165,35 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
         names = frozenset({_function_name(choice)})
         return _ToolChoice("required", names, is_one_function=True)
     if kind == "allowed_tools":
-        allowed = _object(choice.get("allowed_tools", choice), "tool_choice.allowed_tools")
-        mode = allowed.get("mode", "auto")
-        if mode not in ("auto", "required"):
-            raise ConstraintError(
-                f'tool_choice: allowed_tools.mode must be "auto" or "required", but it is '
-                f"{shorten(mode)}"
-            )
-        tools = allowed.get("tools", [])
-        if not isinstance(tools, list):
-            raise ConstraintError(
-                f"tool_choice: allowed_tools.tools must be a list, but it is {shorten(tools)}"
-            )
-        items = [_object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools]
-        return _ToolChoice(mode, frozenset(map(_function_name, items)))
+        return _parse_allowed_tools(choice.get("allowed_tools", choice))
     raise ConstraintError(
         f"tool_choice: type must be function or allowed_tools, but is {shorten(kind)}"
     )
+
+
+def _parse_allowed_tools(value: object) -> _ToolChoice:
+    """Convert the object `allowed_tools` of a `tool_choice`.
+
+    Example: `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives
+    the mode "auto" and the names {"f"}.
+
+    Raises:
+        ConstraintError: The value has a wrong form.
+    """
+    allowed = _object(value, "tool_choice.allowed_tools")
+    mode = allowed.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise ConstraintError(
+            f'tool_choice: allowed_tools.mode must be "auto" or "required", but it is '
+            f"{shorten(mode)}"
+        )
+    tools = allowed.get("tools", [])
+    if not isinstance(tools, list):
+        raise ConstraintError(
+            f"tool_choice: allowed_tools.tools must be a list, but it is {shorten(tools)}"
+        )
+    items = [_object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools]
+    return _ToolChoice(mode, frozenset(map(_function_name, items)))
 
 
 def _object(value: object, place: str) -> Mapping[str, Any]:

@@ -185,7 +185,13 @@ def _merge(first: object, second: object) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Return the value of a keyword in a schema that demands the values of both schemas."""
+    """Return the value of a keyword in a schema that demands the values of both schemas.
+
+    Example: for the keyword `maxLength` and the values 5 and 9, the result is 5.
+
+    Raises:
+        _CannotMergeError: No single value of the keyword has the effect of both values.
+    """
     if keyword in _ANNOTATIONS:
         return first
     if keyword == "type":
@@ -216,24 +222,34 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
-    """Return the keywords `properties` and `additionalProperties` of the merged schema."""
+    """Return the keywords `properties` and `additionalProperties` of the merged schema.
+
+    Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
+    `{"a": {"type": "string", "maxLength": 9}}`.
+
+    Raises:
+        _CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
+    """
     if any("patternProperties" in schema for schema in (first, second)):
         raise _CannotMergeError
-    schemas = (first, second)
-    properties = [schema.get("properties") or {} for schema in schemas]
-    others = [schema.get("additionalProperties", True) for schema in schemas]
+    first_properties = first.get("properties") or {}
+    second_properties = second.get("properties") or {}
+    # The schemas of the properties that `properties` does not contain.
+    first_rest = first.get("additionalProperties", True)
+    second_rest = second.get("additionalProperties", True)
     merged = {}
-    for name in dict.fromkeys([*properties[0], *properties[1]]):
-        parts = [own.get(name, other) for own, other in zip(properties, others, strict=True)]
-        if False not in parts:
-            merged[name] = _merge(*parts)
+    for name in dict.fromkeys([*first_properties, *second_properties]):
+        first_schema = first_properties.get(name, first_rest)
+        second_schema = second_properties.get(name, second_rest)
+        if False not in (first_schema, second_schema):
+            merged[name] = _merge(first_schema, second_schema)
         elif name in required:
-            raise _CannotMergeError
+            raise _CannotMergeError  # One schema requires a property that the other one forbids.
     result: dict[str, Any] = {"properties": merged}
-    if False in others:
+    if False in (first_rest, second_rest):
         result["additionalProperties"] = False
-    elif others != [True, True]:
-        result["additionalProperties"] = _merge(*others)
+    elif (first_rest, second_rest) != (True, True):
+        result["additionalProperties"] = _merge(first_rest, second_rest)
     return result
 
 
@@ -280,11 +296,12 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
     if not math.isfinite(lowest) or not math.isfinite(highest):
         return []
-    first, last = math.ceil(lowest / multiple), math.floor(highest / multiple)
-    if last - first >= _MAX_MULTIPLES:
+    first_factor = math.ceil(lowest / multiple)
+    last_factor = math.floor(highest / multiple)
+    if last_factor - first_factor >= _MAX_MULTIPLES:
         return []
     excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
-    values = (number * multiple for number in range(first, last + 1))
+    values = (factor * multiple for factor in range(first_factor, last_factor + 1))
     return [value for value in values if value not in excluded]
 
 

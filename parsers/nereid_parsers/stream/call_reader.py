@@ -307,12 +307,11 @@ class CallReader:
         self._text.hold_blanks(buffer.take_until(skip_blanks(buffer.text, buffer.pos)))
         if not buffer.has_unread():
             return None
-        for close in self._section_closes if self._is_in_section else ():
-            match = match_marker(close, buffer.text, buffer.pos)
-            if match >= 0:
-                return self._end_section(buffer.text[buffer.pos : match])
-            if match == NEED_MORE and not self._is_empty_section_cut_off():
-                return self._wait_or_drop(buffer.pos)
+        close_end = self._match_section_close()
+        if close_end == NEED_MORE:
+            return self._wait_or_drop(buffer.pos)
+        if close_end != NO_MATCH:
+            return self._end_section(buffer.text[buffer.pos : close_end])
         if self._separator and self.has_calls():
             if buffer.starts_with(self._separator):
                 self._text.write_markup(buffer.take(len(self._separator)))
@@ -323,9 +322,21 @@ class CallReader:
             return self._expect(self._starts.in_section())
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT
 
-    def _is_empty_section_cut_off(self) -> bool:
-        """Return whether the message has ended in a section that contains no tool call."""
-        return self._buffer.is_final and bool(self._text.tentative)
+    def _match_section_close(self) -> int:
+        """Match a closing marker of the tool section at the current position.
+
+        If the message ends with an incomplete marker in a section without a tool call, the result
+        is NO_MATCH, because `finish_empty_section` handles the text of such a section.
+
+        Returns:
+            The end of the marker, NEED_MORE or NO_MATCH. NO_MATCH outside a tool section.
+        """
+        is_empty_section_cut_off = self._buffer.is_final and bool(self._text.tentative)
+        for close in self._section_closes if self._is_in_section else ():
+            match = match_marker(close, self._buffer.text, self._buffer.pos)
+            if match >= 0 or (match == NEED_MORE and not is_empty_section_cut_off):
+                return match
+        return NO_MATCH
 
     def _may_become_separator(self) -> bool:
         """Return whether the unread text is the beginning of the separator between tool calls.

@@ -124,9 +124,8 @@ class CallWriter:
             Whether the tool call has started. If False, the caller must treat its text as content.
         """
         is_unknown = self.tools.is_known and name not in self.tools
-        if not name or (is_unknown and not is_certain):
-            return False
-        if is_unknown and self._unknown_tool is UnknownTool.CONTENT:
+        unknown_is_content = not is_certain or self._unknown_tool is UnknownTool.CONTENT
+        if not name or (is_unknown and unknown_is_content):
             return False
         self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
         if self._is_discarded:
@@ -179,13 +178,20 @@ class CallWriter:
         elif self.keeps_arguments:
             self._append_stored_call()
         else:
-            text, is_unwrapped = self._filter.finish()
-            if is_unwrapped:
-                self.report(_WRAPPED_ARGUMENTS)
-            self._append_arguments(text)
-            if not self._has_written:
-                self._append_arguments(_EMPTY_ARGUMENTS)
-            self._append_end()
+            self._append_rest_of_call()
+
+    def _append_rest_of_call(self) -> None:
+        """Append the last events of a tool call whose arguments were passed on as they arrived.
+
+        A tool call without arguments gets the arguments `{}`.
+        """
+        delayed_text, is_unwrapped = self._filter.finish()
+        if is_unwrapped:
+            self.report(_WRAPPED_ARGUMENTS)
+        self._append_arguments(delayed_text)
+        if not self._has_written:
+            self._append_arguments(_EMPTY_ARGUMENTS)
+        self._append_end()
 
     def _append_end(self) -> None:
         """Append the event for the end of the tool call, with all reports about the tool call."""
@@ -193,24 +199,38 @@ class CallWriter:
         self._reports = []
 
     def _append_stored_call(self) -> None:
-        """Append all events of a tool call whose arguments are stored. Repair broken arguments."""
+        """Append all events of a tool call whose arguments are stored.
+
+        If the arguments are not valid JSON and cannot be repaired, the policy decides whether the
+        tool call is discarded, or passed on with the model's own text.
+        """
         text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
-        arguments: str | None = text
-        if not _is_json_object(text):
-            arguments = _repair(text)
-            self.report(_REPAIRED_ARGUMENTS if arguments else _BROKEN_ARGUMENTS)
+        arguments = self._valid_arguments(text)
         if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
             log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
             self._reports = []
             return
-        if arguments is not None and not self._filter.is_passing:
-            inner = unwrap(arguments)
-            if inner is not None:
-                self.report(_WRAPPED_ARGUMENTS)
-                arguments = inner
         self._append_start()
-        self._append_arguments(arguments or text)
+        self._append_arguments(text if arguments is None else arguments)
         self._append_end()
+
+    def _valid_arguments(self, text: str) -> str | None:
+        """Return the arguments as a JSON object, or None if `text` cannot be repaired.
+
+        Each change of the text is reported. Examples: `{"a": [1` gives `{"a": [1]}`, and
+        `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called "arguments".
+        """
+        arguments: str | None = text
+        if not _is_json_object(text):
+            arguments = _repair(text)
+            self.report(_BROKEN_ARGUMENTS if arguments is None else _REPAIRED_ARGUMENTS)
+        if arguments is None or self._filter.is_passing:
+            return arguments
+        inner = unwrap(arguments)
+        if inner is None:
+            return arguments
+        self.report(_WRAPPED_ARGUMENTS)
+        return inner
 
     def cut_arguments_at(self, marker: str) -> str | None:
         """Remove the stored arguments from the first `marker` on, and return the removed text.
@@ -273,7 +293,8 @@ def _read_as_literal(text: str) -> str | None:
 def _repair(text: str) -> str | None:
     """Repair broken JSON text, and return a JSON object as text, or None if the repair fails.
 
-    Example: `'{"a": [1'` gives `'{"a": [1]}'`.
+    The text is parsed as JSON with unescaped control characters, then as a Python literal, and then
+    as incomplete JSON. Example: `'{"a": [1'` gives `'{"a": [1]}'`.
     """
     from partial_json_parser import loads as loads_partial
 

@@ -230,19 +230,19 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
     """
     if tools is None:
         return CallPlans()
-    has_section = bool(tools.opens)
     plans = tuple(CallPlan(call, tools) for call in _with_json_variants(tools.calls))
-    # A model may omit the opening marker of the tool section. The content can then contain tool
-    # calls that have an opening marker of their own.
-    may_start = [plan for plan in plans if not has_section or plan.call.open.strip()]
-    by_trigger = _group_by_trigger(may_start)
-    orphans = {
-        trigger: forms
-        for trigger, forms in _group_by_trigger(_orphan_plans(tools)).items()
-        if trigger not in by_trigger
-    }
-    may_be_bare = allows_bare and not has_section
-    bare = tuple(plan for plan in plans if plan.is_bare and may_be_bare)
+    bare: tuple[CallPlan, ...] = ()
+    plans_in_content = plans
+    if tools.opens:
+        # A model may omit the opening marker of the tool section. The content can then contain tool
+        # calls that have an opening marker of their own.
+        plans_in_content = tuple(plan for plan in plans if plan.call.open.strip())
+    elif allows_bare:
+        bare = tuple(plan for plan in plans if plan.is_bare)
+    by_trigger = _group_by_trigger(plans_in_content)
+    orphans = _group_by_trigger(_orphan_plans(tools))
+    for trigger in by_trigger:
+        orphans.pop(trigger, None)  # A complete tool call may start with this text.
     kinds = dict.fromkeys(orphans, MarkerKind.ORPHAN_CALL)
     kinds |= _call_kinds(tools, plans, by_trigger, bare)
     return CallPlans(plans, by_trigger, orphans, bare, kinds)

@@ -10,7 +10,7 @@ from nereid_parsers.stream.argument_types import loads
 from nereid_parsers.stream.body_reader import StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_scanner import JsonScanner
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
@@ -306,15 +306,15 @@ class ObjectReader(StepReader):
             `pos`, or NEED_MORE if more text must show whether the value is an object.
         """
         if not self._is_certain:
-            inside = skip_blanks(text, pos + 1)
-            if text[pos] != "{" or (inside < len(text) and text[inside] not in "\"'}"):
-                return self._reject(pos)
-            if inside == len(text):
+            object_start = _match_object_start(text, pos)
+            if object_start == NEED_MORE:
                 return NEED_MORE
+            if object_start == NO_MATCH:
+                return self._reject(pos)
         if isinstance(self._keys, NameIsKey):
             self._name = self._key
-        has_name_only = self._name is not None and not self.writer.is_open
-        if has_name_only and not self._start_call():
+        can_start = self._name is not None and not self.writer.is_open
+        if can_start and not self._start_call():
             return self._reject(pos)
         self._has_arguments = True
         self._select_arguments_step(text[pos])
@@ -366,6 +366,19 @@ class ObjectReader(StepReader):
             self.writer.write(text)
         else:
             self._early_arguments.append(text)
+
+
+def _match_object_start(text: str, pos: int) -> int:
+    """Return `pos` if a JSON object starts at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+    Examples: `{"` and `{}` start an object, `{` gives NEED_MORE, and `{x` gives NO_MATCH.
+    """
+    if text[pos] != "{":
+        return NO_MATCH
+    inside = skip_blanks(text, pos + 1)
+    if inside == len(text):
+        return NEED_MORE
+    return pos if text[inside] in (*_QUOTES, "}") else NO_MATCH
 
 
 @lru_cache(maxsize=256)

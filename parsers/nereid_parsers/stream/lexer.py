@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
+
+_Search = Callable[[str, int], re.Match[str] | None]
 
 
 def marker_prefix_regex(marker: str) -> str:
@@ -47,6 +49,38 @@ def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
     return regexes
 
 
+def _possible_regexes(longest_first: list[str]) -> list[str]:
+    """Return regexes that match a marker, or a prefix of a marker at the end of a text.
+
+    The order matters, because the first regex that matches is used. Example: of the markers `<a>`
+    and `<a><b>`, the regex for a prefix of `<a><b>` precedes the regex for `<a>`. So in the text
+    `x<a><`, the match is `<a><`, which may still become `<a><b>`.
+    """
+    regexes: list[str] = []
+    for marker in longest_first:
+        longer_markers = [
+            longer for longer in longest_first if longer != marker and longer.startswith(marker)
+        ]
+        regexes += map(marker_prefix_regex, longer_markers)
+        regexes.append(re.escape(marker))
+    return regexes + [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
+
+
+def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
+    """Return a function that searches for the regexes of markers, or None without markers.
+
+    Args:
+        markers: The markers.
+        regexes: Regexes that match the markers or beginnings of the markers.
+    """
+    if not markers:
+        return None
+    first_chars = "".join(re.escape(char) for char in sorted({marker[0] for marker in markers}))
+    # Most text contains no marker. For that case, the look-ahead reduces the work to one test of a
+    # character class for each character.
+    return re.compile(f"(?=[{first_chars}])(?:{'|'.join(regexes)})").search
+
+
 class Lexer:
     """Finds the next marker in a text. Each character is read a bounded number of times.
 
@@ -62,26 +96,9 @@ class Lexer:
         """
         self._markers = frozenset(marker for marker in markers if marker)
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        complete: list[str] = []
-        possible: list[str] = []
-        for marker in longest_first:
-            complete.append(re.escape(marker))
-            possible += [
-                marker_prefix_regex(longer)
-                for longer in longest_first
-                if longer != marker and longer.startswith(marker)
-            ]
-            possible.append(re.escape(marker))
-        possible += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
-        first_chars = "".join(re.escape(char) for char in sorted({m[0] for m in longest_first}))
-        self._find_complete = None
-        self._find_possible = None
-        if first_chars:
-            # Most text contains no marker. For that case, the look-ahead reduces the work to one
-            # test of a character class for each character.
-            start = f"(?=[{first_chars}])"
-            self._find_complete = re.compile(f"{start}(?:{'|'.join(complete)})").search
-            self._find_possible = re.compile(f"{start}(?:{'|'.join(possible)})").search
+        complete = [re.escape(marker) for marker in longest_first]
+        self._find_complete = _search_function(longest_first, complete)
+        self._find_possible = _search_function(longest_first, _possible_regexes(longest_first))
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
         """Find the next marker in the unread text, and the end of the plain text before the marker.
@@ -115,4 +132,4 @@ class Lexer:
             return False
         if end < len(text):
             return True
-        return not any(m != matched and m.startswith(matched) for m in self._markers)
+        return not any(marker != matched and marker.startswith(matched) for marker in self._markers)

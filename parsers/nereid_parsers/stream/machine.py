@@ -144,20 +144,26 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content.finish_marker(self._state)
         self._run()
+        # The end of the message decides how text is read that a reader has stored, or read as a
+        # part of a tool call. The reader may put this text back into the buffer to be read again.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning.finish_interrupted())
             self._run()
         while self._state is State.CALL_BODY:
             self._enter(self._calls.finish_body())
             self._run()
+        self._finish_state()
+        self._text.flush_blanks(self._state is State.REASONING, self._calls.has_calls())
+        return self._events
+
+    def _finish_state(self) -> None:
+        """End the tool call, header or tool section inside which the message has ended."""
         if self._state is State.BROKEN_CALL:
             self._calls.finish_broken()
         elif self._state is State.HEADER:
             self._headers.finish()
         elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
             self._calls.finish_empty_section()
-        self._text.flush_blanks(self._state is State.REASONING, self._calls.has_calls())
-        return self._events
 
     @property
     def stage(self) -> Stage:

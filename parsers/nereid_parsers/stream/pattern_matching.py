@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 
 from nereid_parsers.pattern_syntax import Slot, pattern
 
@@ -188,20 +189,29 @@ def compile_pattern(source: str) -> Pattern:
     """
     parts = pattern(source)
     steps: list[str | BlanksStep | FieldStep] = []
-    for index, part in enumerate(parts):
-        if index:
+    for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
+        if steps:
             steps.append(BlanksStep())
         if isinstance(part, Slot):
-            next_part = parts[index + 1] if index + 1 < len(parts) else ""
             next_literal = next_part if isinstance(next_part, str) else ""
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
-            continue
-        for number, word in enumerate(_BLANKS_OR_GAP.split(part)):
-            if number:
-                steps.append(BlanksStep())
-            if word:
-                steps.append(word)
+        else:
+            steps += _literal_steps(part)
     return Pattern(tuple(steps))
+
+
+def _literal_steps(literal: str) -> list[str | BlanksStep]:
+    r"""Return the steps that match a literal with other white space than declared.
+
+    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`.
+    """
+    first_word, *words = _BLANKS_OR_GAP.split(literal)
+    steps: list[str | BlanksStep] = [first_word] if first_word else []
+    for word in words:
+        steps.append(BlanksStep())
+        if word:
+            steps.append(word)
+    return steps
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:

@@ -155,15 +155,16 @@ class LiteralReader:
         A key without a colon is omitted, so after `{"a": 1, "b`, the result is `}`. A missing value
         becomes null, so after `{"a": `, the result is `null}`.
         """
-        closing = "".join(container.json_close for container in reversed(self._containers))
+        brackets = "".join(container.json_close for container in reversed(self._containers))
         if self._expected is _Expected.VALUE:
-            return "null" + closing
+            return "null" + brackets
         if self._expected in (_Expected.FIRST_KEY, _Expected.COLON):
-            is_first = not self._containers[-1].num_items
-            return "{" + closing if is_first else closing
+            # The opening brace is written together with the first complete key.
+            is_brace_missing = not self._containers[-1].num_items
+            return "{" + brackets if is_brace_missing else brackets
         if self._converted_types is not None:
-            return self._converted_value(self._converted_types) + closing
-        return closing if self._string is None else '"' + closing
+            return self._converted_value(self._converted_types) + brackets
+        return brackets if self._string is None else '"' + brackets
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read white space, a value, or the punctuation after a value.
@@ -326,19 +327,24 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start a string. Write its quote, unless the string is a key or is converted."""
+        """Start a string. Write its quote, unless the string is a key or is converted.
+
+        A key is stored, because a colon must follow the key. The value of a member is stored if the
+        schema does not allow a string, because the value is then converted to another type.
+        """
+        is_key = self._expected in _KEYS
         is_member = self._expected is _Expected.VALUE
+        if is_member and self._types is not None and "string" not in self._types:
+            self._converted_types = self._types
         self._begin_value()
-        self._stored_string = output = []
-        if self._expected is _Expected.COLON:
+        can_follow = _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
+        if is_key:
             can_follow = _AFTER_KEY
-        else:
-            can_follow = _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
-            if is_member and self._types is not None and "string" not in self._types:
-                self._converted_types = self._types
-            else:
-                output = self._json_parts
-                output.append('"')
+        self._stored_string = []
+        output = self._stored_string
+        if not is_key and self._converted_types is None:
+            output = self._json_parts
+            output.append('"')
         self._string = StringReader(quote, self._dialect, can_follow, output)
 
     def _close_string(self) -> None:

@@ -144,17 +144,14 @@ class StringReader:
             return len(text) if is_final else pos
         char = text[pos + 1]
         num_digits = _NUM_HEX_DIGITS.get(char, 0)
-        if num_digits:
-            end = pos + 2 + num_digits
-            digits = text[pos + 2 : end]
-            is_hexadecimal = _HEX_DIGITS.issuperset(digits)
-            if is_hexadecimal and len(digits) < num_digits and not is_final:
+        digits = text[pos + 2 : pos + 2 + num_digits]
+        if num_digits and _HEX_DIGITS.issuperset(digits):
+            is_complete = len(digits) == num_digits
+            if not is_complete and not is_final:
                 return pos
-            if is_hexadecimal and len(digits) == num_digits:
-                code_point = int(digits, 16)
-                if code_point <= _MAX_CODE_POINT:
-                    self._output.append(_json_char(code_point))
-                    return end
+            if is_complete and int(digits, 16) <= _MAX_CODE_POINT:
+                self._output.append(_json_char(int(digits, 16)))
+                return pos + 2 + num_digits
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
         return pos + 2
 

@@ -68,20 +68,38 @@ class TagPlan:
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
         blanks_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
-        markers = (self.close, *early_ends)
         # Most text contains no marker. For that case, the look-ahead reduces the work to one test
         # of a character class for each character.
-        lookahead = _first_char_lookahead((*markers, blanks_before_close))
-        end = (
-            f"(?:{re.escape(blanks_before_close)})?"
-            f"(?:(?P<close>{spaced_marker_regex(self.close)})|(?P<early>{_any_of(early_ends)}))"
-        )
-        prefixes: list[str] = []
-        for blanks in dict.fromkeys(("", blanks_before_close)):
-            for marker in markers:
-                prefixes += spaced_marker_prefixes(marker, blanks)
+        lookahead = _first_char_lookahead((self.close, *early_ends, blanks_before_close))
+        end = _value_end_regex(self.close, early_ends, blanks_before_close)
+        prefixes = _value_end_prefixes((self.close, *early_ends), blanks_before_close)
         self.find_end = re.compile(lookahead + end).search
         self.find_possible_end = re.compile(f"{lookahead}(?:{'|'.join([end, *prefixes])})").search
+
+
+def _value_end_regex(close: str, early_ends: tuple[str, ...], blanks: str) -> str:
+    """Return a regex for the end of a value: the group "close" or the group "early".
+
+    Args:
+        close: The closing marker of the value.
+        early_ends: The markers that follow the value if its closing marker is missing.
+        blanks: The optional white space before these markers.
+    """
+    close_group = f"(?P<close>{spaced_marker_regex(close)})"
+    early_group = f"(?P<early>{_any_of(early_ends)})"
+    return f"(?:{re.escape(blanks)})?(?:{close_group}|{early_group})"
+
+
+def _value_end_prefixes(markers: tuple[str, ...], blanks: str) -> list[str]:
+    r"""Return regexes that match the beginning of a value's end at the end of a text.
+
+    Example: for the marker `</p>` and the white space `\n`, the regexes match `\n</` and `</`.
+    """
+    prefixes: list[str] = []
+    for optional_blanks in dict.fromkeys(("", blanks)):
+        for marker in markers:
+            prefixes += spaced_marker_prefixes(marker, optional_blanks)
+    return prefixes
 
 
 def _any_of(markers: Iterable[str]) -> str:

@@ -81,16 +81,17 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
             "Check the path."
         )
     config = _read_json(path / "tokenizer_config.json")
-    templates = _read_additional_templates(path)
+    jinja_templates = _read_additional_templates(path)
     if (path / "chat_template.jinja").is_file():
-        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
-    template = config.get("chat_template")
+        jinja_templates.setdefault("default", _read_text(path / "chat_template.jinja"))
+    template_in_json = config.get("chat_template")
     if (path / "chat_template.json").is_file():
-        template = _read_json(path / "chat_template.json").get("chat_template", template)
-    declared = config.get("response_template")
+        chat_template = _read_json(path / "chat_template.json")
+        template_in_json = chat_template.get("chat_template", template_in_json)
+    response_template = config.get("response_template")
     return CheckpointText(
-        template=_select_template(templates or template),
-        response_template=declared if isinstance(declared, dict) else None,
+        template=_select_template(jinja_templates or template_in_json),
+        response_template=response_template if isinstance(response_template, dict) else None,
         bos_token=_token_text(config.get("bos_token")),
         eos_token=_token_text(config.get("eos_token")),
         added_tokens=_added_tokens(config, path),
@@ -114,16 +115,14 @@ def _select_template(templates: object) -> str | None:
     >>> _select_template([{"name": "default", "template": "source of one"}])
     'source of one'
     """
+    template = templates
     if isinstance(templates, list):
-        templates = {
-            entry.get("name"): entry.get("template")
-            for entry in templates
-            if isinstance(entry, dict)
-        }
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        templates = {entry.get("name"): entry.get("template") for entry in entries}
     if isinstance(templates, dict):
         first = next(iter(templates.values()), None)
-        templates = templates.get("tool_use", templates.get("default", first))
-    return templates if isinstance(templates, str) else None
+        template = templates.get("tool_use", templates.get("default", first))
+    return template if isinstance(template, str) else None
 
 
 def _token_text(value: object) -> str:

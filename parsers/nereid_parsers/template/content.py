@@ -18,6 +18,7 @@ from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
     compound_closing,
+    first_two,
     leading_marker,
     leading_markers,
     markers,
@@ -63,9 +64,9 @@ def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFi
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = frame.text_after_header(conversation) or ""
     before, content, after = text.partition(CONTENT_TEXT)
-    if not content:
-        return ContentFindings(reasoning.wrapper)
     wrapper = reasoning.wrapper
+    if not content:  # The template does not render the answer.
+        return ContentFindings(wrapper)
     opening = strip_reasoning_markers(before, reasoning.part).lstrip()
     if opening:
         wrapper = Wrapper(opening, _wrapper_close(after, opening.strip(), frame))
@@ -151,19 +152,20 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
                                                             ["<|out|>turn<|of|>"]
     """
     text = after.lstrip()
-    trailing_text = frame.trailing_text.lstrip()
-    first, second = [*leading_markers(text), "", ""][:2]
+    after_user_message = frame.trailing_text.lstrip()
+    first, second = first_two(leading_markers(text))
     if first in ("", EOS_TOKEN):
         return []
-    # `<|eom|><|eot|>`: the second marker belongs to the end if it also ends a user's message.
-    ends_user_message = second == leading_marker(trailing_text)
-    is_other_markup = second in ("", first) or second in frame.header
-    if ends_user_message and not is_other_markup:
+    # The second marker, `<|eot|>`, belongs to the end of the turn if it also ends a user's message.
+    # The header of the next turn may start with the same marker, and does not belong to the end.
+    ends_user_message = second == leading_marker(after_user_message)
+    is_new_marker = second not in ("", first)
+    if ends_user_message and is_new_marker and second not in frame.header:
         return [first, second]
-    return _end_markers_with_words(text, trailing_text, frame.header) or [first]
+    return _end_markers_with_words(text, after_user_message, frame.header) or [first]
 
 
-def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[str]:
+def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
     """Return the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
     A user's message must end with the same text, and possibly one more marker. Otherwise the
@@ -171,20 +173,25 @@ def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
+
+    Args:
+        text: The text after the content of an answer.
+        after_user_message: The text after a user's message.
+        header: The header of the model's turn.
     """
     match = _MARKERS_AND_WORDS.match(text)
-    if match is None or not trailing_text.startswith(match.group()):
+    if match is None or not after_user_message.startswith(match.group()):
         return []
     end = match.group()
     after_first_marker = end.removeprefix(leading_marker(end))
     if header.strip() and header.strip() in after_first_marker:
         return []  # The words belong to the header of the next turn.
-    next_marker = MARKER.match(text, match.end())
-    if next_marker is None or not trailing_text.startswith(end + next_marker.group()):
-        return [end]
-    if next_marker.group() in (EOS_TOKEN, *markers(header)):
-        return [end]
-    return [end, next_marker.group()]
+    next_match = MARKER.match(text, match.end())
+    next_marker = next_match.group() if next_match is not None else ""
+    ends_user_message = bool(next_marker) and after_user_message.startswith(end + next_marker)
+    if ends_user_message and next_marker not in (EOS_TOKEN, *markers(header)):
+        return [end, next_marker]
+    return [end]
 
 
 def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:

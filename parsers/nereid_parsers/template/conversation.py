@@ -191,21 +191,27 @@ class InputForm:
         messages.append(self._text_message("user", USER_TEXT))
         num_calls = 0
         if conversation.after_tool_result:
-            messages.append(self._assistant_message(AssistantMessage(calls=ONE_CALL), num_calls))
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": self.call_id(FIRST_TOOL, num_calls),
-                    "name": FIRST_TOOL,
-                    "content": RESULT_TEXT,
-                }
-            )
-            num_calls += 1
+            messages += self._call_with_result()
+            num_calls = 1
         if conversation.answer is not None:
             messages.append(self._assistant_message(conversation.answer, num_calls))
         if conversation.user_replies:
             messages.append(self._text_message("user", _REPLY_TEXT))
         return messages
+
+    def _call_with_result(self) -> list[dict[str, Any]]:
+        """Return an assistant message with the tool call number 0, and a message with its result.
+
+        >>> [message["role"] for message in InputForm()._call_with_result()]
+        ['assistant', 'tool']
+        """
+        result = {
+            "role": "tool",
+            "tool_call_id": self.call_id(FIRST_TOOL, 0),
+            "name": FIRST_TOOL,
+            "content": RESULT_TEXT,
+        }
+        return [self._assistant_message(AssistantMessage(calls=ONE_CALL), 0), result]
 
     def call_id(self, name: str, number: int) -> str:
         """Return the id of the tool call with this number (from 0) in the conversation.
@@ -254,10 +260,10 @@ class InputForm:
         else:
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
-            names = (
-                REASONING_FIELDS if self.reasoning == ALL_REASONING_FIELDS else (self.reasoning,)
-            )
-            message.update(dict.fromkeys(names, answer.reasoning))
+            names: tuple[str, ...] = (self.reasoning,)
+            if self.reasoning == ALL_REASONING_FIELDS:
+                names = REASONING_FIELDS
+            message |= dict.fromkeys(names, answer.reasoning)
         return message
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:

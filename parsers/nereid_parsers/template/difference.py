@@ -197,6 +197,17 @@ def leading_markers(text: str) -> list[str]:
     return leading
 
 
+def first_two(found_markers: list[str]) -> tuple[str, str]:
+    """Return the first two markers of a list. A marker that is missing is returned as "".
+
+    >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
+    (('<think>', ''), ('<think>', '</think>'))
+    """
+    first = found_markers[0] if found_markers else ""
+    second = found_markers[1] if len(found_markers) > 1 else ""
+    return first, second
+
+
 def leading_marker(text: str) -> str:
     r"""Return the marker at the start of `text`, or "" if no marker is there.
 
@@ -279,11 +290,13 @@ def compound_closing(text: str, opening: str) -> str:
     if len(opening_markers) < 2 or not opening.startswith(opening_markers[0]):
         return ""
     shared_end = opening.removeprefix(opening_markers[0])  # `think<|sep|>`
-    first_marker, found, _ = text.partition(shared_end)
-    # The first marker is about as long as the opening's. A text that is longer than the whole
-    # opening contains other text, so `shared_end` belongs to a later part of the message.
-    is_one_marker = len(first_marker) <= len(opening)
-    return first_marker + shared_end if found and is_one_marker else ""
+    before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
+    if not shared:
+        return ""
+    # Only a marker may precede `shared_end`. A longer text than the whole opening is not a marker,
+    # so `shared_end` then belongs to a later part of the message.
+    is_one_marker = len(before_shared_end) <= len(opening)
+    return before_shared_end + shared_end if is_one_marker else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

@@ -210,12 +210,14 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
                 first argument if the function has the attribute `jinja_pass_arg`.
         """
         pass_arg = getattr(inner, "jinja_pass_arg", None)
-        value_at = 0 if pass_arg is None else 1  # jinja2 passes its own object first
+        num_jinja_args = 0 if pass_arg is None else 1
 
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
-            if len(args) > value_at:
-                self.budget.check_filter(name, args[value_at], args[value_at + 1 :], kwargs)
+            template_args = args[num_jinja_args:]
+            if template_args:
+                value, *options = template_args
+                self.budget.check_filter(name, value, tuple(options), kwargs)
             return self.budget.check(inner(*args, **kwargs))
 
         if pass_arg is not None:
@@ -332,7 +334,8 @@ class CompiledTemplate:
             LimitError: The rendering exceeded the budget.
         """
         env = self._environment
-        env.budget = budget or env.budget
+        if budget is not None:
+            env.budget = budget
         try:
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))

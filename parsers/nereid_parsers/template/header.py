@@ -94,20 +94,30 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     without_prompt = prober.render(_QUESTION) or ""
     with_prompt = prober.render(_PROMPT) or without_prompt
     answers = _rendered_answers(prober)
-    # Only the text after the question is compared, because some templates also change the system
-    # message if they render the generation prompt.
-    end_without_prompt = text_after_last(without_prompt, USER_TEXT)
-    end_with_prompt = text_after_last(with_prompt, USER_TEXT)
-    added = end_with_prompt.removeprefix(common_prefix(end_without_prompt, end_with_prompt))
+    added = _text_added_by_prompt(without_prompt, with_prompt)
     if added.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         header = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers can show a header.
-        header = _shortest_common_prefix(end_with_prompt, answers)
+        header = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
     header = _drop_empty_block(header)
     header = _drop_opening_marker(header, answers)
     return _drop_text_after_role(header, _user_header(without_prompt))
+
+
+def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
+    r"""Return the text that the generation prompt adds after the user's question.
+
+    Only the text after the question is compared, because some templates also change the system
+    message if they render the generation prompt.
+
+    >>> _text_added_by_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
+    '<|start|>assistant'
+    """
+    end_without_prompt = text_after_last(without_prompt, USER_TEXT)
+    end_with_prompt = text_after_last(with_prompt, USER_TEXT)
+    return end_with_prompt.removeprefix(common_prefix(end_without_prompt, end_with_prompt))
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
@@ -228,9 +238,12 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
     '<|start|>assistant\n'
     """
+    if not user_header:
+        return header
+    # The model's header is the user's header with another word in place of "user".
     pattern = "".join(
         r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
         for piece in _WORDS.split(user_header)
     )
-    matches = list(re.finditer(pattern, header)) if user_header else []
+    matches = list(re.finditer(pattern, header))
     return header[: matches[-1].end()] if matches else header

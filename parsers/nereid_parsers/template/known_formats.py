@@ -131,11 +131,13 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *section.calls[1:]]
     for family in families:
-        for call in family.calls[1:]:
-            has_usual_body = call.body == family.calls[0].body
-            spelling = replace(call, body=first.body) if has_usual_body else call
-            if all(_markup_of(spelling) != _markup_of(known) for known in calls):
-                calls.append(spelling)
+        first_of_family, *other_spellings = family.calls
+        for spelling in other_spellings:
+            # If only the markers differ, the spelling gets the body that was inferred.
+            has_family_body = spelling.body == first_of_family.body
+            call = replace(spelling, body=first.body) if has_family_body else spelling
+            if all(_markup_of(call) != _markup_of(known) for known in calls):
+                calls.append(call)
     return replace(
         section,
         calls=tuple(calls),

@@ -205,10 +205,10 @@ class Prober:
         in the system message. Example: for a template that reads `enable_thinking`, the settings
         are none, enable_thinking=True and enable_thinking=False.
         """
-        names = sorted(name for name in self.template.names if is_thinking_switch(name))
-        names = [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
+        switch_names = sorted(name for name in self.template.names if is_thinking_switch(name))
+        names = [name for name in switch_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
         settings = [NO_SWITCHES]
-        if len(names) > 1:  # some templates think only if several switches are on
+        if len(names) > 1:  # Some templates render reasoning only if several switches are on.
             for value in (True, False):
                 settings.append(Switches(tuple((name, value) for name in names)))
         for name in names:

@@ -69,8 +69,8 @@ def parse_renderings(
             continue
         prompt = unmask_call_ids(prompt)
         text = unmask_call_ids(text)
-        tools_in_prompt = TOOLS if conversation.tools else []
-        message = parse(text, format=fmt, tools=tools_in_prompt, prompt=prompt)
+        offered_tools = TOOLS if conversation.tools else []
+        message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
         differs = tuple(_differing_parts(conversation.answer, message))
         proofs.append(Proof(name, prompt, text, differs))
     return proofs
@@ -106,11 +106,11 @@ def _output(
         text = _output_after_result(frame, conversation, prompt)
     else:
         text = frame.generated_text(conversation)
-    if text is None:
-        return None
-    if not conversation.after_tool_result:
-        text = _drop_repetition(text, frame.prompt_after_header(prompt).strip(), reasoning)
-    return text if reasoning is None else _close_open_reasoning(text, prompt, reasoning)
+        if text is not None:
+            text = _drop_repetition(text, frame.prompt_after_header(prompt).strip(), reasoning)
+    if text is None or reasoning is None:
+        return text
+    return _close_open_reasoning(text, prompt, reasoning)
 
 
 def _output_after_result(frame: TurnFrame, conversation: Conversation, prompt: str) -> str | None:

@@ -29,6 +29,7 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import (
     closing_spellings,
     difference,
+    first_two,
     markers,
     opening_spellings,
 )
@@ -67,13 +68,11 @@ def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
     """Infer the markers of reasoning from the first comparison that shows them."""
     rendered = find_rendered_reasoning(frame)
     conversation = rendered.conversation
-    markup = compare_reasoning_presence(frame, conversation) if conversation is not None else None
-    markup = (
-        markup
-        or compare_thinking_switch(frame)
-        or compare_instructions(frame)
-        or search_source(frame)
-    )
+    markup = None
+    if conversation is not None:
+        markup = compare_reasoning_presence(frame, conversation)
+    for compare in (compare_thinking_switch, compare_instructions, search_source):
+        markup = markup or compare(frame)
     if markup is None:
         return rendered
     part = markup.part
@@ -111,10 +110,12 @@ def compare_reasoning_presence(
         The markers, or None if one of the markers is missing.
     """
     answer = conversation.answer or AssistantMessage()
-    around = _cut_at_reasoning(frame, conversation, CONTENT_TEXT if answer.content else FIRST_TOOL)
+    next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
+    around = _cut_at_reasoning(frame, conversation, next_text)
     opening = _opening_before_reasoning(frame, around.before)
     closing = closing_marker(around.between, opening)
-    opening = opening or _first_occurring(frame, opening_spellings(closing.strip()))
+    if not opening:  # The closing marker may show the name of the opening marker.
+        opening = _first_occurring(frame, opening_spellings(closing.strip()))
     if not opening or not closing.strip():
         frame.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -128,17 +129,17 @@ def compare_reasoning_presence(
         conversation,
         f"Reasoning is written between {opening!r} and {closing!r}.",
     )
+    part = Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + frame.header))
+    # The model itself may write a second header between the reasoning and the content.
     header = frame.header.strip()
-    has_inner_header = bool(header) and header in around.between
-    before_content = around.between.removeprefix(closing)
-    if has_inner_header:
-        before_content = before_content.replace(header, "")
-    also_open = last_marker_alone(opening, closing + frame.header)
-    return ReasoningMarkup(
-        Reasoning(opening, closing, also_open=also_open),
-        content_wrapper(before_content, around.after) if answer.content else None,
-        inner_headers=(header,) if has_inner_header else (),
-    )
+    inner_headers = (header,) if header and header in around.between else ()
+    wrapper = None
+    if answer.content:
+        before_content = around.between.removeprefix(closing)
+        for inner_header in inner_headers:
+            before_content = before_content.replace(inner_header, "")
+        wrapper = content_wrapper(before_content, around.after)
+    return ReasoningMarkup(part, wrapper, inner_headers)
 
 
 class _TextAroundReasoning(NamedTuple):
@@ -210,19 +211,25 @@ def compare_thinking_switch(frame: TurnFrame) -> ReasoningMarkup | None:
 def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
     """Return the marker that closes the reasoning which a prompt opens.
 
-    Return "" if the prompt opens no reasoning. If the prompt does not contain the closing marker,
-    derive it from the opening marker. Example: "<think></think>" and "<think>" give `</think>`.
+    Return "" if the prompt opens no reasoning. There are three cases. Each example is the end of a
+    prompt:
+
+        `<think></think>`   The prompt itself contains the closing marker.
+        `<think>`           The name of the marker refers to thinking. The closing marker is derived
+                            from the opening marker.
+        `<notes>`           The name does not refer to thinking. The marker opens reasoning if it
+                            depends on a thinking switch and the template has a closing marker.
     """
-    opening, second = [*markers(prompt.after_header), "", ""][:2]
-    candidates = closing_spellings(opening)
-    is_thinking = is_thinking_marker(opening)
-    if second and (is_thinking or second in candidates):
+    opening, second = first_two(markers(prompt.after_header))
+    closings = closing_spellings(opening)
+    has_thinking_name = is_thinking_marker(opening)
+    if second and (has_thinking_name or second in closings):
         return second
-    if is_thinking:
-        return _first_occurring(frame, candidates) or next(iter(candidates), "")
-    if prompt.after_header == frame.prompts[0].after_header:
-        return ""  # Neither a switch nor the marker's name shows that this is reasoning.
-    return _first_occurring(frame, candidates)
+    closing = _first_occurring(frame, closings)
+    if has_thinking_name:
+        return closing or next(iter(closings), "")
+    depends_on_switch = prompt.after_header != frame.prompts[0].after_header
+    return closing if depends_on_switch else ""
 
 
 def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:

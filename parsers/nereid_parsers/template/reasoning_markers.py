@@ -48,17 +48,17 @@ def last_opening(before: str) -> str:
     if not matches:
         return before.lstrip("\n")
     last = matches[-1]
-    after_marker = before[last.end() :]
-    if after_marker.strip() and after_marker[0].isspace():
-        return after_marker
+    words = before[last.end() :]
+    if words.strip() and words[0].isspace():
+        return words
     # `<|open|>think<|sep|>` is one run of characters without white space. For a marker that
     # contains a space, such as `<start think>`, the last run `think>` is only a part of the marker.
     text_to_marker = before[: last.end()]
     last_run = text_to_marker.split()[-1]
     opening = max(last_run, last.group(), key=len)
-    before_opening = text_to_marker.removesuffix(opening)
+    text_before_opening = text_to_marker.removesuffix(opening)
     # The white space before and after the opening is a part of the result.
-    return before.removeprefix(before_opening.rstrip())
+    return before.removeprefix(text_before_opening.rstrip())
 
 
 def first_opening(after_header: str) -> str:
@@ -185,10 +185,11 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     """
     literal_markers = markers(literal)
     for closing in filter(is_thinking_marker, literal_markers):
+        # An opening marker such as `<think>` has no opening spellings, so it is skipped.
         openings = [marker for marker in opening_spellings(closing) if marker != closing]
-        for opening in openings:
-            if opening in literal_markers:
-                return opening, closing
+        mentioned = next((opening for opening in openings if opening in literal_markers), None)
+        if mentioned is not None:
+            return mentioned, closing
         if openings and literal.strip() == closing:
             return openings[0], closing
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -77,16 +78,13 @@ def _find_conversation(frame: TurnFrame) -> Conversation | None:
     places = [ALL_REASONING_FIELDS, PARTS]
     if any("blocks" in literal for literal in prober.template.literals):
         places.append(BLOCKS)
-    forms = [replace(prober.form, reasoning=place) for place in places]
-    for answer in _ANSWERS:
-        for switches in settings or [NO_SWITCHES]:
-            conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
-            for form in forms:
-                prober.form = form
-                text = frame.text_after_header(conversation)
-                if text is not None and _is_rendered(answer, text):
-                    return conversation
-    prober.form = forms[0]
+    for answer, switches, place in product(_ANSWERS, settings or [NO_SWITCHES], places):
+        prober.form = replace(prober.form, reasoning=place)
+        conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
+        text = frame.text_after_header(conversation)
+        if text is not None and _is_rendered(answer, text):
+            return conversation
+    prober.form = replace(prober.form, reasoning=ALL_REASONING_FIELDS)
     return None
 
 
@@ -132,17 +130,22 @@ def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
     these switches alone have the same effect. Example: if the only effective switch is
     `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
     """
-    # The pairs (switches, effect) of the settings that `effects` already contains.
-    reported: list[tuple[set[object], str]] = []
+    if not frame.prompts:
+        return {}
+    default, *others = frame.prompts
     effects: dict[str, str] = {}
-    for prompt in sorted(frame.prompts[1:], key=lambda prompt: len(prompt.switches.variables)):
+    # The switches and the effect of each setting in `effects`.
+    reported: list[tuple[set[object], str]] = []
+    for prompt in sorted(others, key=lambda prompt: len(prompt.switches.variables)):
         switches: set[object] = {*prompt.switches.variables, prompt.switches.system}
         effect = prompt.after_header
-        is_reported = any(
-            effect == other_effect and other_switches <= switches
-            for other_switches, other_effect in reported
+        if effect == default.after_header:
+            continue
+        has_fewer_switches = any(
+            fewer_switches <= switches and fewer_effect == effect
+            for fewer_switches, fewer_effect in reported
         )
-        if effect != frame.prompts[0].after_header and not is_reported:
+        if not has_fewer_switches:
             reported.append((switches, effect))
             effects[prompt.switches.describe()] = effect
     return effects

@@ -222,17 +222,17 @@ def _call_start(pieces: Pieces) -> _CallStart:
         FormatError: The tool call does not start with a literal.
     """
     pieces = _without_leading_blanks(pieces)
-    if not pieces or not isinstance(pieces[0], str):
+    first_literal = pieces[0] if pieces else None
+    if not isinstance(first_literal, str):
         raise FormatError(
             "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
             "with a group or is empty"
         )
-    field_positions = [at for at, piece in enumerate(pieces) if isinstance(piece, Field)]
-    if not field_positions:
+    if not any(isinstance(piece, Field) for piece in pieces):
         return _CallStart("".join(_literal_text(piece) for piece in pieces), "")
-    if field_positions[0] == 1:  # The first literal is a part of the head.
+    if isinstance(pieces[1], Field):  # The first literal is a part of the head.
         return _CallStart("", _pattern(pieces))
-    return _CallStart(pieces[0], _pattern(pieces[1:]))
+    return _CallStart(first_literal, _pattern(pieces[1:]))
 
 
 def _without_leading_blanks(pieces: Pieces) -> Pieces:
@@ -347,22 +347,22 @@ def _keys(transform: object) -> Keys:
     function = call.get("function", transform)
     if isinstance(function, str):
         # One placeholder stands for the whole function, whose JSON object has the usual keys.
-        path = _path(function)
-        return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
+        function_path = _path(function)
+        return Keys(".".join((*function_path, "name")), ".".join((*function_path, "arguments")))
     if not isinstance(function, Mapping):
         raise FormatError(
             f"the transform {transform!r} does not return a tool call, because `function` is not "
             "an object"
         )
-    name = _path(function.get("name"))
-    arguments = _path(function.get("arguments"))
-    if not name or not arguments:
+    name_path = _path(function.get("name"))
+    arguments_path = _path(function.get("arguments"))
+    if not name_path or not arguments_path:
         raise FormatError(
             f"the transform {transform!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
     id_path = _path(call["id"]) if call.get("id") else ()
-    return Keys(".".join(name), ".".join(arguments), id=".".join(id_path) or None)
+    return Keys(".".join(name_path), ".".join(arguments_path), id=".".join(id_path) or None)
 
 
 def _path(placeholder: object) -> tuple[str, ...]:
@@ -404,9 +404,9 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
         )
     value_at = pieces.index(Field("value"))
     before_value = _without_leading_blanks(pieces[:value_at])
+    after_value = pieces[value_at + 1 :]
     # The closing tag is a marker, not a pattern, so its braces are not doubled.
-    close = "".join(
-        "\n" if isinstance(piece, Blank) else _literal_text(piece)
-        for piece in pieces[value_at + 1 :]
-    )
-    return TaggedArguments(_pattern(before_value), close)
+    closing_texts = [
+        "\n" if isinstance(piece, Blank) else _literal_text(piece) for piece in after_value
+    ]
+    return TaggedArguments(_pattern(before_value), "".join(closing_texts))

@@ -176,6 +176,8 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'
+    >>> _strip_wrapper("<answer>Hi.</answer><call>..", Wrapper("<answer>", "</answer>"))
+    '<answer>Hi.</answer><call>..'
     """
     opening = wrapper.open.strip()
     closing = wrapper.close.strip()
@@ -185,8 +187,8 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     after_opening = bare.removeprefix(opening)
     if not closing:
         return after_opening
-    rest = after_opening.lstrip()
-    return rest.removeprefix(closing) if rest.startswith(closing) else text
+    has_no_content = after_opening.lstrip().startswith(closing)
+    return after_opening.lstrip().removeprefix(closing) if has_no_content else text
 
 
 # ---- the comparisons ----------------------------------------------------------------------------
@@ -239,15 +241,15 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 def compare_changed_calls(prober: Prober) -> None:
     """Compare a tool call with calls that have another name or other arguments (T3 to T7b)."""
-    usual = conversation_with_calls(*ONE_CALL)
-    usual_text = unmask_call_ids(prober.render(usual) or "")
-    for name, changed, call in _CALL_CHANGES:
-        other = conversation_with_calls(call)
-        other_text = unmask_call_ids(prober.render(other) or "")
+    unchanged = conversation_with_calls(*ONE_CALL)
+    unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
+    for name, description, call in _CALL_CHANGES:
+        changed = conversation_with_calls(call)
+        changed_text = unmask_call_ids(prober.render(changed) or "")
         finding = "The template refuses to render this call."
-        if other_text:
-            finding = _change_text(difference(usual_text, other_text))
-        prober.record(name, changed, usual, other, finding)
+        if changed_text:
+            finding = _change_text(difference(unchanged_text, changed_text))
+        prober.record(name, description, unchanged, changed, finding)
 
 
 def _change_text(parts: Difference) -> str:
@@ -393,8 +395,10 @@ def _split_section_close(markup: ListMarkup) -> tuple[str, list[str]]:
     >>> _split_section_close(ListMarkup(open="<calls>", close="</calls><|end|>"))
     ('</calls>', ['<|end|>'])
     """
-    num_opening = len(markers(markup.open)) or (1 if markup.open.strip() else 0)
-    turn_ends = markers(markup.close)[num_opening:]
+    num_opening_markers = len(markers(markup.open))
+    if not num_opening_markers and markup.open.strip():
+        num_opening_markers = 1  # The opening text consists of words.
+    turn_ends = markers(markup.close)[num_opening_markers:]
     close = markup.close
     for marker in reversed(turn_ends):
         close = close[: close.rfind(marker)]

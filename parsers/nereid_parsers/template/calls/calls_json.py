@@ -200,22 +200,23 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
     `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
     """
-    name = _find_path(call, lambda value: value == FIRST_TOOL)
-    if name is None:
+    name_path = _find_path(call, lambda value: value == FIRST_TOOL)
+    if name_path is None:
         return NameIsKey()
-    arguments = _find_path(call, _has_first_argument) or ("arguments",)
-    call_id = _find_id_path(call, name)
-    roles = {name[0]: "name", arguments[0]: "arguments"}
-    if call_id is not None:
-        roles.setdefault(call_id[0], "id")
+    arguments_path = _find_path(call, _has_first_argument) or ("arguments",)
+    id_path = _find_id_path(call, name_path)
+    # The role of each key of the outermost object, which may contain inner objects.
+    roles = {name_path[0]: "name", arguments_path[0]: "arguments"}
+    if id_path is not None:
+        roles.setdefault(id_path[0], "id")
     order = _order_of_roles(call, roles)
-    if name[0] == arguments[0]:  # the name and the arguments are in one nested object
+    if name_path[0] == arguments_path[0]:  # One inner object contains the name and the arguments.
         order = ("name", "arguments")
     other_keys = [key for key in call if key not in roles]
     return Keys(
-        ".".join(name),
-        ".".join(arguments),
-        id=".".join(call_id) if call_id else None,
+        ".".join(name_path),
+        ".".join(arguments_path),
+        id=".".join(id_path) if id_path else None,
         extra=tuple(dict.fromkeys((*other_keys, "type"))),
         order=order,
     )
@@ -272,20 +273,30 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         return None
     name_at = text.find(FIRST_TOOL)
     after_name = text[name_at + len(FIRST_TOOL) : single.start]
-    markup = ListMarkup(item_open=text[:name_at], item_close=text[single.end :])
+    markup: ListMarkup | None = ListMarkup(item_open=text[:name_at], item_close=text[single.end :])
     if texts.two_calls:
-        two = texts.two_calls
-        first = _find_json_arguments(two, FIRST_TOOL, FIRST_KEY)
-        second = _find_json_arguments(two, SECOND_TOOL, SECOND_KEY)
-        if first is None or second is None:
-            return None
-        markup = list_markup(
-            before=two[: two.find(FIRST_TOOL)],
-            between=two[first.end : two.find(SECOND_TOOL)],
-            after=two[second.end :],
-        )
+        markup = _markup_of_two_named(texts.two_calls)
+    if markup is None:
+        return None
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
+
+
+def _markup_of_two_named(text: str) -> ListMarkup | None:
+    """Return the markup around two tool calls in which JSON follows the name, and between them.
+
+    Return None if JSON does not follow both names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
+    `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
+    """
+    first = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
+    second = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)
+    if first is None or second is None:
+        return None
+    return list_markup(
+        before=text[: text.find(FIRST_TOOL)],
+        between=text[first.end : text.find(SECOND_TOOL)],
+        after=text[second.end :],
+    )
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:

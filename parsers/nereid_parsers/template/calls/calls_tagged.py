@@ -56,13 +56,11 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     before_name, before_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
         return None  # The closing tag repeats the key: see `read_nested`.
-    calls = ListMarkup(item_open=before_name, item_close=after)
+    calls: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        pieces = split_at_words(texts.two_calls, *_FIRST_CALL, *_SECOND_CALL)
-        if pieces is None:
-            return None
-        before, _, _, between_calls, _, _, after = pieces
-        calls = list_markup(before, between_calls, after)
+        calls = _markup_of_two_calls(texts.two_calls)
+    if calls is None:
+        return None
     # The text was cut at the last value. So `calls.item_close` still contains the closing tag of
     # the last argument: `</k></c>`. The next lines move this tag to the markup of the arguments.
     arguments = list_markup(before_key, between_arguments, calls.item_close)
@@ -71,6 +69,20 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     values = _add_quoted_spelling(texts, values, before_value)
     spellings = calls_with_head(calls, arguments.open, values)
     return CallFormat("tagged arguments", spellings, calls)
+
+
+def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
+    """Return the markup around two tool calls with tagged arguments, and between the tool calls.
+
+    Return None if the words of the two tool calls are not in the expected order. Example: for
+    `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is
+    `</k></c>` and `separator` is `;`.
+    """
+    pieces = split_at_words(two_calls, *_FIRST_CALL, *_SECOND_CALL)
+    if pieces is None:
+        return None
+    before_first_name, _, _, after_first_value, _, _, after_second_value = pieces
+    return list_markup(before_first_name, after_first_value, after_second_value)
 
 
 def _infer_value_tags(
@@ -96,19 +108,19 @@ def _infer_value_tags(
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
     pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
-    if pieces is None:
+    if pieces is None:  # The template does not render numbers as text.
         return string_tags
     _, before_key, before_number, after_number = pieces
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts)) or close
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
-    if number_tags == string_tags:
+    if number_tags == string_tags:  # the first example
         return string_tags
-    if number_open == arguments.item_open:
-        pattern = _pattern_with_type(before_value, before_number)
-        if pattern is not None:
-            return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
-    return replace(string_tags, also=(number_tags,))
+    if number_open == arguments.item_open:  # Both tags have the same name.
+        after_key = _pattern_with_type(before_value, before_number)
+        if after_key is not None:  # the second example
+            return TaggedArguments(_open_pattern(number_open) + after_key, close)
+    return replace(string_tags, also=(number_tags,))  # the third example
 
 
 def _open_pattern(before_key: str, before_value: str = "") -> str:
@@ -215,17 +227,17 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     if pieces is None:
         return None
     # `f ~<a>1~</a>~<b>2~</b>` is cut into ``, ` ~`, ``, `~`, `~<b>2~` and ``.
-    before_name, before_key, _, after_value, _, after = pieces
-    marker = after_value.strip()
+    before_name, before_first_tag, _, after_first_value, _, after = pieces
+    marker = after_first_value.strip()
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         pieces = split_at_words(texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close)
         if pieces is None:
             return None
-        before, _, between_calls, _, after = pieces
-        calls = list_markup(before, between_calls, after)
+        before_first_call, _, between_calls, _, after_second_call = pieces
+        calls = list_markup(before_first_call, between_calls, after_second_call)
     calls = _move_marker_to_next_tag(calls, marker)
-    after_name = before_key.removesuffix(marker)
+    after_name = before_first_tag.removesuffix(marker)
     spellings = calls_with_head(calls, after_name, NestedTags(marker))
     return CallFormat("nested elements", spellings, calls)
 

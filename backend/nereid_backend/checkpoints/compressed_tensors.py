@@ -19,7 +19,8 @@ Scales are divided by the global scale.
 Packed integers are stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,23 +61,9 @@ def compressed_tensors_format(settings: Settings) -> Format:
     """
     groups = settings.get("config_groups") or {}
     schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)]
-    names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
-    for name in sorted(name for name in names if name):
-        if name not in _FORMATS:
-            raise UnknownVariantError(
-                f"the compressed-tensors format {name} is not supported. The supported formats are "
-                f"{', '.join(_FORMATS)}"
-            )
-    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise UnknownVariantError(f"the sparse layout {sparsity} is not supported")
-    if (settings.get("transform_config") or {}).get("config_groups"):
-        raise UnknownVariantError("rotated weights (transform_config) are not supported")
+    _check_variant(settings, schemes)
     weights = [scheme.get("weights") or {} for scheme in schemes]
-    sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
-    group_size = sizes.pop() if len(sizes) == 1 else None
-    blocks = [arguments.get("block_structure") for arguments in weights]
-    block = next(((int(shape[0]), int(shape[1])) for shape in blocks if shape), None)
+    group_size = _common_group_size(weights)
     return Format(
         (
             Layout(
@@ -104,10 +91,41 @@ def compressed_tensors_format(settings: Settings) -> Format:
                 main_dtypes=("I8",),
                 has_integers=True,
             ),
-            *float8_layouts(block),
+            *float8_layouts(_block_shape(weights)),
         ),
         ACTIVATION_SCALES,
     )
+
+
+def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an UnknownVariantError if a format, a sparse layout or a rotation is not supported."""
+    names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
+    for name in sorted(name for name in names if name):
+        if name not in _FORMATS:
+            raise UnknownVariantError(
+                f"the compressed-tensors format {name} is not supported. The supported formats are "
+                f"{', '.join(_FORMATS)}"
+            )
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UnknownVariantError(f"the sparse layout {sparsity} is not supported")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise UnknownVariantError("rotated weights (transform_config) are not supported")
+
+
+def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the group size of all schemes; None if they have different sizes or no groups."""
+    sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Return the rows and columns of a block of float8 weights; None if there are no blocks."""
+    for arguments in weights:
+        shape = arguments.get("block_structure")
+        if shape:
+            return int(shape[0]), int(shape[1])
+    return None
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:

@@ -37,6 +37,13 @@ _STRING, _ARRAY = 8, 9
 _UINT32, _UINT64 = "I", "Q"
 # The size of a string's length, which precedes the string.
 _STRING_LENGTH_BYTES = 8
+# The smallest sizes in the header: a metadata value with its name and type, and the description of
+# a tensor.
+_MIN_VALUE_BYTES = 13
+_MIN_TENSOR_BYTES = 24
+# The tensors start at multiples of this number of bytes, unless the file names another number.
+_DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 2**16
 # The struct format of each metadata type with a fixed size.
 _FORMATS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -114,20 +121,19 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     if version not in _VERSIONS:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
     num_tensors, num_values = reader.number(_UINT64), reader.number(_UINT64)
-    # A metadata value has at least 13 bytes, and a tensor at least 24.
-    reader.check(num_values * 13 + num_tensors * 24)
+    reader.check(num_values * _MIN_VALUE_BYTES + num_tensors * _MIN_TENSOR_BYTES)
     metadata = {}
     for _ in range(num_values):
         name = reader.string()
         metadata[name] = reader.value(reader.number(_UINT32))
     entries = [reader.tensor() for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
         raise ValueError(
-            f"general.alignment must be a number from 1 to {2**16}, but it is {alignment}"
+            f"general.alignment must be a number from 1 to {_MAX_ALIGNMENT}, but it is {alignment}"
         )
-    start = -(-reader.place // alignment) * alignment
-    tensors = [_place(entry, start) for entry in entries]
+    data_start = -(-reader.place // alignment) * alignment
+    tensors = [_place(entry, data_start) for entry in entries]
     _check_places(tensors, len(content))
     return metadata, tensors
 

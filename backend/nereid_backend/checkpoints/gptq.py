@@ -67,13 +67,7 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
         scales = tensors[".scales"].T  # [out_features, groups]
         groups = tensors.get(".g_idx")
         num_inputs = None if groups is None else len(groups)
-        # The layers of one checkpoint may have different numbers of bits.
-        layer_bits = bits if num_inputs is None else packed.shape[1] * 32 // max(1, num_inputs)
-        if layer_bits not in _BITS:
-            raise ValueError(
-                f"the weights have {layer_bits} bits, but only {', '.join(map(str, _BITS))} bits "
-                "are supported"
-            )
+        layer_bits = bits if num_inputs is None else _bits_of(packed.shape[1], num_inputs)
         values = unpack_integers(packed, layer_bits, num_inputs)
         packed_zeros = tensors[".qzeros"]  # [groups, words]
         if has_offset:
@@ -91,6 +85,21 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
         return IntegerWeight(values, scales, zeros, group_size, layer_bits, groups)
 
     return decode
+
+
+def _bits_of(num_words: int, num_inputs: int) -> int:
+    """Return the number of bits of each weight, if `num_words` 32-bit integers contain a row.
+
+    The layers of one checkpoint may have different numbers of bits.
+
+    Raises:
+        ValueError: if the number of bits is not supported.
+    """
+    bits = num_words * 32 // max(1, num_inputs)
+    if bits not in _BITS:
+        supported = ", ".join(map(str, _BITS))
+        raise ValueError(f"the weights have {bits} bits, but only {supported} bits are supported")
+    return bits
 
 
 def _ones(bits: int, num_words: int) -> Tensor:

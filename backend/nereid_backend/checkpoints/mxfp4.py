@@ -19,6 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import unpack_nibbles
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
+# A stored exponent is the exponent plus this number.
+_EXPONENT_BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_VALUES = (*_POSITIVE, *(-number for number in _POSITIVE))
 """The numbers that the 16 codes of a 4-bit floating-point number (e2m1) mean."""
@@ -36,15 +38,18 @@ def float4_numbers(packed: Tensor) -> Tensor:
 
 
 def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the dequantised weight, [experts, in_features, out_features] in `dtype`."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(
             f"the scales have the shape {tuple(scales.shape)}, but blocks of the shape "
             f"{tuple(blocks.shape)} need scales of the shape {tuple(blocks.shape[:-1])}"
         )
-    num_experts, num_rows, num_groups, num_bytes = blocks.shape
-    weight = torch.empty(num_experts, num_groups * num_bytes * 2, num_rows, dtype=dtype)
+    num_experts, out_features, num_groups, group_bytes = blocks.shape
+    in_features = num_groups * group_bytes * 2
+    weight = torch.empty(num_experts, in_features, out_features, dtype=dtype)
     for packed, exponents, result in zip(blocks, scales, weight, strict=True):
-        factors = (exponents.float() - 127).exp2().unsqueeze(-1)
+        factors = (exponents.float() - _EXPONENT_BIAS).exp2().unsqueeze(-1)
+        # [out_features, groups, 32] is transposed to [in_features, out_features].
         result.copy_((float4_numbers(packed) * factors).flatten(1).T)
     return weight

@@ -43,10 +43,10 @@ def count_weights(folder: Path) -> WeightCounts:
     weights = named.values()
     integers = [weight for weight in weights if weight.has_integers]
     return WeightCounts(
-        sum(weight.num_elements for weight in weights),
-        sum(weight.num_elements for weight in integers),
-        sum(weight.stored_bytes for weight in integers),
-        sum(
+        num_weights=sum(weight.num_elements for weight in weights),
+        num_integers=sum(weight.num_elements for weight in integers),
+        integer_bytes=sum(weight.stored_bytes for weight in integers),
+        num_linear=sum(
             weight.num_elements
             for name, weight in named.items()
             if not weight.has_integers and _is_linear(name, weight)

@@ -65,19 +65,6 @@ def test_the_printed_command_and_every_example_work_until_a_signal_stops_all_pro
         assert running.lines[-1] == "nereid: stopped"
 
 
-def test_a_server_that_dies_is_reported_and_all_processes_end(tmp_path):
-    with serve(tmp_path, "--max-restarts=0") as running:
-        running.wait_until_ready()
-        server = running.child("bin/tritonserver")
-        server.kill()
-        assert running.wait() == 1
-        output = "\n".join(running.lines)
-        assert "tritonserver was ended by SIGKILL. The last lines of its output are:" in output
-        assert str(running.log) in output
-        assert running.left() == []
-        assert running.shared_memory() == []
-
-
 def test_a_frontend_that_dies_is_reported_and_all_processes_end(tmp_path):
     with serve(tmp_path, "--max-restarts=0") as running:
         running.wait_until_ready()

@@ -1,4 +1,8 @@
-"""`nereid serve` restarts processes that died, and finishes running requests before it stops."""
+"""`nereid serve` restarts processes that died, and finishes running requests before it stops.
+
+Several tests share a server, because each start takes some seconds. The last test of each server
+stops the server.
+"""
 
 import http.client
 import json
@@ -95,95 +99,159 @@ def answers_again(running):
 ENDLESS = "a " + "<pause 0.05>b " * 2000
 
 
-@pytest.mark.parametrize("word", ["bin/tritonserver", "backend_stub"])
-def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_ever(tmp_path, word):
-    with serve(tmp_path) as running:
+# ---- a server whose processes are killed
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("victim"), "--restart-backoff=0") as running:
         running.wait_until_ready()
-        stream = Asking(running, ENDLESS, stream=True)
-        whole = Asking(running, ENDLESS, beside=1)
-        died = kill(running, word)
-        for asking in (stream, whole):
-            asking.end()
-            assert asking.ended - died < 30
-        assert stream.status == 200
-        last = stream.text.strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
-        assert whole.status == 503
-        wait_for(lambda: answers_again(running), timeout_s=120)
-        wait_for(lambda: any("answers again" in line for line in running.lines))
-        told = "\n".join(running.lines)
-        assert "it is started again now (restart 1 of 5)" in told
-        assert ("tritonserver: the process of " in told) == (word == "backend_stub"), told
-        assert len([p for p in running.left() if "stub" in p.name()]) == 0
-        running.signal(signal.SIGTERM)
-        assert running.wait() == 0
-        assert running.shared_memory() == []
+        yield running
 
 
-def test_a_frontend_that_is_killed_is_started_again_and_the_server_goes_on(tmp_path):
-    with serve(tmp_path) as running:
-        running.wait_until_ready()
-        server = running.child("bin/tritonserver")
-        kill(running, "-m nereid_client")
-        wait_for(lambda: answers_again(running), timeout_s=120)
-        assert server.is_running()
-        assert "the OpenAI frontend was ended by SIGKILL" in "\n".join(running.lines)
+def test_a_frontend_that_is_killed_is_started_again_and_the_server_goes_on(victim):
+    server = victim.child("bin/tritonserver")
+    kill(victim, "-m nereid_client")
+    wait_for(lambda: answers_again(victim), timeout_s=120)
+    assert server.is_running()
+    assert "the OpenAI frontend was ended by SIGKILL" in "\n".join(victim.lines)
+    wait_for(lambda: any("answers again" in line for line in victim.lines))
 
 
-def test_a_server_that_hangs_is_started_again(tmp_path):
-    with serve(tmp_path, "--hang-timeout=4") as running:
-        running.wait_until_ready()
-        running.child("bin/tritonserver").suspend()
-        started = time.monotonic()
-        asking = Asking(running, "hi")
+@pytest.mark.parametrize(("word", "restart"), [("backend_stub", 1), ("bin/tritonserver", 2)])
+def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_ever(
+    victim, word, restart
+):
+    num_before = len(victim.lines)
+    stream = Asking(victim, ENDLESS, stream=True)
+    whole = Asking(victim, ENDLESS, beside=1)
+    died = kill(victim, word)
+    for asking in (stream, whole):
         asking.end()
-        assert asking.status == 503
-        assert 4 < asking.ended - started < 60
-        wait_for(lambda: answers_again(running), timeout_s=120)
-        assert "tritonserver hangs" in "\n".join(running.lines)
+        assert asking.ended - died < 30
+    assert stream.status == 200
+    last = stream.text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert whole.status == 503
+    wait_for(lambda: answers_again(victim), timeout_s=120)
+    wait_for(lambda: any("answers again" in line for line in victim.lines[num_before:]))
+    told = "\n".join(victim.lines[num_before:])
+    assert f"it is started again now (restart {restart} of 5)" in told
+    assert ("tritonserver: the process of " in told) == (word == "backend_stub"), told
+    assert len([p for p in victim.left() if "stub" in p.name()]) == 0
 
 
-def test_a_server_at_rest_is_not_taken_for_one_that_hangs(tmp_path):
+def test_a_stop_lets_running_requests_finish_and_takes_no_new_ones(victim, tmp_path):
+    may_end = tmp_path / "may-end"
+    asking = Asking(victim, f"a <until {may_end}>b", stream=True)
+    victim.signal(signal.SIGTERM)
+    wait_for(lambda: any("to finish, for at most" in line for line in victim.lines))
+    status, text = ask(victim, "new")
+    assert status == 503
+    assert "The server is stopping." in text
+    may_end.touch()
+    assert victim.wait() == 0
+    asking.end()
+    assert asking.text.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"stop"' in asking.text
+    assert victim.shared_memory() == []
+
+
+# ---- a server that is checked for hangs
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    flags = ("--hang-timeout=4", "--drain-timeout=1")
+    with serve(tmp_path_factory.mktemp("checked"), *flags) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def test_a_server_at_rest_is_not_taken_for_one_that_hangs(checked):
     # After half of this time without progress, the server is probed.
-    with serve(tmp_path, "--hang-timeout=4") as running:
-        running.wait_until_ready()
-        time.sleep(3)
-        asking = Asking(
-            running, "a <pause 5> b"
-        )  # no progress, but the server answers other requests
-        asking.end()
-        assert asking.status == 200
-        assert "hangs" not in "\n".join(running.lines)
+    time.sleep(3)
+    # This request makes no progress, but the server answers other requests.
+    asking = Asking(checked, "a <pause 5> b")
+    asking.end()
+    assert asking.status == 200
+    assert "hangs" not in "\n".join(checked.lines)
 
 
-def test_a_server_that_crashes_while_it_starts_is_started_again(tmp_path):
-    flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
-    program.write_text(
-        f"#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; kill -ABRT $$; fi\n"
-        f'exec {NEREID.parent / "tritonserver"} "$@"\n'
-    )
-    program.chmod(0o755)
-    with serve(tmp_path, f"--tritonserver={program}") as running:
-        running.wait_until_ready()
-        assert "tritonserver was ended by SIGABRT; it is started again" in "\n".join(running.lines)
-        assert answers_again(running)
+def test_a_server_that_hangs_is_started_again(checked):
+    checked.child("bin/tritonserver").suspend()
+    started = time.monotonic()
+    asking = Asking(checked, "hi")
+    asking.end()
+    assert asking.status == 503
+    assert 4 < asking.ended - started < 60
+    wait_for(lambda: answers_again(checked), timeout_s=120)
+    assert "tritonserver hangs" in "\n".join(checked.lines)
 
 
-def test_a_server_that_gives_up_a_stub_while_it_starts_is_started_again(tmp_path):
-    flag, program = tmp_path / "hung", tmp_path / "tritonserver"
-    stub = tmp_path / "triton_python_backend_stub"
+def test_a_stop_has_a_limit(checked):
+    asking = Asking(checked, ENDLESS)
+    started = time.monotonic()
+    checked.signal(signal.SIGTERM)
+    assert checked.wait() == 0
+    assert 1 < time.monotonic() - started < 60
+    assert "1 request did not finish within 1 s" in "\n".join(checked.lines)
+    asking.end()
+    assert asking.status in (503, 500, None)
+
+
+# ---- a server that starts at the third attempt, and whose log is on a full disk
+
+
+@pytest.fixture(scope="module")
+def third_attempt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("third")
+    crashed, hung, program = folder / "crashed", folder / "hung", folder / "tritonserver"
+    stub = folder / "triton_python_backend_stub"
     stub.symlink_to("/bin/sleep")
     program.write_text(
-        f"#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; {stub} 600 & wait; fi\n"
+        "#!/bin/bash\n"
+        f"if [ ! -e {crashed} ]; then touch {crashed}; kill -ABRT $$; fi\n"
+        f"if [ ! -e {hung} ]; then touch {hung}; {stub} 600 & wait; fi\n"
         f'exec {NEREID.parent / "tritonserver"} "$@"\n'
     )
     program.chmod(0o755)
-    with serve(tmp_path, f"--tritonserver={program}") as running:
+    flags = ("--restart-backoff=0", "--log-file=/dev/full", f"--tritonserver={program}")
+    with serve(folder, *flags) as running:
         running.wait_until_ready()
-        assert "waits for the end of a stub process that is still running" in "\n".join(
-            running.lines
-        )
-        assert answers_again(running)
+        yield running
+
+
+def test_a_server_that_crashes_while_it_starts_is_started_again(third_attempt):
+    assert "tritonserver was ended by SIGABRT; it is started again" in "\n".join(
+        third_attempt.lines
+    )
+
+
+def test_a_server_that_gives_up_a_stub_while_it_starts_is_started_again(third_attempt):
+    assert "waits for the end of a stub process that is still running" in "\n".join(
+        third_attempt.lines
+    )
+
+
+def test_a_full_disk_costs_the_log_and_nothing_else(third_attempt):
+    assert ask(third_attempt, "hi")[0] == 200
+
+
+def test_the_second_signal_does_not_wait(third_attempt):
+    Asking(third_attempt, ENDLESS)
+    third_attempt.signal(signal.SIGTERM)
+    wait_for(lambda: any("to finish, for at most" in line for line in third_attempt.lines))
+    started = time.monotonic()
+    third_attempt.signal(signal.SIGTERM)
+    assert third_attempt.wait() == 0
+    assert time.monotonic() - started < 20  # less than the 30 s that the request needs
+    # Despite the full disk, all messages were printed.
+    assert third_attempt.lines[-1] == "nereid: stopped"
+    assert "Traceback" not in "\n".join(third_attempt.lines)
+
+
+# ---- servers of one test
 
 
 @pytest.mark.long  # test_child_processes.py tests how the output is read
@@ -225,59 +293,9 @@ def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
             if number == 0:
                 wait_for(lambda: answers_again(running), timeout_s=120)
         assert running.wait() == 1
-        assert "tritonserver failed again after 1 restart in a row (--max-restarts)" in "\n".join(
-            running.lines
-        )
+        output = "\n".join(running.lines)
+        assert "tritonserver was ended by SIGKILL. The last lines of its output are:" in output
+        assert str(running.log) in output
+        assert "tritonserver failed again after 1 restart in a row (--max-restarts)" in output
         assert running.left() == []
-
-
-def test_a_stop_lets_running_requests_finish_and_takes_no_new_ones(tmp_path):
-    with serve(tmp_path) as running:
-        running.wait_until_ready()
-        may_end = tmp_path / "may-end"
-        asking = Asking(running, f"a <until {may_end}>b", stream=True)
-        running.signal(signal.SIGTERM)
-        wait_for(lambda: any("to finish, for at most" in line for line in running.lines))
-        status, text = ask(running, "new")
-        assert status == 503
-        assert "The server is stopping." in text
-        may_end.touch()
-        assert running.wait() == 0
-        asking.end()
-        assert asking.text.endswith("data: [DONE]\n\n")
-        assert '"finish_reason":"stop"' in asking.text
-
-
-def test_a_stop_has_a_limit(tmp_path):
-    with serve(tmp_path, "--drain-timeout=1") as running:
-        running.wait_until_ready()
-        asking = Asking(running, ENDLESS)
-        started = time.monotonic()
-        running.signal(signal.SIGTERM)
-        assert running.wait() == 0
-        assert 1 < time.monotonic() - started < 60
-        assert "1 request did not finish within 1 s" in "\n".join(running.lines)
-        asking.end()
-        assert asking.status in (503, 500, None)
-
-
-def test_the_second_signal_does_not_wait(tmp_path):
-    with serve(tmp_path) as running:
-        running.wait_until_ready()
-        Asking(running, ENDLESS)
-        running.signal(signal.SIGTERM)
-        wait_for(lambda: any("to finish, for at most" in line for line in running.lines))
-        started = time.monotonic()
-        running.signal(signal.SIGTERM)
-        assert running.wait() == 0
-        assert time.monotonic() - started < 20  # less than the 30 s that the request needs
-
-
-def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path):
-    with serve(tmp_path, "--log-file=/dev/full") as running:
-        running.wait_until_ready()
-        assert ask(running, "hi")[0] == 200
-        running.signal(signal.SIGTERM)
-        assert running.wait() == 0
-        assert running.lines[-1] == "nereid: stopped"
-        assert "Traceback" not in "\n".join(running.lines)
+        assert running.shared_memory() == []

@@ -10,6 +10,7 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.step_engine import StepEngine
 
 Decode = Callable[[list[int]], str]
+AddRequest = Callable[[str, Sequence[int], SamplingParams], None]
 
 
 def generate(
@@ -17,6 +18,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None,
     decode: Decode,
+    add_request: AddRequest | None = None,
 ) -> list[RequestOutput]:
     """Run an idle engine until the output of every prompt is complete.
 
@@ -26,6 +28,7 @@ def generate(
         params: the sampling parameters of all prompts, or a list with the sampling parameters of
             each prompt. None selects the defaults.
         decode: a function that converts token ids to text.
+        add_request: adds a request to the engine; None means `engine.add_request`.
 
     Returns:
         The output of each prompt in order.
@@ -49,7 +52,7 @@ def generate(
     requests = deque(zip(outputs, prompts, params_list, strict=True))
     try:
         while requests or engine.has_work():
-            _add_requests(engine, requests)
+            _add_requests(add_request or engine.add_request, requests)
             for update in engine.step():
                 outputs[update.request_id].add(update)
     except BaseException:
@@ -65,12 +68,12 @@ def generate(
 
 
 def _add_requests(
-    engine: StepEngine, requests: deque[tuple[str, Sequence[int], SamplingParams]]
+    add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
     """Move requests from `requests` to the engine until the waiting queue of the engine is full."""
     while requests:
         try:
-            engine.add_request(*requests[0])
+            add_request(*requests[0])
         except CapacityError:
             return
         requests.popleft()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -57,11 +58,13 @@ class Trial:
         expected: the logits at every token from the last prompt token on, one sequence after
             another, float32 [num_rows, vocab_size].
         block_size: the block size for the check. Attention kernels support only some sizes.
+        images: the images of each sequence; empty if no sequence has images.
     """
 
     sequences: list[tuple[list[int], int]]
     expected: Tensor
     block_size: int
+    images: tuple[ImageInputs | None, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
@@ -259,7 +262,9 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
     sequences = _prompt_sequences(trial)
     numbers = {sequence: number for number, sequence in enumerate(sequences)}
     rows: list[list[Tensor]] = [[] for _ in sequences]
-    while chunks := _next_chunks(sequences):
+    # Prompts with images can be long, so they are divided into a few large chunks.
+    budget = max(_BUDGET, max(len(tokens) for tokens, _ in trial.sequences) // 3)
+    while chunks := _next_chunks(sequences, budget if trial.images else _BUDGET):
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
         sampling = [chunk for chunk in chunks if chunk.samples]
         for chunk, row in zip(sampling, logits, strict=True):
@@ -287,13 +292,15 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
             str(number), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
         sequence.row = number
+        if trial.images:
+            sequence.images = trial.images[number]
         first_block = number * blocks_per_sequence
         sequence.block_table = blocks[first_block : first_block + blocks_per_sequence]
         sequences.append(sequence)
     return sequences
 
 
-def _next_chunks(sequences: list[Sequence]) -> list[Chunk]:
+def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
     """Return the chunks of the next step under a small token budget.
 
     Sequences with computed tokens get their share of the budget before new sequences. In the
@@ -302,7 +309,6 @@ def _next_chunks(sequences: list[Sequence]) -> list[Chunk]:
     tokens of the first prompt. The third step also computes 3 tokens of the second prompt.
     """
     chunks = []
-    budget = _BUDGET
     for sequence in sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0):
         start = sequence.num_computed_tokens
         num_tokens = min(len(sequence.token_ids) - start, budget)

@@ -2,6 +2,8 @@
 """The execution path `packed`: the model computes each step as one row of tokens."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,6 +23,19 @@ from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
 from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
+class ImageSteps(Protocol):
+    """An object that replaces the inputs of the decoder in steps with images."""
+
+    def injecting(self, plan: StepPlan, batch: StepBatch) -> AbstractContextManager[None]:
+        """Return a context in which the decoder gets the embeddings and positions of images."""
+        ...
+
+
+def has_images(plan: StepPlan) -> bool:
+    """Return whether a step computes a sequence whose prompt has images."""
+    return any(chunk.sequence.images is not None for chunk in plan.chunks)
+
+
 class PackedPath:
     """An execution path for models whose only state is the keys and values of attention.
 
@@ -31,6 +46,8 @@ class PackedPath:
             one by one.
         pieces: replays the parts of steps with prefills as CUDA graphs; None if such steps launch
             their kernels one by one.
+        images: replaces the inputs of the decoder in steps with images; None if the model gets no
+            images.
     """
 
     def __init__(
@@ -61,6 +78,7 @@ class PackedPath:
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
+        self.images: ImageSteps | None = None
 
     @property
     def has_kernels(self) -> bool:
@@ -89,6 +107,9 @@ class PackedPath:
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
         with self._adapters.serving(plan.chunks) as has_adapters:
+            if self.images is not None and has_images(plan):
+                with self.images.injecting(plan, batch):
+                    return self._run_model(batch, self._attention(batch))
             if has_adapters:
                 # Captured graphs and the compiled forward pass compute the model without adapters.
                 return self._run_model(batch, self._attention(batch))

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import join_logits, num_bytes
@@ -96,20 +97,21 @@ class SinglePath:
             # A preempted sequence is computed as it was the first time: the prompt in one pass and
             # then token by token. On some models, one pass over all tokens gives different logits.
             shortest = min(shortest, chunk.sequence.num_prompt_tokens)
-        token_ids = chunk.sequence.token_ids
-        logits = [self._logits_after(row, token_ids[:n]) for n in range(shortest, longest + 1)]
+        sequence = chunk.sequence
+        logits = [self._logits_after(row, sequence, n) for n in range(shortest, longest + 1)]
         return torch.stack(logits[-chunk.num_logits :])
 
-    def _logits_after(self, row: int, token_ids: list[int]) -> Tensor:
-        """Return the logits after the first tokens of the sequence in `row`, [vocab_size].
+    def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
+        """Return the logits after the first `num_tokens` tokens of a sequence, [vocab_size].
 
-        If the stored state covers all `token_ids` except the last, only the last token is computed.
-        Otherwise, the model computes all `token_ids`.
+        If the stored state of `row` covers all these tokens except the last, only the last token is
+        computed. Otherwise, the model computes all of them.
         """
+        token_ids = sequence.token_ids[:num_tokens]
         state = self._states.pop(row, None)
         ids = torch.tensor([token_ids], device=self._device)
         if state is None or state.num_tokens != len(token_ids) - 1:
-            state = _SequenceState(self._first_arguments(ids), 0)
+            state = _SequenceState(self._first_arguments(ids, sequence.images), 0)
         is_first = state.num_tokens == 0
         has_cache = state.arguments.get(self._cache_name) is not None
         # The number of tokens that this call adds to the cache. In the first call, the number is
@@ -127,11 +129,12 @@ class SinglePath:
         logits: Tensor = output.logits[0, -1]
         return logits
 
-    def _first_arguments(self, ids: Tensor) -> dict[str, Any]:
+    def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
         """Return the arguments of a sequence's first call of the model."""
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
             "use_cache": self._uses_cache,
+            **(images.arguments if images is not None else {}),
         }
         if self._takes_positions:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)

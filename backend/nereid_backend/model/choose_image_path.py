@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses how a model computes prompts with images.
+
+The candidates are tried in this order. The first candidate is used whose logits equal those of
+transformers' generate for test images:
+
+    packed      the model's code encodes the images, and the forward path `packed` computes the
+                decoder, together with the tokens of other sequences
+    single      the model's own code computes one sequence at a time, with its own cache
+    generated   transformers' generate computes every token; very slow
+
+The choice never depends on the model's name. If no candidate can be used, requests with images are
+refused with the reasons.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
+
+from nereid_backend.checkpoint import Checkpoint, Progress
+from nereid_backend.errors import NereidError, first_line
+from nereid_backend.model.path_variants import PathSpec
+from nereid_backend.model.self_check import Trial, check_path
+from nereid_backend.paths.model_call import UnfitError
+from nereid_backend.paths.packed import PackedPath
+from nereid_backend.paths.single_sequence import SinglePath
+from nereid_backend.runner import ForwardPath
+from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
+from nereid_backend.vision.feature_cache import FeatureCache
+from nereid_backend.vision.image_tensors import place_images
+from nereid_backend.vision.load_processor import has_processor
+from nereid_backend.vision.own_attention import OwnAttention
+from nereid_backend.vision.packed_images import PackedImages
+from nereid_backend.vision.single_images import GeneratedPath, SplitPath
+
+# The number of tokens that follow each test prompt.
+_NUM_STEPS = 4
+# The sizes of the test images in pixels, width and height.
+_SIZES = ((40, 30), (30, 50))
+# The largest size of the stored image features in bytes.
+_FEATURE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSupport:
+    """How a model computes prompts with images.
+
+    Attributes:
+        name: "packed", "single" or "generated"; empty if images are refused.
+        reason: a sentence that says why images are refused; empty if they are accepted.
+        config: the config of the model.
+        add: adds the support for images to the forward path of texts, and returns the new path.
+        features: the cache of image features; None if images are refused.
+    """
+
+    name: str
+    reason: str
+    config: PretrainedConfig
+    add: Callable[[ForwardPath], ForwardPath]
+    features: FeatureCache | None = None
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether the blocks of a sequence with images contain its keys and values."""
+        return self.name == "packed"
+
+
+def choose_image_path(
+    checkpoint: Checkpoint, folder: Path, spec: PathSpec, block_size: int, progress: Progress
+) -> ImageSupport:
+    """Choose how a model computes prompts with images.
+
+    Args:
+        checkpoint: a loaded model.
+        folder: the folder of the checkpoint, with the processor.
+        spec: the forward path of texts.
+        block_size: the number of tokens in one block.
+        progress: called with one line about the choice.
+    """
+    config = checkpoint.model.config
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return _refused(config, "the served model reads only text.")
+    if not has_processor(folder):
+        return _refused(
+            config, "the checkpoint has no processor for images (processor_config.json)."
+        )
+    attention = OwnAttention(checkpoint.model)
+    reasons = []
+    try:
+        processor = ChatProcessor(folder, config)
+        with attention.used():
+            trial = _make_trial(checkpoint, processor, block_size)
+    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+        reason = f"transformers cannot answer a test image: {_describe(error)}"
+        progress(f"images: refused, because {reason}")
+        return _refused(config, f"{reason}.")
+    features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
+    for name, add in _candidates(checkpoint, spec, features, attention):
+        try:
+            path = add(spec.build(trial.sizes))
+            check_path(path, trial, checkpoint.model.dtype)
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            reasons.append(f"{name}: {_describe(error)}")
+            continue
+        detail = f" ({'; '.join(reasons)})" if reasons else ""
+        progress(f"images: {name}{detail}")
+        return ImageSupport(name, "", config, add, features)
+    reason = (
+        "no way to compute images gives the same logits as transformers' generate: "
+        f"{'; '.join(reasons)}"
+    )
+    progress(f"images: refused, because {reason}")
+    return _refused(config, f"{reason}.")
+
+
+def _refused(config: PretrainedConfig, reason: str) -> ImageSupport:
+    return ImageSupport("", reason, config, lambda path: path)
+
+
+def _candidates(
+    checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
+) -> Iterator[tuple[str, Callable[[ForwardPath], ForwardPath]]]:
+    """Yield the names of the candidates, and the functions that add them to a forward path."""
+
+    def packed(path: ForwardPath) -> ForwardPath:
+        if not isinstance(path, PackedPath):
+            raise UnfitError(f"the forward path of texts is {spec.name}")
+        path.images = PackedImages(checkpoint.model, features, attention)
+        return path
+
+    yield "packed", packed
+    yield (
+        "single",
+        lambda path: SplitPath(path, SinglePath(checkpoint, uses_cache=True), attention),
+    )
+    yield "generated", lambda path: SplitPath(path, GeneratedPath(checkpoint), attention)
+
+
+@torch.inference_mode()
+def _make_trial(checkpoint: Checkpoint, processor: ChatProcessor, block_size: int) -> Trial:
+    """Return test prompts with images, and the logits of transformers' generate for them.
+
+    The first prompt has one image. The second prompt has two images of different sizes; it is left
+    out if the model accepts only one image. The last prompt equals the first prompt, so that stored
+    features are tested, too.
+    """
+    prompts = [_test_prompt(checkpoint, processor, 1)]
+    answers = [_generate(checkpoint, prompts[0])]
+    try:
+        two = _test_prompt(checkpoint, processor, len(_SIZES))
+        answers.append(_generate(checkpoint, two))
+        prompts.append(two)
+    except Exception:  # noqa: BLE001 - a model's code can raise any exception
+        answers = answers[:1]
+    prompts.append(prompts[0])
+    answers.append(answers[0])
+    sequences = [
+        (prompt.token_ids + tokens, len(prompt.token_ids))
+        for prompt, (tokens, _) in zip(prompts, answers, strict=True)
+    ]
+    expected = torch.cat([logits for _, logits in answers])
+    images = tuple(prompt.images for prompt in prompts)
+    return Trial(sequences, expected, block_size, images)
+
+
+def _test_prompt(checkpoint: Checkpoint, processor: ChatProcessor, num_images: int) -> ImagePrompt:
+    """Return a prompt with images of random pixels and a short text."""
+    from PIL import Image
+
+    rng = random.Random(0)
+    parts: list[dict[str, Any]] = []
+    for width, height in _SIZES[:num_images]:
+        pixels = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height))
+        parts += [{"type": "image", "image": pixels}]
+    parts += [{"type": "text", "text": "What is shown here?"}]
+    prompt = processor.prepare([{"role": "user", "content": parts}])
+    assert prompt.images is not None
+    images = place_images(prompt.images, checkpoint.device, checkpoint.model.dtype)
+    return replace(prompt, images=images)
+
+
+def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], torch.Tensor]:
+    """Return the tokens of transformers' generate except the last one, and the logits of all.
+
+    Raises:
+        UnfitError: the model generated fewer tokens than requested.
+    """
+    model: Any = checkpoint.model
+    assert prompt.images is not None
+    ids = torch.tensor([prompt.token_ids], device=checkpoint.device)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=_NUM_STEPS + 1,
+        min_new_tokens=_NUM_STEPS + 1,
+        do_sample=False,
+        num_beams=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **prompt.images.arguments,
+    )
+    logits = torch.cat(output.logits).float()
+    if len(logits) != _NUM_STEPS + 1:
+        raise UnfitError(f"generate returned {len(logits)} tokens instead of {_NUM_STEPS + 1}")
+    return output.sequences[0, -len(logits) : -1].tolist(), logits
+
+
+def _describe(error: Exception) -> str:
+    """Return the reason of an exception as a clause."""
+    if isinstance(error, UnfitError | NereidError):
+        return str(error).rstrip(".")
+    return f"{type(error).__name__}: {first_line(error)}"

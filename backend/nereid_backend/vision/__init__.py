@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with images: decoding, the checkpoint's processor, and the forward paths of images."""

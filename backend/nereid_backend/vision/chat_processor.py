@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares chat messages with images by the checkpoint's own processor."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.errors import RequestError, first_line
+from nereid_backend.vision.load_processor import load_processor
+from nereid_backend.vision.messages import FoundImage, read_images, split_messages
+from nereid_backend.vision.read_image import ImageLimits
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+# Outputs of a processor that describe the text. All other outputs describe the images.
+_TEXT_OUTPUTS = ("input_ids", "attention_mask")
+# Outputs with a value for each token that mark the tokens of images by values other than 0.
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A prompt, after the processor has rendered, tokenised and expanded it.
+
+    Attributes:
+        token_ids: the prompt. An image has as many placeholder tokens as its features need.
+        images: the images; None if the prompt has none.
+        text: the rendered prompt, with one placeholder for each image.
+    """
+
+    token_ids: list[int]
+    images: ImageInputs | None
+    text: str
+
+
+class ChatProcessor:
+    """Converts chat messages with images into token ids and the model's image arguments."""
+
+    def __init__(
+        self, folder: Path, config: PretrainedConfig, limits: ImageLimits | None = None
+    ) -> None:
+        """Load the processor of a checkpoint.
+
+        Raises:
+            ModelError: the processor is missing or broken, or needs a package that is missing.
+        """
+        self.limits = limits or ImageLimits()
+        self._processor: Any = load_processor(folder, config)
+        self._image_token_ids = _image_token_ids(self._processor, config)
+
+    def prepare(
+        self, messages: Sequence[Any], template_arguments: dict[str, Any] | None = None
+    ) -> ImagePrompt:
+        """Return the prompt of chat messages.
+
+        Args:
+            messages: messages in the shape of OpenAI's chat completions. The images are data URLs,
+                bytes or images of Pillow.
+            template_arguments: further variables of the chat template, such as `tools`.
+
+        Raises:
+            RequestError: a message or an image is invalid.
+        """
+        messages, found = split_messages(messages, self.limits)
+        text = self._render(messages, len(found), template_arguments or {})
+        return self.prepare_text(text, found)
+
+    def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
+        """Return the prompt of a rendered text with one placeholder for each image.
+
+        Raises:
+            RequestError: an image is invalid, or the processor refuses the text or an image.
+        """
+        images = read_images(found, self.limits)
+        outputs = self._process(text, images)
+        token_ids = [int(token) for token in outputs["input_ids"][0]]
+        if not images:
+            return ImagePrompt(token_ids, None, text)
+        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
+        first_token = self._first_image_token(token_ids, arguments)
+        return ImagePrompt(token_ids, ImageInputs(arguments, _digest(arguments), first_token), text)
+
+    def _render(
+        self, messages: list[dict[str, Any]], num_images: int, arguments: dict[str, Any]
+    ) -> str:
+        """Return the text of messages. Each image is one placeholder in the text.
+
+        A checkpoint without a chat template gets its placeholders followed by the texts.
+        """
+        if _chat_template(self._processor) is None:
+            placeholder = getattr(self._processor, "image_token", None) or ""
+            texts = [text for message in messages for text in _texts(message.get("content"))]
+            return str(placeholder) * num_images + "\n".join(texts)
+        messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
+        try:
+            return str(
+                self._processor.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **arguments
+                )
+            )
+        except Exception as error:
+            # A chat template can raise any exception. Only the request with these messages ends.
+            raise RequestError(
+                f"messages: the chat template cannot render the messages: {first_line(error)}"
+            ) from error
+
+    def _process(self, text: str, images: "list[Image]") -> dict[str, Any]:
+        """Return the outputs of the processor for one text with its images."""
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        bos = getattr(tokenizer, "bos_token", None)
+        arguments: dict[str, Any] = {"return_tensors": "pt"}
+        if bos is not None and text.startswith(bos):
+            # The chat template has written the token already.
+            arguments["add_special_tokens"] = False
+        try:
+            outputs = self._processor(text=text, images=images or None, **arguments)
+        except Exception as error:
+            # A processor can raise any exception. Only the request with these images ends.
+            logger.debug("The image processor failed.", exc_info=True)
+            raise RequestError(
+                f"messages: the checkpoint's processor cannot prepare the images: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        return dict(outputs)
+
+    def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
+        """Return the index of the first token that belongs to an image; 0 if it is unknown."""
+        for name in _TOKEN_TYPES:
+            types = arguments.get(name)
+            if isinstance(types, Tensor) and types.any():
+                return int(types[0].nonzero()[0])
+        positions = [i for i, token in enumerate(token_ids) if token in self._image_token_ids]
+        return positions[0] if positions else 0
+
+
+def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
+    """Return the placeholder tokens that the config and the processor name."""
+    names = ("image_token_id", "image_token_index")
+    values = [getattr(source, name, None) for source in (processor, config) for name in names]
+    return {value for value in values if isinstance(value, int)}
+
+
+def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
+    """Return the chat template of a processor or of its tokenizer."""
+    template = getattr(processor, "chat_template", None)
+    if template is None:
+        template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)
+    return template
+
+
+def _parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message
+    """Return a text as a list with one part, because templates for images expect lists."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _texts(content: Any) -> list[str]:  # noqa: ANN401 - the content of a message
+    """Return the texts of a message."""
+    parts = _parts(content) or []
+    return [str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part]
+
+
+def _digest(arguments: dict[str, Any]) -> bytes:
+    """Return a hash of the arguments of the images."""
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(arguments):
+        state.update(name.encode())
+        _update(state, arguments[name])
+    return state.digest()
+
+
+def _update(state: Any, value: Any) -> None:  # noqa: ANN401 - a hash, and a tensor or a list
+    """Add a value, and the shapes and types of its tensors, to a hash."""
+    if isinstance(value, list | tuple):
+        state.update(f"[{len(value)}".encode())
+        for item in value:
+            _update(state, item)
+    elif isinstance(value, Tensor):
+        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        state.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        state.update(f"{value.dtype}{value.shape}".encode())
+        state.update(np.ascontiguousarray(value).tobytes())
+    else:
+        state.update(repr(value).encode())

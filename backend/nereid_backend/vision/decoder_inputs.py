@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs that a model's own code computes for its decoder from a prompt with images.
+
+The model's code encodes the images, replaces the embeddings of the placeholder tokens, and computes
+the positions. A hook on the decoder records these inputs and stops the forward pass. The engine
+then computes the decoder on parts of the recorded inputs, as it does for text.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.paths.model_call import UnfitError
+
+# Arguments of a decoder that the engine computes itself or that have no effect on the result.
+_IGNORED = (
+    "input_ids",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "cache_position",
+    "mm_token_type_ids",
+    "token_type_ids",
+)
+DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
+
+
+@dataclass(slots=True)
+class DecoderInputs:
+    """The inputs of the decoder for a prompt.
+
+    Attributes:
+        embeddings: [num_tokens, hidden_size].
+        positions: [num_axes, num_tokens] int64; None if the decoder counts the tokens itself.
+        next_positions: [num_axes] int64, the position of the first token after the prompt.
+        deepstack: for each of the first layers of the decoder, the image features that are added
+            to the hidden states, [num_tokens, hidden_size]. Rows of text tokens are 0.
+        deepstack_mask: [num_tokens] bool, the tokens with image features; None if the decoder gets
+            no such features.
+    """
+
+    embeddings: Tensor
+    positions: Tensor | None
+    next_positions: Tensor | None
+    deepstack: list[Tensor]
+    deepstack_mask: Tensor | None
+
+
+class _RecordedError(Exception):
+    """Stops a forward pass after the inputs of the decoder were recorded."""
+
+
+def record_inputs(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    decoder: Module,
+    token_ids: list[int],
+    images: ImageInputs,
+) -> DecoderInputs:
+    """Run the model up to its decoder and return the inputs of the decoder.
+
+    Raises:
+        UnfitError: the decoder gets an input that the engine cannot divide into chunks.
+    """
+    recorded: dict[str, Any] = {}
+
+    def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+        if args:
+            raise UnfitError("its decoder has positional arguments")
+        recorded.update(kwargs)
+        raise _RecordedError
+
+    ids = torch.tensor([token_ids], device=model.device)
+    handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with suppress(_RecordedError):
+            model(**first_inputs(model, ids, images.arguments), return_dict=True)
+    finally:
+        handle.remove()
+    if not isinstance(recorded.get("inputs_embeds"), Tensor):
+        raise UnfitError("its decoder gets no embeddings")
+    return _read(recorded, len(token_ids))
+
+
+def first_inputs(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    ids: Tensor,
+    arguments: Mapping[str, object],
+) -> dict[str, Any]:
+    """Return the arguments with which transformers' generate calls a model for a prompt."""
+    kwargs: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "use_cache": False,
+        **arguments,
+    }
+    kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, kwargs)
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
+        ids, is_first_iteration=True, **kwargs
+    )
+    return inputs
+
+
+def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
+    """Return the recorded arguments of a decoder.
+
+    Raises:
+        UnfitError: the decoder has other arguments.
+    """
+    embeddings = recorded.pop("inputs_embeds")
+    positions = recorded.pop("position_ids", None)
+    mask = recorded.pop(DEEPSTACK_MASK, None)
+    deepstack = recorded.pop(DEEPSTACK, None)
+    for name, value in recorded.items():
+        if name not in _IGNORED and isinstance(value, Tensor | list | tuple | dict):
+            raise UnfitError(f"its decoder has the argument {name}")
+    if embeddings.shape[:2] != (1, num_tokens):
+        raise UnfitError(
+            f"its decoder gets {embeddings.shape[1]} embeddings for {num_tokens} tokens"
+        )
+    axes = next_positions = None
+    if positions is not None:
+        axes = positions.reshape(-1, num_tokens)
+        next_positions = _next_positions(axes)
+    if mask is None or deepstack is None:
+        return DecoderInputs(embeddings[0], axes, next_positions, [], None)
+    mask = mask.reshape(num_tokens)
+    rows = []
+    for features in deepstack:
+        dense = torch.zeros_like(embeddings[0])
+        dense[mask] = features.to(dense)
+        rows.append(dense)
+    return DecoderInputs(embeddings[0], axes, next_positions, rows, mask)
+
+
+def _next_positions(axes: Tensor) -> Tensor:
+    """Return the position of the token after a prompt, [num_axes].
+
+    With four axes, the first axis counts the tokens, and the other axes are time, height and width.
+    The next token has the same position on these axes: the largest position of the prompt plus 1.
+    """
+    if len(axes) == 4:
+        last = axes[1:].max()
+        return torch.stack([axes[0].max(), last, last, last]) + 1
+    return axes.max().expand(len(axes)) + 1

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache of image features, which are the outputs of a model's image encoder."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+_METHOD = "get_image_features"
+
+
+class FeatureCache:
+    """Stores the results of a model's method `get_image_features` by the digest of the images.
+
+    Attributes:
+        num_encoded: the number of times that the image encoder was run.
+        num_reused: the number of times that stored features were used.
+    """
+
+    def __init__(self, model: Module, max_bytes: int) -> None:
+        """Replace the method `get_image_features` of the model's modules.
+
+        Args:
+            model: the model.
+            max_bytes: the largest size of the stored features. The features that were not used for
+                the longest time are dropped first.
+        """
+        self.num_encoded = 0
+        self.num_reused = 0
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._features: OrderedDict[tuple[bytes, int], Any] = OrderedDict()
+        self._digest: bytes | None = None
+        self._num_calls = 0
+        self._is_encoding = False
+        for module in model.modules():
+            method = getattr(module, _METHOD, None)
+            if callable(method):
+                setattr(module, _METHOD, self._cached(method))
+
+    @contextmanager
+    def serving(self, digest: bytes) -> Iterator[None]:
+        """Store and reuse features of the images with this digest until the context ends."""
+        self._digest, self._num_calls = digest, 0
+        try:
+            yield
+        finally:
+            self._digest = None
+
+    def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `method` only if the features are not stored."""
+
+        def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
+            # The method of an outer module calls the method of an inner module. Only the result of
+            # the outer call is stored.
+            if self._digest is None or self._is_encoding:
+                return method(*args, **kwargs)
+            key = (self._digest, self._num_calls)
+            self._num_calls += 1
+            if key in self._features:
+                self.num_reused += 1
+                self._features.move_to_end(key)
+                return _copy(self._features[key])
+            self._is_encoding = True
+            try:
+                features = method(*args, **kwargs)
+            finally:
+                self._is_encoding = False
+            self.num_encoded += 1
+            self._store(key, _copy(features))
+            return features
+
+        return get_image_features
+
+    def _store(self, key: tuple[bytes, int], features: Any) -> None:  # noqa: ANN401
+        """Store features, and drop old features until the limit is met."""
+        self._features[key] = features
+        self._num_bytes += _num_bytes(features)
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._features.popitem(last=False)
+            self._num_bytes -= _num_bytes(dropped)
+
+
+def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
+    """Return a shallow copy, because models replace the fields of an output."""
+    if isinstance(features, dict):
+        copied = type(features)(**dict(features))
+        for name, value in vars(features).items():
+            if name not in copied:
+                setattr(copied, name, value)
+        return copied
+    if isinstance(features, list):
+        return list(features)
+    return features
+
+
+def _num_bytes(value: Any) -> int:  # noqa: ANN401 - the output of a model
+    """Return the size in bytes of all tensors in a value."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_num_bytes(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_num_bytes(part) for part in value)
+    return 0

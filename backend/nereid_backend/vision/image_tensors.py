@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves the image arguments of a prompt to the device of the model."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.core.image_inputs import ImageInputs
+
+
+def place_images(images: ImageInputs, device: torch.device, dtype: torch.dtype) -> ImageInputs:
+    """Return images whose tensors are on `device`. Floating point tensors get `dtype`."""
+
+    def place(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list of tensors, or a plain value
+        if isinstance(value, Tensor):
+            return value.to(device, dtype if value.is_floating_point() else None)
+        if isinstance(value, list | tuple):
+            return type(value)(place(item) for item in value)
+        return value
+
+    return replace(images, arguments={name: place(v) for name, v in images.arguments.items()})

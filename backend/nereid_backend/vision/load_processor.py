@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the processor of a checkpoint, also where a package for videos is missing."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from nereid_backend.errors import ModelError, first_line
+from nereid_backend.vision.torchvision_operators import declare_operators
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def has_processor(folder: Path) -> bool:
+    """Return whether a checkpoint has a processor for images."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
+    """Return the processor of a checkpoint.
+
+    Many processors contain a processor for videos, which needs torchvision. If that part cannot be
+    loaded, the processor is loaded without it and accepts no videos.
+
+    Raises:
+        ModelError: the processor is missing or broken, or needs a package that is not installed.
+    """
+    declare_operators()
+    arguments: dict[str, Any] = {"local_files_only": True}
+    try:
+        try:
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, **arguments)
+        except (ImportError, OSError, ValueError):
+            processor = _load_without_video(folder, config, arguments)
+    except Exception as error:
+        # A processor can raise any exception for a broken file. The caller reports the reason.
+        raise ModelError(
+            f"the image processor in {folder} cannot be loaded: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ModelError(f"the processor in {folder} has no image processor")
+    return processor
+
+
+class _NoVideo:
+    """Takes the place of a video processor whose package is missing."""
+
+    def __init__(self, image_processor: Any) -> None:  # noqa: ANN401 - transformers'
+        # Processors read sizes such as `merge_size` from their video processor.
+        self.__dict__.update(vars(image_processor))
+
+
+def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
+    """Return a processor whose video processor is an object without methods.
+
+    Raises:
+        ImportError: the image processor needs a package that is not installed.
+    """
+    processor_class: Any = PROCESSOR_MAPPING[type(config)]
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **arguments)
+    loaders: dict[str, Any] = {
+        "image_processor": lambda: image_processor,
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, **arguments),
+        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(folder, **arguments),
+        "video_processor": lambda: _NoVideo(image_processor),
+    }
+    parts = [loaders[name]() for name in processor_class.get_attributes()]
+
+    def check(self: object, name: str, value: object) -> None:
+        if name != "video_processor":
+            processor_class.check_argument_for_proper_class(self, name, value)
+
+    # transformers writes a new processor to its log as JSON, which the placeholder does not allow.
+    changes = {"check_argument_for_proper_class": check, "__repr__": object.__repr__}
+    lenient = type(processor_class.__name__, (processor_class,), changes)
+    # transformers reads the parts of a processor from the signature of its constructor.
+    settings, _ = processor_class.get_processor_dict(folder, **arguments)
+    settings = {name: value for name, value in settings.items() if name not in loaders}
+    return lenient.from_args_and_dict(parts, settings)  # type: ignore[attr-defined]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes image files that may be hostile.
+
+The header of a file gives its format and its size. A file is refused before its pixels are decoded
+if its format is not in a short list, or if its size exceeds a limit.
+"""
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nereid_backend.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The formats that are decoded. Pillow's other decoders are rarely used and little tested.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The limits of the images of one request.
+
+    Attributes:
+        max_images: the largest number of images.
+        max_bytes: the largest size of an image file.
+        max_pixels: the largest number of pixels of an image.
+        max_aspect_ratio: the largest ratio of the longer side to the shorter side. Processors
+            resize an image with a large ratio to many more pixels than the image has.
+    """
+
+    max_images: int = 16
+    max_bytes: int = 20 * 2**20
+    max_pixels: int = 16 * 10**6
+    max_aspect_ratio: int = 100
+
+
+def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
+    """Return the bytes of a data URL. Example: "data:image/png;base64,iVBO..." gives the PNG file.
+
+    Args:
+        url: the data URL.
+        field: the name of the request field, for error messages.
+        limits: the limits of an image.
+
+    Raises:
+        RequestError: the text is not a data URL in base64, or the file is too large.
+    """
+    match = _DATA_URL.match(url)
+    if match is None:
+        scheme = url.split(":", 1)[0][:20] if ":" in url[:20] else ""
+        if scheme.lower() in ("http", "https", "file"):
+            raise RequestError(
+                f"{field}: the URL has the scheme {scheme}, but the server reads no remote and no "
+                "local files. Send the image as a data URL, such as data:image/png;base64,..."
+            )
+        raise RequestError(
+            f"{field}: the URL must be a data URL with base64 content, such as "
+            "data:image/png;base64,..."
+        )
+    # Four characters of base64 contain three bytes.
+    num_bytes = (len(url) - match.end()) * 3 // 4
+    if num_bytes > limits.max_bytes + 2:
+        raise RequestError(
+            f"{field}: the image file has about {num_bytes} bytes, but the limit is "
+            f"{limits.max_bytes}. Send a smaller file."
+        )
+    try:
+        return base64.b64decode(url[match.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
+
+
+def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
+    """Return the image in a file, as RGB and with the rotation of its EXIF data applied.
+
+    Only the first frame of an animated file is decoded. Transparent pixels are drawn on white.
+
+    Args:
+        data: the content of the file.
+        field: the name of the request field, for error messages.
+        limits: the limits of an image.
+
+    Raises:
+        RequestError: the file is not an image in one of `FORMATS`, is damaged, or is too large.
+        ModelError: Pillow is not installed.
+    """
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise ModelError(
+            "images need the package pillow. Install nereid-backend[images]."
+        ) from error
+    if len(data) > limits.max_bytes:
+        raise RequestError(
+            f"{field}: the image file has {len(data)} bytes, but the limit is {limits.max_bytes}. "
+            "Send a smaller file."
+        )
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about large images and broken metadata. Large images are refused below.
+            warnings.simplefilter("ignore")
+            with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                check_size(image.size, field, limits)
+                image.draft("RGB", image.size)
+                upright = PIL.ImageOps.exif_transpose(image)
+                return _to_rgb(upright)
+    except RequestError:
+        raise
+    except PIL.UnidentifiedImageError as error:
+        raise RequestError(
+            f"{field}: the file is not an image in one of the formats {', '.join(FORMATS)}."
+        ) from error
+    except Exception as error:
+        # An image decoder can raise any exception for a broken file. Only this request ends.
+        raise RequestError(f"{field}: the image cannot be decoded: {error}") from error
+
+
+def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:
+    """Raise a RequestError if an image of this width and height exceeds a limit."""
+    width, height = size
+    if width * height > limits.max_pixels:
+        raise RequestError(
+            f"{field}: the image has {width} x {height} pixels, but the limit is "
+            f"{limits.max_pixels} pixels. Send a smaller image."
+        )
+    if max(size) > limits.max_aspect_ratio * min(size):
+        raise RequestError(
+            f"{field}: the image has {width} x {height} pixels. One side may be at most "
+            f"{limits.max_aspect_ratio} times as long as the other side."
+        )
+
+
+def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
+    """Return an image as RGB. Transparent pixels are drawn on white."""
+    import PIL.Image
+
+    if image.mode == "RGB":
+        image.load()
+        return image  # type: ignore[no-any-return]
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = PIL.Image.new("RGBA", rgba.size, "white")
+        return PIL.Image.alpha_composite(white, rgba).convert("RGB")
+    if image.mode.startswith("I;16"):
+        # Pillow would cut values above 255 instead of scaling them.
+        image = image.point(lambda value: value / 256).convert("L")
+    return image.convert("RGB")  # type: ignore[no-any-return]

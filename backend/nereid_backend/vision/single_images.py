@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward paths that compute each sequence with images by the model's own code."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.model_call import join_logits
+from nereid_backend.runner import ForwardPath
+from nereid_backend.vision.own_attention import OwnAttention
+
+# Arguments with one value for each token.
+_TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
+
+
+class GeneratedPath:
+    """A forward path that calls transformers' generate for every new token.
+
+    Some models prepare images in their own `generate`. Each token needs a pass over the whole
+    sequence.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._model: Any = checkpoint.model
+        self._device = checkpoint.device
+        self._vocab_size = checkpoint.vocab_size
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        assert sampled is None
+        return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Do nothing, because the path has no state."""
+
+    def _logits(self, chunk: Chunk) -> Tensor | None:
+        """Return the logits after the last tokens of a chunk, [num_logits, vocab_size]."""
+        if chunk.num_logits == 0:
+            return None
+        end = chunk.start + chunk.num_tokens
+        sequence = chunk.sequence
+        return torch.cat(
+            [
+                self._logits_after(sequence, num_tokens)
+                for num_tokens in range(end - chunk.num_logits + 1, end + 1)
+            ]
+        )
+
+    def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
+        """Return the logits after the first `num_tokens` tokens, [1, vocab_size]."""
+        ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
+        arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
+        for name in _TOKEN_ARGUMENTS:
+            types = arguments.get(name)
+            if isinstance(types, Tensor):
+                num_missing = num_tokens - types.shape[1]
+                arguments[name] = torch.nn.functional.pad(types, (0, num_missing))
+        output = self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=False,
+            num_beams=1,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            **arguments,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class SplitPath:
+    """A forward path that computes texts and prompts with images by two other forward paths."""
+
+    def __init__(self, text: ForwardPath, images: ForwardPath, attention: OwnAttention) -> None:
+        """Create a path.
+
+        Args:
+            text: the forward path of sequences without images.
+            images: the forward path of sequences with images. It uses the model's own attention.
+            attention: the switch between the attention implementations of the model.
+        """
+        self._text = text
+        self._images = images
+        self._attention = attention
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute the logits of a step; see `ForwardPath.forward`."""
+        has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
+        if not any(has_images):
+            return self._text.forward(plan, sampled)
+        assert not plan.pending, "async scheduling is off for models whose images use this path"
+        text_plan = _select(plan, has_images, is_image=False)
+        parts: dict[bool, Tensor] = {}
+        if text_plan.chunks:
+            parts[False] = self._text.forward(text_plan)
+        with self._attention.used():
+            parts[True] = self._images.forward(_select(plan, has_images, is_image=True))
+        return _interleave(plan, has_images, parts)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Overwrite the state of a sequence; see `ForwardPath.clear`."""
+        path = self._text if sequence.images is None else self._images
+        path.clear(sequence)
+
+
+def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
+    """Return the plan with only the chunks that have images, or only those that have none."""
+    chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    # Sequences with images have no state in blocks, so only the other plan copies blocks.
+    copies = [] if is_image else plan.copies
+    return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies)
+
+
+def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
+    """Return the logits of both paths in the order of the plan's chunks."""
+    next_rows = {False: 0, True: 0}
+    rows = []
+    for chunk, has in zip(plan.chunks, has_images, strict=True):
+        if chunk.num_logits:
+            start = next_rows[has]
+            next_rows[has] = start + chunk.num_logits
+            rows.append(parts[has][start : start + chunk.num_logits])
+    return torch.cat(rows) if rows else parts[True]

@@ -100,6 +100,7 @@ class Engine:
         if config.async_scheduling and obstacle is not None:
             report(f"Async scheduling is off, because {obstacle}.")
         self._loop = StepLoop(
+            num_states=loaded.num_states,
             self._scheduler,
             self._runner,
             max_step_failures=config.max_step_failures,

@@ -50,8 +50,17 @@ class ScriptedModel:
         forced=0.0,
         broken=0.0,
         attention_window: AttentionWindow | None = None,
+        has_state: bool = False,
     ):
-        """Answer with several tokens in a share of the steps, and fail in a share of them."""
+        """Answer with several tokens in a share of the steps, and fail in a share of them.
+
+        With `has_state`, each row has a recurrent state, which must cover exactly the tokens before
+        each chunk.
+        """
+        self._has_state = has_state
+        # The hash of the tokens that the state of each row covers, and the snapshots by id.
+        self.states: dict[int, int] = {}
+        self.snapshots: dict[int, int] = {}
         self._attention_window = attention_window
         self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
         self.num_computed = 0
@@ -73,6 +82,7 @@ class ScriptedModel:
         for (_, target), block in zip(plan.copies, blocks, strict=True):
             self.slots[target * BLOCK : (target + 1) * BLOCK] = block
         self.num_copied += len(blocks)
+        self._load_snapshots(plan)
         pending = {index: [sampled[source]] for index, source in plan.pending}
         for index, chunk in enumerate(plan.chunks):
             self._store(chunk, pending.get(index, []))
@@ -80,6 +90,29 @@ class ScriptedModel:
             for chunk in plan.chunks:
                 self.clear(chunk.sequence)
             raise RuntimeError("a fault made by the test")
+        if plan.snapshots is not None:
+            for index, snapshot in plan.snapshots.saves:
+                self.snapshots[snapshot] = self.states[plan.chunks[index].sequence.row]
+
+    def _load_snapshots(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            if chunk.is_first:
+                self.states[chunk.sequence.row] = hash(chunk.sequence.params.cache_salt)
+        if plan.snapshots is not None:
+            for index, snapshot in plan.snapshots.loads:
+                self.states[plan.chunks[index].sequence.row] = self.snapshots[snapshot]
+            for snapshot in plan.snapshots.deleted:
+                self.snapshots.pop(snapshot, None)
+
+    def _advance_state(self, sequence: Sequence, known: list[int], start: int, end: int) -> None:
+        expected = hash(sequence.params.cache_salt)
+        for token in known[:start]:
+            expected = hash((expected, token))
+        state = self.states[sequence.row]
+        assert state == expected, f"{sequence}: its state does not cover the first {start} tokens"
+        for token in known[start:end]:
+            state = hash((state, token))
+        self.states[sequence.row] = state
 
     def answer(self, plan: StepPlan) -> StepResult:
         """Tokens for the chunks that sample, and what was asked about prompts."""
@@ -111,6 +144,8 @@ class ScriptedModel:
         blocks = sequence.block_table[sequence.num_dropped_blocks :]
         found = {slot for b in blocks for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]}
         assert NAN not in found, f"{sequence}: NaN has come to it"
+        if self._has_state:
+            self._advance_state(sequence, known, start, start + num_tokens)
         before = None
         if self._attention_window is not None:
             before = self._check(
@@ -133,6 +168,7 @@ class ScriptedModel:
         if self._rng.random() < self._broken:
             self._went_wrong.add(sequence)
             self.slots[self._slot(sequence, chunk.start + chunk.num_tokens - 1)] = NAN
+            self.states[sequence.row] = NAN
             return Sampled([], [], "not finite")
         tokens = list(sequence.token_ids)
         attention_window = self._attention_window

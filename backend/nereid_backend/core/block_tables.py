@@ -22,6 +22,7 @@ from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.request import Request
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.state_snapshots import StateSnapshots
 from nereid_backend.core.window import AttentionWindow
 
 
@@ -91,9 +92,16 @@ class BlockTables:
         self._pool.hold(shared)
         sequence.block_table = cached + self._pool.allocate(num_new)
         self._set_reused(sequence, num_reused, num_dropped)
+        if self.snapshots is not None:
+            self.snapshots.use(sequence, num_reused)
         if sequence.num_cached_tokens is None:
             self._count_cached_tokens(sequence)
         return True
+
+    @property
+    def snapshots(self) -> StateSnapshots | None:
+        """The snapshots of recurrent states; None if there are none."""
+        return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Record how many tokens of a new sequence were found in the prefix cache."""
@@ -156,6 +164,8 @@ class BlockTables:
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and reset its number of computed tokens to 0."""
+        if self.snapshots is not None:
+            self.snapshots.discard(sequence)
         self._pool.release(sequence.block_table[sequence.num_dropped_blocks :])
         sequence.block_table = []
         self._set_reused(sequence, 0)
@@ -163,11 +173,20 @@ class BlockTables:
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of a request share the prompt blocks of the sequence `leader`.
 
-        The leader has computed these blocks. The other sequences are called followers.
+        The leader has computed these blocks. The other sequences are called followers. If the model
+        has a recurrent state, the followers do not share the blocks here, because they also need
+        the state. They find blocks and a snapshot in the prefix cache instead.
 
         Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
         [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
+        # The followers have the same prompt, so they get the leader's hashes and cached tokens.
+        num_full_blocks = leader.num_prompt_tokens // self._block_size
+        for follower in request.followers:
+            follower.num_cached_tokens = leader.num_cached_tokens
+            follower.block_hashes = leader.block_hashes[:num_full_blocks]
+        if self.snapshots is not None:
+            return
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         # The blocks before this index are null blocks, because they were freed.
         first = leader.num_dropped_blocks
@@ -182,11 +201,6 @@ class BlockTables:
         self._pool.hold(table[first:])
         request.block_table = table
         self._requests_with_prompt[id(request)] = request
-        # The followers have the same prompt, so they get the leader's hashes and cached tokens.
-        num_full_blocks = leader.num_prompt_tokens // self._block_size
-        for follower in request.followers:
-            follower.num_cached_tokens = leader.num_cached_tokens
-            follower.block_hashes = leader.block_hashes[:num_full_blocks]
 
     def drop_prompt(self, request: Request) -> None:
         """Release the prompt blocks of a request. Do nothing if the request has none."""

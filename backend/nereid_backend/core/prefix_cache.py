@@ -19,6 +19,7 @@ from array import array
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.state_snapshots import StateSnapshots
 from nereid_backend.core.window import AttentionWindow
 
 # Users share the cache. With short hashes, an attacker could construct two prompts with equal
@@ -32,10 +33,16 @@ class PrefixCache:
     Attributes:
         num_queried_tokens: the number of tokens that all requests looked up in the cache.
         num_hit_tokens: the number of tokens that all requests found in the cache.
+        snapshots: the snapshots of recurrent states; None if the model has no recurrent state. With
+            snapshots, a prefix is found only up to a block that has a snapshot.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, attention_window: AttentionWindow | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        attention_window: AttentionWindow | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """Create an empty cache of the blocks in `pool`, which have `block_size` tokens each.
 
@@ -44,6 +51,7 @@ class PrefixCache:
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.snapshots = snapshots
         self._pool = pool
         self._block_size = block_size
         self._attention_window = attention_window
@@ -72,6 +80,14 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
+        if self.snapshots is None:
+            return found
+        # The blocks are shared only up to a snapshot. The sequence saves a snapshot at the end of
+        # the cached blocks for the next request that has the same prefix.
+        num_cached = len(found)
+        while found and hashes[len(found) - 1] not in self.snapshots:
+            found.pop()
+        sequence.branch_position = num_cached * self._block_size
         return found
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
@@ -93,6 +109,8 @@ class PrefixCache:
                 self._hashes[block] = hashes[index]
                 self._pool.mark_cached(block)
         sequence.num_findable_blocks = num_full
+        if self.snapshots is not None:
+            self.snapshots.add(sequence)
 
     def forget(self, block: int) -> None:
         """Remove a block from the cache, and mark the block as not cached in the pool."""
@@ -123,7 +141,9 @@ class PrefixCache:
         for num_blocks in range(len(blocks), 0, -1):
             next_position = num_blocks * self._block_size
             first = window.first_visible(next_position) // self._block_size
-            if blocks[num_blocks - 1] != null and null not in blocks[first:num_blocks]:
+            has_snapshot = self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
+            is_cached = blocks[num_blocks - 1] != null and null not in blocks[first:num_blocks]
+            if has_snapshot and is_cached:
                 return [null] * first + blocks[first:num_blocks]
         return []
 
@@ -131,6 +151,8 @@ class PrefixCache:
         block_hash = self._hashes.pop(block, None)
         if block_hash is not None:
             del self._blocks[block_hash]
+            if self.snapshots is not None:
+                self.snapshots.delete(block_hash)
 
     def _block_hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Return the hashes of the first `count` full blocks of a sequence.

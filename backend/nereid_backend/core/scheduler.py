@@ -28,6 +28,7 @@ from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.state_snapshots import StateSnapshots
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
 from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
@@ -64,6 +65,7 @@ class Scheduler:
         whole_prefill: bool = False,
         num_speculative_tokens: int = 0,
         attention_window: AttentionWindow | None = None,
+        num_states: int = 0,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -81,13 +83,18 @@ class Scheduler:
             num_speculative_tokens: the largest number of draft tokens for one sequence in one step.
             attention_window: the model's attention window, before which blocks are freed. None if
                 tokens attend to all earlier tokens.
+            num_states: the number of recurrent states that fit into the memory, for running
+                sequences and snapshots together. 0 if the model has no snapshots. With snapshots,
+                sequences share blocks through the prefix cache even if `shares_blocks` is False.
         """
         self.pool = pool
         self.attention_window = attention_window
         shares_blocks = shares_blocks and not whole_prefill
+        has_snapshots = enable_prefix_caching and num_states > 0 and not whole_prefill
+        self._snapshots = StateSnapshots(num_states, block_size) if has_snapshots else None
         self.cache: PrefixCache | None = None
-        if enable_prefix_caching and shares_blocks:
-            self.cache = PrefixCache(pool, block_size, attention_window)
+        if has_snapshots or (enable_prefix_caching and shares_blocks):
+            self.cache = PrefixCache(pool, block_size, attention_window, self._snapshots)
         self.lookup: PromptLookup | None = None
         if num_speculative_tokens > 0 and shares_blocks:
             self.lookup = PromptLookup(num_speculative_tokens)
@@ -98,7 +105,7 @@ class Scheduler:
             attention_window=attention_window,
             max_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
-        self._requests = ActiveRequests(self._tables, shares_prompts=shares_blocks)
+        self._requests = ActiveRequests(self._tables, shares_prompts=shares_blocks or has_snapshots)
         self._running = RunningSequences(max_num_seqs)
         self._pending_plans = PendingPlans()
         self._planner = StepPlanner(
@@ -258,6 +265,7 @@ class Scheduler:
             if outcome is not None and outcome.error is not None:
                 # Other sequences may share the blocks, even if this sequence has ended already.
                 invalid_blocks |= self._tables.blocks_of(chunk.sequence)
+                self._delete_snapshots(chunk.sequence)
             if leaving and chunk.sequence in leaving:
                 continue
             update = self._commit_chunk(chunk, outcome)
@@ -274,6 +282,8 @@ class Scheduler:
         invalid_blocks = {
             b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.sequence)
         }
+        for chunk in plan.chunks:
+            self._delete_snapshots(chunk.sequence)
         updates += [
             self._end(chunk.sequence, "error", error=error)
             for chunk in plan.chunks
@@ -389,6 +399,12 @@ class Scheduler:
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():
                 self._planner.release(sequence)
+
+    def _delete_snapshots(self, sequence: Sequence) -> None:
+        """Delete the snapshots of all blocks of a sequence whose state is invalid."""
+        if self._snapshots is not None:
+            for block_hash in sequence.block_hashes:
+                self._snapshots.delete(block_hash)
 
     def _purge(self, blocks: set[int]) -> None:
         """Remove blocks with invalid content from the prefix cache and from all block tables.

@@ -32,6 +32,23 @@ class Chunk(NamedTuple):
     num_logits: int
 
 
+class SnapshotPlan(NamedTuple):
+    """The snapshots of recurrent states that a step loads, saves and deletes.
+
+    Each pair contains the index of a chunk in the plan and the id of a snapshot. The execution path
+    first loads, then deletes, then computes the chunks, and finally saves.
+
+    Attributes:
+        loads: a snapshot becomes the state of the chunk's sequence.
+        saves: the state of the chunk's sequence after the chunk is copied into a new snapshot.
+        deleted: the ids of the snapshots whose memory is released.
+    """
+
+    loads: list[tuple[int, int]]
+    saves: list[tuple[int, int]]
+    deleted: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step. Chunks of one token come before longer chunks.
@@ -46,12 +63,14 @@ class StepPlan:
             sampling the token. Only a step that was planned ahead has such chunks. Each pair
             contains two indices: the index of the chunk in this plan, and the index of the chunk
             that samples the token among the sampling chunks of the previous plan.
+        snapshots: the snapshots of recurrent states; None if the model has no snapshots.
     """
 
     chunks: list[Chunk]
     num_tokens: int
     copies: list[tuple[int, int]] = field(default_factory=list)
     pending: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: SnapshotPlan | None = None
 
 
 class Sampled(NamedTuple):

@@ -105,7 +105,10 @@ class StepPlanner:
         if num_tokens > len(chunks):
             # Attention computes the chunks of one token together, so these chunks come first.
             chunks.sort(key=_has_many_tokens)
-        return StepPlan(chunks, num_tokens, self.tables.take_copies())
+        snapshots = None
+        if self.tables.snapshots is not None and chunks:
+            snapshots = self.tables.snapshots.plan(chunks, len(self.running))
+        return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def preempt(self, sequence: Sequence) -> None:
         """Release the row and the blocks of a running sequence, and put it into the queue."""
@@ -176,6 +179,8 @@ class StepPlanner:
         num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
         # A client with long prompts gets only its share of the budget.
         num_tokens = self._take_share(sequence, num_tokens)
+        if self.tables.snapshots is not None:
+            num_tokens = self.tables.snapshots.cut(sequence, num_tokens)
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
                 return None
@@ -206,6 +211,8 @@ class StepPlanner:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
             num_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
             num_tokens = self._take_share(sequence, num_tokens)
+            if self.tables.snapshots is not None:
+                num_tokens = self.tables.snapshots.cut(sequence, num_tokens)
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:

@@ -18,6 +18,8 @@ for each path.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint, Progress
@@ -32,6 +34,7 @@ from nereid_backend.model.self_check import (
     make_generated_trial,
     make_trial,
 )
+from nereid_backend.model.snapshot_check import NO_SNAPSHOTS, has_exact_snapshots
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
@@ -73,11 +76,11 @@ def choose_path(
         UnsupportedModelError: if no path has correct logits. The message contains the reason for
             each path.
     """
-    trials = _Trials(checkpoint, config)
+    trials = Trials(checkpoint, config)
     reasons: list[str] = []
     for name, variants in path_variants(checkpoint, hook, config.max_model_len):
         try:
-            spec, difference = _try(checkpoint, variants, trials)
+            spec, difference = try_variants(checkpoint, variants, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
@@ -102,7 +105,7 @@ def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
     return f"path: {spec.name}{detail}{reason}.{warning}"
 
 
-class _Trials:
+class Trials:
     """The test sequences with the logits of the unmodified model, computed on first use."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -152,8 +155,8 @@ class _Trials:
         return trial
 
 
-def _try(
-    checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: _Trials
+def try_variants(
+    checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
     """Return the first variant of a path with correct logits, and the difference of its logits.
 
@@ -176,20 +179,35 @@ def _try(
                 # check covers the rounding of the 8-bit cache.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
-            return _with_measured_memory(spec, path, trial), difference
+            return _with_measurements(spec, path, trial, difference, dtype), difference
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             last_error = error
     raise last_error
 
 
-def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> PathSpec:
-    """Return `spec` with the memory that the path needs in addition to the blocks of the KV cache.
+def _with_measurements(
+    spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
+) -> PathSpec:
+    """Return `spec` with what can be measured only on a path that has computed the test sequences.
 
-    The memory is measured on `path`, which has computed the test sequences of `trial`. Example: if
-    the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100.
+    This is the memory that the path needs in addition to the blocks of the KV cache. Example: if
+    the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path
+    `rows`, it is also whether sequences can continue from snapshots of their states.
+
+    Args:
+        spec: the execution path.
+        path: the path that has computed the test sequences of `trial`.
+        trial: the test sequences.
+        difference: the relative difference of the logits of `path`.
+        dtype: the data type of the model.
     """
     if isinstance(path, RowsPath):
-        return replace(spec, bytes_per_sequence=path.state_bytes())
+        spec = replace(spec, bytes_per_sequence=path.state_bytes())
+        if spec.whole_prefill:
+            return spec
+        if has_exact_snapshots(path, trial, difference, dtype):
+            return replace(spec, has_snapshots=True)
+        return replace(spec, detail=NO_SNAPSHOTS)
     if isinstance(path, SinglePath):
         num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
         return replace(spec, bytes_per_token=-(-path.stored_bytes() // num_tokens))

@@ -19,6 +19,8 @@ from nereid_backend.errors import ConfigError
 # number of bytes.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
+# The share of the memory for blocks that snapshots of recurrent states get.
+_SNAPSHOT_SHARE = 0.25
 # The memory of a process on a GPU that torch's allocator does not report: the CUDA context and the
 # workspaces of libraries.
 _CONTEXT_BYTES = 512 * 2**20
@@ -47,12 +49,15 @@ class MemoryPlan:
         max_model_len: the length limit of a request in tokens.
         num_bytes: the memory of all blocks and of one padding block.
         max_num_seqs: the largest number of sequences that run at the same time.
+        num_states: the number of recurrent states that fit into the memory; 0 if a sequence needs
+            no memory outside of blocks.
     """
 
     num_blocks: int
     max_model_len: int
     num_bytes: int
     max_num_seqs: int
+    num_states: int = 0
 
 
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
@@ -129,13 +134,15 @@ def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
     return AttentionWindow(tuple((window.size, window.chunk) for window in windows))
 
 
-def plan_memory(
+def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by name
     config: EngineConfig,
     bytes_per_token: int,
     bytes_per_sequence: int,
     limit: LengthLimit,
     num_bytes: int,
     max_sequence_blocks: int | None = None,
+    *,
+    has_snapshots: bool = False,
 ) -> MemoryPlan:
     """Divide the memory of the KV cache into blocks, and derive the limits of requests.
 
@@ -153,6 +160,8 @@ def plan_memory(
         max_sequence_blocks: the largest number of blocks that one sequence uses at the same time,
             if an attention window limits that number. None means that the number grows with the
             sequence.
+        has_snapshots: whether the prefix cache stores snapshots of recurrent states, which share
+            the memory for states with the running sequences.
 
     Raises:
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
@@ -170,9 +179,12 @@ def plan_memory(
                 f"state needs {format_bytes(bytes_per_sequence)} in addition to keys and values. "
                 "Raise kv_cache_memory."
             )
+        if not bytes_per_token:
+            num_states = num_bytes // bytes_per_sequence
+            return _plan_without_blocks(config, limit, max_num_seqs, num_states)
         num_bytes -= max_num_seqs * bytes_per_sequence
     if not bytes_per_token:
-        return _plan_without_blocks(config, limit, max_num_seqs)
+        return _plan_without_blocks(config, limit, max_num_seqs, 0)
     block_size = config.block_size
     bytes_per_block = block_size * bytes_per_token
     # One of the blocks is used for padding.
@@ -193,20 +205,33 @@ def plan_memory(
             + (" or lower max_model_len." if configured else ".")
         )
     max_model_len = configured or min(limit.num_tokens, fitting_len)
+    blocks_per_sequence = _num_blocks(max_model_len, block_size)
+    if has_snapshots:
+        # Snapshots also get a part of the memory for blocks, if one sequence does not need it.
+        spare_blocks = max(0, num_blocks - blocks_per_sequence)
+        num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
     # More blocks than all running sequences together can use would be wasted.
-    num_blocks = min(num_blocks, max_num_seqs * _num_blocks(max_model_len, block_size))
-    return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
+    num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
+    block_bytes = (num_blocks + 1) * bytes_per_block
+    num_states = 0
+    if bytes_per_sequence:
+        num_states = max_num_seqs + (num_bytes - block_bytes) // bytes_per_sequence
+    return MemoryPlan(num_blocks, max_model_len, block_bytes, max_num_seqs, num_states)
 
 
-def _plan_without_blocks(config: EngineConfig, limit: LengthLimit, max_num_seqs: int) -> MemoryPlan:
+def _plan_without_blocks(
+    config: EngineConfig, limit: LengthLimit, max_num_seqs: int, num_states: int
+) -> MemoryPlan:
     """Return the plan for a model whose tokens need no memory in blocks.
 
-    The blocks of such a model only limit the number of running sequences.
+    The blocks of such a model only limit the number of running sequences. `num_states` states fit
+    into the memory.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
     num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
-    return MemoryPlan(max(num_blocks, blocks_per_sequence), max_model_len, 0, max_num_seqs)
+    num_blocks = max(num_blocks, blocks_per_sequence)
+    return MemoryPlan(num_blocks, max_model_len, 0, max_num_seqs, num_states)
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -50,9 +50,11 @@ class PathSpec:
         bytes_per_token: the memory outside of blocks that a token needs.
         shares_blocks: whether the blocks of a sequence contain its whole state. If True, sequences
             with the same tokens can share blocks, and tokens can be removed from the end. If False,
-            there is no prefix cache and no speculative decoding.
+            there is no speculative decoding, and a prefix cache only with `has_snapshots`.
         whole_prefill: whether a prompt must be computed in one forward pass.
         is_batched: whether several sequences share a forward pass.
+        has_snapshots: whether copies of the recurrent state of a sequence continue the sequence
+            exactly. If True, there is a prefix cache even if `shares_blocks` is False.
         is_generated: whether the path is compared with transformers' generate instead of one pass
             over the whole sequence.
     """
@@ -67,6 +69,7 @@ class PathSpec:
     shares_blocks: bool = True
     whole_prefill: bool = False
     is_batched: bool = True
+    has_snapshots: bool = False
     is_generated: bool = False
 
 

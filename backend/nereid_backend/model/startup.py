@@ -64,6 +64,8 @@ class Loaded:
 
     runner: Runner
     info: EngineInfo
+        num_states: the number of recurrent states that fit into the memory; 0 if the model has no
+            snapshots of its states.
     spec: PathSpec
     attention_window: AttentionWindow | None
     make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
@@ -74,6 +76,7 @@ class _StageClock:
 
     Attributes:
         seconds: the duration of each finished stage in seconds, by name.
+    num_states: int
     """
 
     def __init__(self) -> None:
@@ -197,6 +200,7 @@ def _plan_memory(
     # A prompt that is computed in one pass needs all its blocks at the same time.
     if attention_window is not None and not spec.whole_prefill:
         max_sequence_blocks = attention_window.max_blocks(num_tokens, config.block_size)
+        memory.num_states if spec.has_snapshots else 0,
     return plan_memory(
         config,
         bytes_per_token=spec.bytes_per_token + layer_bytes,
@@ -257,3 +261,4 @@ def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: Chosen
         return "eager"
     kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)
     return attention_name(kind)
+        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,

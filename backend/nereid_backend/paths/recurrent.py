@@ -10,6 +10,9 @@ tables, as on the execution path `packed`.
               [b]   states: one cache for the batch
               [c]
 
+A snapshot is a copy of one sequence's state (core/state_snapshots.py). The scheduler decides when a
+state is copied, and which sequence starts with a snapshot.
+
 If the next step has the same rows, its decodes use the same cache. Otherwise the cache is split
 into the states of the sequences, and the states of the next step's rows are merged into a cache.
 """
@@ -25,7 +28,7 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.paths.model_call import (
     BlockCacheLayer,
     ModelCall,
@@ -34,7 +37,14 @@ from nereid_backend.paths.model_call import (
     num_bytes,
     token_inputs,
 )
-from nereid_backend.paths.recurrent_cache import State, make_cache, merge_states, split_states
+from nereid_backend.paths.recurrent_cache import (
+    State,
+    copy_state,
+    make_cache,
+    merge_states,
+    row_state,
+    split_states,
+)
 from nereid_backend.paths.step_batch import BatchBuilder
 
 
@@ -95,16 +105,29 @@ class RowsPath:
         self._lengths: dict[int, int] = {}
         # The states of the last batch; None if all states are in `_states`.
         self._batch_cache: _BatchCache | None = None
+        # The states of the snapshots by id.
+        self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
+        for chunk in plan.chunks:
+            if chunk.is_first:
+                self._forget(_row(chunk))
+        if plan.snapshots is None:
+            return self._forward(plan)
+        self._load_snapshots(plan, plan.snapshots)
+        logits = self._forward(plan)
+        for index, snapshot_id in plan.snapshots.saves:
+            self._snapshots[snapshot_id] = self._copy_state(_row(plan.chunks[index]))
+        return logits
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Compute the chunks of a step, and return the logits; see `ForwardPath.forward`."""
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         # The indices of the one-token chunks that continue the state of their sequence.
         decodes: list[int] = []
         for index, chunk in enumerate(plan.chunks):
-            if chunk.is_first:
-                self._forget(_row(chunk))
             if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
                 decodes.append(index)
         if decodes:
@@ -129,6 +152,22 @@ class RowsPath:
         """
         self._split_batch_cache()
         return num_bytes(next(iter(self._states.values())))
+
+    def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
+        """Copy snapshots into the states of sequences, and delete the snapshots of the plan."""
+        for index, snapshot_id in snapshots.loads:
+            chunk = plan.chunks[index]
+            self._states[_row(chunk)] = copy_state(self._snapshots[snapshot_id])
+            self._lengths[_row(chunk)] = chunk.start
+        for snapshot_id in snapshots.deleted:
+            self._snapshots.pop(snapshot_id, None)
+
+    def _copy_state(self, row: int) -> State:
+        """Return a copy of the state of a row, which later steps do not change."""
+        if self._batch_cache is not None and row in self._batch_cache.rows:
+            rows, cache = self._batch_cache
+            return row_state(cache, rows.index(row), len(rows))
+        return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute chunks of one token in one forward pass. The sequence of each chunk has a state.

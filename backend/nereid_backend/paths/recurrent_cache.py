@@ -76,6 +76,29 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
     return [[_row_state(layer, row, num_rows) for layer in cache.layers] for row in range(num_rows)]
 
 
+def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
+    """Return a copy of the state of one row of a cache for a batch of `num_rows` rows."""
+    state = [_row_state(layer, row, num_rows) for layer in cache.layers]
+    # The cut of a single row is not a copy.
+    return copy_state(state) if num_rows == 1 else state
+
+
+def copy_state(state: State) -> State:
+    """Return a copy of a state. The tensors of the copy have memory of their own."""
+    return [_copy(layer) for layer in state]
+
+
+def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
+    """Return a copy of an attribute of a layer, with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_copy(part) for part in value]
+    return copy.copy(value)
+
+
 def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa: ANN401 - as above
     """Return a cache for a batch, merged from the states of its rows.
 
@@ -111,7 +134,7 @@ def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attr
         return value[row : row + 1].clone() if num_rows > 1 else value
     if isinstance(value, dict):
         return {key: _cut(part, row, num_rows) for key, part in value.items()}
-    return copy.copy(value)
+    return _copy(value)
 
 
 def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut

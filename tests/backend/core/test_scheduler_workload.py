@@ -6,6 +6,7 @@ import random
 import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
 from nereid_backend import SamplingParams
+from nereid_backend.core import state_snapshots
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.scheduler import Scheduler
@@ -14,11 +15,14 @@ from nereid_backend.core.window import AttentionWindow
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 
+NUM_STATES = 12
+
 KINDS = {
     "plain": {"enable_prefix_caching": False},
     "prefix cache": {},
     "guesses": {"num_speculative_tokens": 3},
     "nothing shared": {"shares_blocks": False},
+    "snapshots, nothing shared": {"shares_blocks": False, "num_states": NUM_STATES},
     "whole prompts": {"whole_prefill": True},
     "windows": {"attention_window": AttentionWindow(((7, None), (None, 8)))},
     "windows and guesses": {
@@ -30,11 +34,20 @@ KINDS = {
         "attention_window": AttentionWindow(((5, 12),)),
         "shares_blocks": False,
     },
+    "windows and snapshots, nothing shared": {
+        "attention_window": AttentionWindow(((5, None),)),
+        "shares_blocks": False,
+        "num_states": NUM_STATES,
+    },
     "windows, whole prompts": {
         "attention_window": AttentionWindow(((3, None),)),
         "whole_prefill": True,
     },
 }
+
+
+def has_snapshots(scheduler: Scheduler) -> bool:
+    return scheduler.cache is not None and scheduler.cache.snapshots is not None
 
 
 class Workload:
@@ -50,6 +63,7 @@ class Workload:
             forced=0.1,
             broken=broken,
             attention_window=scheduler.attention_window,
+            has_state=has_snapshots(scheduler),
         )
         # Two of them hold the same blocks, behind different ones.
         self.stems = [self.tokens(longest // 2) for _ in range(3)]
@@ -101,6 +115,9 @@ class Workload:
         except RuntimeError as error:
             updates = self.scheduler.fail(plan, str(error))
         self.take(updates)
+        if has_snapshots(self.scheduler):
+            num_running = len({chunk.sequence for chunk in plan.chunks})
+            assert len(self.model.snapshots) <= NUM_STATES - num_running
 
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
@@ -149,8 +166,11 @@ class Workload:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(10, 8), (16, 3), (60, 8)])
 def test_random_workloads_end_each_sequence_once_with_the_right_answer(
-    kind, num_blocks, max_num_seqs
+    kind, num_blocks, max_num_seqs, monkeypatch
 ):
+    # The prompts of the workload are short.
+    monkeypatch.setattr(state_snapshots, "_INTERVAL", 2)
+    monkeypatch.setattr(state_snapshots, "_MIN_DISTANCE", 1)
     scheduler = Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of recurrent states, with which requests reuse the prefix of an earlier request.
+
+The blocks of a sequence contain the keys and values of each token. A recurrent state, however,
+contains only one summary of all tokens so far, so a request can continue a cached prefix only where
+the state was copied. Such a copy is a snapshot. Every snapshot belongs to the end of a full block,
+and the hash of that block identifies the snapshot. Example with 16 tokens in a block, a prompt of
+1000 tokens and an answer of 200 tokens:
+
+    position  512        976      1000 ... 1184    1200
+              snapshot   snapshot  |       snapshot |
+              every      end of    end of  end of   end of
+              32 blocks  prompt    prompt  answer   answer
+
+The scheduler chooses the positions by how likely a later request is to reuse them:
+
+- the last full block but one of a prompt. The next turn of a chat repeats the prompt, but may
+  render the last few tokens differently, for example without the start of the reasoning;
+- the last full block of an answer, which the next turn of a chat repeats. A newer snapshot of the
+  same answer replaces the older one;
+- the end of cached blocks for which there was no snapshot. If two requests have had these tokens in
+  common, a third request probably has them in common, too;
+- the end of a chunk, if at least `_INTERVAL` blocks were computed since the last snapshot.
+
+Snapshots and running sequences share the memory for states. If a sequence needs the memory, the
+snapshot that was not used for the longest time is deleted. If the block of a snapshot leaves the
+prefix cache, the snapshot is deleted with it.
+"""
+
+from collections import OrderedDict
+
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, SnapshotPlan
+
+# The number of blocks after which a snapshot is saved if a chunk ends there.
+_INTERVAL = 32
+# A prompt is divided for a snapshot only if the snapshot covers at least this number of blocks more
+# than the previous snapshot, because the division costs another forward pass.
+_MIN_DISTANCE = 8
+
+
+class StateSnapshots:
+    """The snapshots that exist, by the hash of the last block that each snapshot covers.
+
+    The execution path stores the copies of the states under the ids of the snapshots.
+    """
+
+    def __init__(self, num_states: int, block_size: int) -> None:
+        """Create an empty collection.
+
+        Args:
+            num_states: the number of states that fit into the memory, including the states of
+                running sequences.
+            block_size: tokens in one block.
+        """
+        self._num_states = num_states
+        self._block_size = block_size
+        self._interval = _INTERVAL * block_size
+        self._min_distance = _MIN_DISTANCE * block_size
+        # The ids by hash. The snapshot that was not used for the longest time comes first.
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
+        self._num_saved = 0
+        # The ids of deleted snapshots that the execution path still stores.
+        self._deleted: list[int] = []
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Return whether a snapshot exists for the block with this hash."""
+        return block_hash in self._ids
+
+    def __len__(self) -> int:
+        """Return the number of snapshots."""
+        return len(self._ids)
+
+    def use(self, sequence: Sequence, num_reused: int) -> None:
+        """Let a sequence start with the snapshot that covers its first `num_reused` tokens.
+
+        If `num_reused` is 0, the sequence starts without a snapshot.
+        """
+        sequence.snapshot_id = None
+        sequence.num_snapshot_tokens = num_reused
+        if num_reused:
+            block_hash = sequence.block_hashes[num_reused // self._block_size - 1]
+            sequence.snapshot_id = self._ids[block_hash]
+            self._ids.move_to_end(block_hash)
+
+    def cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens of a sequence one chunk should compute.
+
+        The chunk ends where a snapshot is worth a forward pass of its own. Otherwise, a chunk that
+        does not reach the last known token ends at the end of a block, if it can.
+
+        Example: the block size is 16, and a prompt of 1000 tokens starts at token 512. The call
+        `cut(sequence, 488)` returns 464, because a snapshot is saved after 976 tokens.
+        """
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        targets = [target for target in self._targets(sequence) if start < target < end]
+        if targets:
+            return min(targets) - start
+        last_boundary = end // self._block_size * self._block_size
+        if end < len(sequence.token_ids) and last_boundary > start:
+            return last_boundary - start
+        return num_tokens
+
+    def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
+        """Return the snapshots that a step loads, saves and deletes.
+
+        Args:
+            chunks: the chunks of the step.
+            num_running: the number of running sequences, each of which has a state.
+
+        Mutates: the sequences of the chunks. Each sequence whose state is saved gets the id of the
+            new snapshot.
+        """
+        loads: list[tuple[int, int]] = []
+        saves: list[tuple[int, int]] = []
+        max_snapshots = self._num_states - num_running
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            if chunk.is_first and sequence.snapshot_id is not None:
+                loads.append((index, sequence.snapshot_id))
+            if len(saves) < max_snapshots and self._is_worth_saving(chunk):
+                sequence.unsaved_snapshot_id = self._num_saved
+                saves.append((index, self._num_saved))
+                self._num_saved += 1
+        while self._ids and len(self._ids) > max_snapshots - len(saves):
+            _, snapshot_id = self._ids.popitem(last=False)
+            self._deleted.append(snapshot_id)
+        deleted, self._deleted = self._deleted, []
+        return SnapshotPlan(loads, saves, deleted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Make the snapshot findable that the last step has saved for a sequence.
+
+        The hash of the block before the snapshot must be in `sequence.block_hashes`.
+        """
+        snapshot_id = sequence.unsaved_snapshot_id
+        if snapshot_id is None:
+            return
+        sequence.unsaved_snapshot_id = None
+        position = sequence.num_computed_tokens
+        block_hash = sequence.block_hashes[position // self._block_size - 1]
+        if block_hash in self._ids:
+            self._deleted.append(snapshot_id)
+            self._ids.move_to_end(block_hash)
+        else:
+            self._ids[block_hash] = snapshot_id
+        previous = sequence.num_snapshot_tokens
+        if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
+            # The next turn of the chat needs only the last snapshot of the answer.
+            self.delete(sequence.block_hashes[previous // self._block_size - 1])
+        sequence.num_snapshot_tokens = position
+
+    def discard(self, sequence: Sequence) -> None:
+        """Delete the snapshot that a step was about to save for a sequence, if there is one."""
+        if sequence.unsaved_snapshot_id is not None:
+            self._deleted.append(sequence.unsaved_snapshot_id)
+            sequence.unsaved_snapshot_id = None
+
+    def delete(self, block_hash: bytes) -> None:
+        """Delete the snapshot of the block with this hash, if there is one."""
+        snapshot_id = self._ids.pop(block_hash, None)
+        if snapshot_id is not None:
+            self._deleted.append(snapshot_id)
+
+    def _targets(self, sequence: Sequence) -> list[int]:
+        """Return the positions at which a prompt is divided so that a snapshot can be saved."""
+        size = self._block_size
+        last_but_one = (len(sequence.token_ids) // size - 1) * size
+        first = sequence.num_snapshot_tokens + self._min_distance
+        return [p for p in (sequence.branch_position, last_but_one) if p >= max(first, size)]
+
+    def _is_worth_saving(self, chunk: Chunk) -> bool:
+        """Return whether a snapshot is saved after a chunk; see the module's docstring."""
+        sequence = chunk.sequence
+        end = chunk.start + chunk.num_tokens
+        if end % self._block_size:
+            return False
+        is_answer = end > sequence.num_prompt_tokens
+        is_far = end - sequence.num_snapshot_tokens >= self._interval
+        return is_answer or is_far or end in self._targets(sequence)

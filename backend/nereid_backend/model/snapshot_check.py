@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks whether copies of a model's recurrent state continue a sequence exactly."""
+
+import torch
+from torch import Tensor
+
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
+from nereid_backend.model.self_check import Trial
+from nereid_backend.paths.recurrent import RowsPath
+
+# The clause that the log contains about a model whose snapshots are not exact.
+NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
+_SNAPSHOT = 0
+# The largest difference that rounding causes in float32. The tests measured at most 8e-6. Some
+# models compute a state token by token differently than in one pass, which causes 1e-3.
+_ROUNDING = 1e-4
+
+
+@torch.inference_mode()
+def has_exact_snapshots(
+    path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
+) -> bool:
+    """Return whether a sequence that continues from a snapshot gets the logits of a whole pass.
+
+    The logits of single tokens must equal the logits of one pass. Otherwise, a snapshot after an
+    answer would differ from the state that the next turn of the chat computes from the same tokens.
+
+    The check also computes the first half of a test sequence and saves a snapshot. It then computes
+    the rest of the sequence three times: once from the state itself, and twice from the snapshot.
+    All bits of the three results must be equal.
+
+    Args:
+        path: the execution path. The states of its first two rows are overwritten.
+        trial: the test sequences.
+        difference: the relative difference between the logits of `path` and those of one pass.
+        dtype: the data type of the model.
+    """
+    if dtype == torch.float32 and difference > _ROUNDING:
+        return False
+    half = len(trial.sequences[0][0]) // 2
+    if half < 2:
+        return False
+    try:
+        first = _make_sequence(trial, row=0)
+        _run(path, Chunk(first, 0, half, False, True, 0), SnapshotPlan([], [(0, _SNAPSHOT)], []))
+        expected = _continue(path, first, half, None)
+        restored = SnapshotPlan([(0, _SNAPSHOT)], [], [])
+        return all(
+            torch.equal(_continue(path, _make_sequence(trial, row), half, restored), expected)
+            for row in (1, 0)
+        )
+    except Exception:  # noqa: BLE001 - a model's code can raise any exception
+        return False
+
+
+def _make_sequence(trial: Trial, row: int) -> Sequence:
+    """Return the first test sequence in the given row. All rows have the same blocks."""
+    token_ids = trial.sequences[0][0]
+    sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
+    sequence.row = row
+    sequence.block_table = list(range(-(-len(token_ids) // trial.block_size)))
+    return sequence
+
+
+def _continue(
+    path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
+) -> Tensor:
+    """Compute the tokens from `start` on: all but the last in one chunk, then the last token.
+
+    Returns:
+        The logits of both steps, [2, vocab_size].
+    """
+    last = len(sequence.token_ids) - 1
+    is_first = snapshots is not None
+    parts = [
+        _run(path, Chunk(sequence, start, last - start, True, is_first, 1), snapshots),
+        _run(path, Chunk(sequence, last, 1, True, False, 1), None),
+    ]
+    return torch.cat(parts)
+
+
+def _run(path: RowsPath, chunk: Chunk, snapshots: SnapshotPlan | None) -> Tensor:
+    """Compute one chunk in a step of its own, and return the logits."""
+    return path.forward(StepPlan([chunk], chunk.num_tokens, snapshots=snapshots))

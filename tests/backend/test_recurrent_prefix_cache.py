@@ -1,0 +1,147 @@
+"""Models with a recurrent state continue from snapshots, and the answers stay the same."""
+
+import dataclasses
+import random
+
+import pytest
+from backend.exactness import PARAMS, open_engine
+from backend.tiny_models import VOCAB_SIZE
+
+from backend import shrink
+
+CACHED = [
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba2",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zaya",
+]
+# These models compute a state token by token differently than in one pass, or cannot continue a
+# state by several tokens.
+NOT_CACHED = ["falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"]
+_USUAL = ("qwen3_next", "mamba2", "nemotron_h")
+
+
+def cases(names):
+    return [pytest.param(n, marks=() if n in _USUAL else pytest.mark.long) for n in names]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folders = {}
+
+    def folder_of(model_type):
+        if model_type not in folders:
+            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
+        return folders[model_type]
+
+    return folder_of
+
+
+def random_tokens(rng, count):
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+def answer(engine, prompt, **params):
+    output = engine.generate([prompt], dataclasses.replace(PARAMS, **params))[0]
+    engine.check()
+    return output
+
+
+def answers_of(output):
+    return [each.token_ids for each in output.outputs]
+
+
+def compare_turns(folder, rng, num_turns=3):
+    """Run a chat with and without the prefix cache, and return the numbers of cached tokens."""
+    cached, uncached = open_engine(folder), open_engine(folder, enable_prefix_caching=False)
+    prompt = random_tokens(rng, 70)
+    hits = []
+    for _ in range(num_turns):
+        output = answer(cached, prompt)
+        assert answers_of(output) == answers_of(answer(uncached, prompt))
+        hits.append(output.num_cached_tokens)
+        prompt = [*prompt, *output.outputs[0].token_ids, *random_tokens(rng, 5)]
+    stats = cached.stats()
+    assert stats.num_prefix_cache_hits == sum(hits)
+    for engine in (cached, uncached):
+        engine.close()
+    return hits
+
+
+@pytest.mark.parametrize("model_type", cases(CACHED))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_next_turn_of_a_chat_continues_from_the_end_of_the_answer(saved, model_type):
+    # After the first turn, 85 tokens have a state: the prompt of 70 and 15 of the answer.
+    hits = compare_turns(saved(model_type), random.Random(1))
+    assert hits == [0, 84, 104]
+
+
+@pytest.mark.parametrize("model_type", cases(NOT_CACHED))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_whose_state_cannot_be_copied_exactly_has_no_prefix_cache(saved, model_type):
+    assert compare_turns(saved(model_type), random.Random(1)) == [0, 0, 0]
+
+
+@pytest.fixture
+def engine(saved):
+    engine = open_engine(saved("qwen3_next"))
+    yield engine
+    engine.close()
+
+
+def test_the_same_prompt_is_computed_only_from_its_last_block_but_one_on(engine):
+    prompt = random_tokens(random.Random(2), 70)
+    first, second = answer(engine, prompt), answer(engine, prompt)
+    assert answers_of(first) == answers_of(second)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 64)
+
+
+def test_a_prefix_that_two_requests_had_in_common_is_found_by_the_third(engine):
+    rng = random.Random(3)
+    prefix = random_tokens(rng, 60)
+    prompts = [[*prefix, *random_tokens(rng, 50)] for _ in range(3)]
+    assert [answer(engine, prompt).num_cached_tokens for prompt in prompts] == [0, 0, 60]
+
+
+def test_the_sequences_of_a_request_share_the_computed_prompt(engine):
+    prompt = random_tokens(random.Random(4), 70)
+    output = answer(engine, prompt, n=3)
+    assert len({tuple(tokens) for tokens in answers_of(output)}) == 1
+    # Only the first sequence is counted as a query of the prefix cache, and it found nothing.
+    assert output.num_cached_tokens == engine.stats().num_prefix_cache_hits == 0
+
+
+def test_a_preempted_sequence_continues_from_its_last_snapshot(engine):
+    prompts = [random_tokens(random.Random(seed), 41) for seed in range(3)]
+    expected = [answers_of(answer(engine, prompt)) for prompt in prompts]
+    other = open_engine(engine.info.model)
+    held = other._pool.allocate(other._pool.num_free - 38)
+    outputs = other.generate(prompts, PARAMS)
+    assert [answers_of(output) for output in outputs] == expected
+    assert other.stats().num_preemptions > 0
+    other._pool.release(held)
+    other.close()
+
+
+def test_snapshots_never_need_more_memory_than_the_plan_gives_them(saved):
+    engine = open_engine(saved("qwen3_next"), max_num_seqs=4, kv_cache_memory="160KiB")
+    path, snapshots = engine._runner._path, engine._scheduler.cache.snapshots
+    rng = random.Random(5)
+    for _ in range(12):
+        answer(engine, random_tokens(rng, 40))
+        # The snapshots that were deleted last are deleted from the path in the next step.
+        num_stored = len(path._snapshots) - len(snapshots._deleted)
+        assert num_stored == len(snapshots) < snapshots._num_states < 16
+    engine.close()

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
+from nereid_client.batches.lifespan import batches_lifespan
 from nereid_client.client_backend import ClientBackend
 from nereid_client.embeddings.model_choice import pooling_lifespan
 from nereid_client.error_responses import error_response
@@ -41,10 +42,12 @@ from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
 from nereid_client.routes import (
     abort,
+    batches,
     chat,
     classify,
     completions,
     embeddings,
+    files,
     health,
     lora,
     messages,
@@ -71,7 +74,7 @@ extensions of vLLM and SGLang. Each error has OpenAI's format: `{"error": {"mess
 _ROUTERS = [
     module.router
     for module in (
-        *(chat, completions, responses, messages, tokenize),
+        *(chat, completions, responses, messages, tokenize, files, batches),
         *(embeddings, pooling, rerank, score, classify, tei),
         *(models, lora, health, metrics, abort, template, playground),
     )
@@ -105,7 +108,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             settings.request_timeout_s,
             app.state.metrics,
         )
-        async with pooling_lifespan(app):
+        async with pooling_lifespan(app), batches_lifespan(app):
             yield
         await app.state.responses.close()
         await backend.close()
@@ -124,7 +127,9 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
     app.add_exception_handler(FrontendError, _on_frontend_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    _add_middleware(app, settings)
+    key_file = KeyFile(Path(settings.api_key_file)) if settings.api_key_file else None
+    app.state.key_file = key_file
+    _add_middleware(app, settings, key_file)
     app.openapi = functools.partial(_openapi, app)  # type: ignore[method-assign]
     return app
 
@@ -136,7 +141,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _add_middleware(app: FastAPI, settings: Settings) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middleware to the application. The middleware that is added last runs first."""
     metrics = app.state.metrics
     app.add_middleware(
@@ -154,7 +159,6 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
         running=app.state.running_requests,
     )
     app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
-    key_file = KeyFile(Path(settings.api_key_file)) if settings.api_key_file else None
     app.add_middleware(ApiKey, key=settings.api_key, key_file=key_file, metrics=metrics)
     if settings.origins:
         app.add_middleware(

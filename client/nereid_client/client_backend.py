@@ -28,7 +28,12 @@ class ClientBackend:
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
         if client.share:
-            generation = replace(generation, client_id=client.share, client_weight=client.weight)
+            generation = replace(
+                generation,
+                client_id=client.share,
+                client_weight=client.weight,
+                priority=client.priority,
+            )
         deltas = self._backend.generate(generation)
         return self._counted(deltas, client) if client.name else deltas
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from nereid_client.protocol.abort_request import AbortRequest
+from nereid_client.protocol.batch_requests import CreateBatchRequest, UploadForm
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -40,6 +41,7 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/batches": CreateBatchRequest,
     "/abort_request": AbortRequest,
     "/abort_requests": AbortRequest,
     "/v1/load_lora_adapter": LoadLoraRequest,
@@ -67,7 +69,9 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/template/inspect": InspectRequest,
     "/decode": DecodeRequest,
 }
-"""Maps the path of a POST route to the type of its request body."""
+"""Maps the path of a POST route to the type of its JSON body."""
+FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadForm}
+"""Maps the path of a POST route to the type of its form."""
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
@@ -75,14 +79,16 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    models = sorted(set(REQUEST_BODIES.values()), key=lambda model: model.__name__)
+    bodies = REQUEST_BODIES | FORMS
+    models = sorted(set(bodies.values()), key=lambda model: model.__name__)
     references, definitions = models_json_schema(
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",
     )
     components = schema.setdefault("components", {}).setdefault("schemas", {})
     components |= definitions["$defs"]
-    for path, model in REQUEST_BODIES.items():
-        content = {"application/json": {"schema": references[model, "validation"]}}
+    for path, model in bodies.items():
+        media_type = "multipart/form-data" if path in FORMS else "application/json"
+        content = {media_type: {"schema": references[model, "validation"]}}
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     return schema

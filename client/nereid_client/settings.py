@@ -174,6 +174,20 @@ class Settings:
     stored_response_age_s: PositiveInt = 3600
     """The number of seconds after which a stored response is deleted."""
 
+    batch_folder: str = ""
+    """The folder for the files of the Batch API. Without a folder, the API is turned off. The
+    default of `nereid serve` is `~/.local/state/nereid/batches-PORT`."""
+
+    max_stored_files: NonNegativeInt = 1000
+    """The largest number of files, and of batches. `0` turns the API off."""
+
+    max_stored_file_bytes: _Bytes = 4 * 1024**3
+    """The largest size of all files together."""
+
+    max_batch_requests: PositiveInt = 32
+    """The largest number of batch requests that run at the same time. While other requests run, it
+    is a quarter."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The log level: `debug`, `info`, `warning` or `error`."""
 

@@ -44,6 +44,7 @@ class Generation:
         num_choices: the number of choices. The stream ends when all choices have ended.
         client_id: the client that takes turns with other clients. "" if the client is unknown.
         client_weight: the share of the client.
+        priority: replaces the priority in the JSON object, unless it is None.
         lora_name: the LoRA adapter of the request. If it is empty, the field `lora_name` of the
             JSON object selects the adapter.
     """
@@ -57,6 +58,7 @@ class Generation:
     num_choices: int = 1
     client_id: str = ""
     client_weight: float = 1.0
+    priority: int | None = None
     lora_name: str = ""
 
 
@@ -333,6 +335,8 @@ def _with_fields(text: str, generation: Generation) -> str:
     values: dict[str, object] = {}
     if generation.client_id:
         values = {"client_id": generation.client_id, "client_weight": generation.client_weight}
+    if generation.priority is not None:
+        values["priority"] = generation.priority
     if generation.lora_name:
         values["lora_name"] = generation.lora_name
     if not values:

@@ -1,7 +1,7 @@
 """GET /openapi.json: each route, each parameter and each request field has a description."""
 
 import pytest
-from nereid_client.openapi import REQUEST_BODIES
+from nereid_client.openapi import FORMS, REQUEST_BODIES
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ async def test_each_route_has_a_summary_of_its_own_and_a_description(schema):
 
 
 async def test_each_request_field_has_a_description(schema):
-    for model in set(REQUEST_BODIES.values()):
+    for model in set((REQUEST_BODIES | FORMS).values()):
         fields = schema["components"]["schemas"][model.__name__]["properties"]
         assert fields.keys() == model.model_fields.keys()
         for name, field in fields.items():
@@ -41,10 +41,11 @@ async def test_each_post_route_has_its_body(schema):
         for name, operation in operations(schema)
         if name.startswith("POST") and not name.endswith("/cancel")
     }
-    assert with_body == REQUEST_BODIES.keys()
-    for path, model in REQUEST_BODIES.items():
+    assert with_body == REQUEST_BODIES.keys() | FORMS.keys()
+    for path, model in (REQUEST_BODIES | FORMS).items():
         content = schema["paths"][path]["post"]["requestBody"]["content"]
-        reference = content["application/json"]["schema"]["$ref"]
+        media_type = "multipart/form-data" if path in FORMS else "application/json"
+        reference = content[media_type]["schema"]["$ref"]
         assert reference == f"#/components/schemas/{model.__name__}"
 
 

@@ -204,6 +204,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         served_pooling_models
     )
     settings = startup_checks.check_frontend_settings(environment)
+    if not settings.batch_folder:
+        environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
     if settings.api_key_file and not settings.api_key:
         # The supervisor itself sends requests to the frontend and needs a key.
         environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
@@ -229,7 +231,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
         ),
         shm_prefix=shm_prefix,
-        log_path=args.log_file or _default_log_path(settings.port),
+        log_path=args.log_file or _state_folder() / f"serve-{settings.port}.log",
         model=model,
         pooling_models=served_pooling_models,
         frontend=FrontendClient(openai_url, name, settings.api_key),
@@ -394,9 +396,10 @@ def _attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _default_log_path(port: int) -> Path:
+def _state_folder() -> Path:
+    """Return the default folder of logs and batches, which does not have to exist."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "nereid" / f"serve-{port}.log"
+    return state / "nereid"
 
 
 def _size(text: str) -> int:

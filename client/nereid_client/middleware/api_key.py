@@ -16,6 +16,11 @@ from nereid_client.middleware.client_keys import ANONYMOUS, Client, KeyFile, cur
 from nereid_client.middleware.request_metrics import RequestMetrics
 
 CLIENT_HEADER = "x-client-id"
+CLIENT_OF_SCOPE = "nereid_client"
+"""The key of an ASGI scope with the Client of a request that the frontend sends to itself.
+
+A request from the network cannot set this key.
+"""
 
 
 class ApiKey:
@@ -46,7 +51,7 @@ class ApiKey:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = self._client(Headers(scope=scope))
+        client = scope.get(CLIENT_OF_SCOPE) or self._client(Headers(scope=scope))
         if client is None and _requires_key(scope):
             error = ApiError(
                 401,

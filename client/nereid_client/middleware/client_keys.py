@@ -100,14 +100,23 @@ class Client:
         entry: the client's table in the key file.
         share: the name under which the client's requests take turns with those of other clients.
             By default, the client's name.
+        priority: the priority of the client's requests to the language model. None if each request
+            can set its own priority.
 
     Attributes:
         weight: the client's share while several clients have requests.
         num_requests: the number of the client's requests that run now.
     """
 
-    def __init__(self, name: str = "", entry: KeyEntry | None = None, share: str = "") -> None:
+    def __init__(
+        self,
+        name: str = "",
+        entry: KeyEntry | None = None,
+        share: str = "",
+        priority: int | None = None,
+    ) -> None:
         self.name = name
+        self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
         self.num_requests = 0
         self.update(entry or KeyEntry(key="unused"))
@@ -195,6 +204,11 @@ class KeyFile:
             if hmac.compare_digest(given, digest):
                 found = client
         return found
+
+    def has(self, name: str) -> bool:
+        """Return whether the file has a client with this name."""
+        self._reload_if_changed()
+        return name in self._clients
 
     def _reload_if_changed(self) -> None:
         now = self._clock()

@@ -1,0 +1,255 @@
+"""The lines of a batch's input file, and the lines of its result files."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from nereid_client.errors import shown
+
+MAX_LINES = 50_000
+"""The largest number of requests in a batch. OpenAI's API has the same limit."""
+_MAX_ID_LENGTH = 512
+_LINE_OF_ID = re.compile(rb'\{"id": "batch_req_[0-9a-f]+_(\d+)"')
+
+
+class LineError(ValueError):
+    """A line of an input file is not a valid request.
+
+    Args:
+        code: the machine-readable reason.
+        message: a sentence that names the value and the remedy.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class LineRequest:
+    """The request in one line of an input file.
+
+    Attributes:
+        number: the number of the line in the file, from 1.
+        custom_id: the client's id of the request.
+        body: the JSON body of the request.
+    """
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the number and the bytes of each line that is not blank.
+
+    Args:
+        file: the input file.
+        max_bytes: the largest size of a line. None is yielded for a line that is larger.
+    """
+    number = 0
+    while line := file.readline(max_bytes + 1):
+        number += 1
+        is_too_long = len(line) > max_bytes and not line.endswith(b"\n")
+        rest = line
+        while is_too_long and rest and not rest.endswith(b"\n"):
+            rest = file.readline(max_bytes + 1)
+        if is_too_long:
+            yield number, None
+        elif line.strip():
+            yield number, line
+
+
+def count_lines(path: Path, max_bytes: int) -> int:
+    """Return the number of lines that are not blank. Stop counting after MAX_LINES + 1 lines."""
+    count = 0
+    with path.open("rb") as file:
+        for _ in read_lines(file, max_bytes):
+            count += 1
+            if count > MAX_LINES:
+                break
+    return count
+
+
+class LineParser:
+    """Parses the lines of one input file, in order.
+
+    Args:
+        endpoint: the endpoint of the batch, which every line must name.
+        max_bytes: the largest size of a line.
+    """
+
+    def __init__(self, endpoint: str, max_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._max_bytes = max_bytes
+        self._custom_ids: set[str] = set()
+
+    def parse(self, number: int, line: bytes | None) -> LineRequest:
+        """Return the request in a line.
+
+        Args:
+            number: the number of the line.
+            line: the bytes of the line. None if it is larger than the limit.
+
+        Raises: LineError. `custom_id_in` returns the id of such a line.
+        """
+        if line is None:
+            raise LineError(
+                "line_too_long",
+                f"The line has more than {self._max_bytes} bytes (max_body_bytes).",
+            )
+        fields = _parse_object(line)
+        custom_id = fields.get("custom_id")
+        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_LENGTH:
+            raise LineError(
+                "invalid_custom_id",
+                f"custom_id must be a string with 1 to {_MAX_ID_LENGTH} characters, but the line "
+                f"has {shown(custom_id)}.",
+            )
+        if custom_id in self._custom_ids:
+            raise LineError(
+                "duplicate_custom_id",
+                f"custom_id must be unique, but an earlier line has {shown(custom_id)}, too.",
+            )
+        self._custom_ids.add(custom_id)
+        if fields.get("method") != "POST":
+            raise LineError(
+                "invalid_method",
+                f'method must be "POST", but the line has {shown(fields.get("method"))}.',
+            )
+        if fields.get("url") != self._endpoint:
+            raise LineError(
+                "mismatched_url",
+                f"url must be {shown(self._endpoint)}, the endpoint of the batch, but the line has "
+                f"{shown(fields.get('url'))}.",
+            )
+        return LineRequest(number, custom_id, _body(fields.get("body")))
+
+
+def custom_id_in(line: bytes | None) -> str | None:
+    """Return the custom id of a line that may be wrong, or None if it has none."""
+    try:
+        custom_id = _parse_object(line or b"").get("custom_id")
+    except LineError:
+        return None
+    is_valid = isinstance(custom_id, str) and len(custom_id) <= _MAX_ID_LENGTH
+    return custom_id if is_valid else None
+
+
+def result_line(
+    batch_id: str,
+    number: int,
+    custom_id: str | None,
+    *,
+    response: Mapping[str, Any] | None = None,
+    error: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return a line of a result file.
+
+    The id contains the number of the input line, so that the answered lines of a file can be found
+    after a restart. `_LINE_OF_ID` requires that the id is the first member.
+
+    Args:
+        batch_id: the id of the batch.
+        number: the number of the input line.
+        custom_id: the client's id of the request. None if the input line has no valid id.
+        response: the status, the request id and the body of the response.
+        error: the reason why the line has no response.
+    """
+    line_id = f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
+    fields = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(fields).encode() + b"\n"
+
+
+class ResultFile:
+    """A result file to which whole lines are appended.
+
+    An incomplete last line is removed, which an interrupted process or a full disk can leave.
+
+    Args:
+        path: the path of the file. Its folder is created with the first line.
+
+    Attributes:
+        answered: the numbers of the input lines whose results the file contained at first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._num_bytes = 0
+        self.answered: set[int] = set()
+        if path.exists():
+            with path.open("rb") as file:
+                for line in file:
+                    match = _LINE_OF_ID.match(line)
+                    if match is None or not line.endswith(b"\n"):
+                        break
+                    self.answered.add(int(match[1]))
+                    self._num_bytes += len(line)
+            self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def append(self, line: bytes) -> None:
+        """Append a line.
+
+        Raises: OSError. The file then does not contain any part of the line.
+        """
+        file = self._file or self._open()
+        try:
+            num_written = file.write(line)
+            if num_written < len(line):  # the disk is full
+                file.write(line[num_written:])
+        except OSError:
+            file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(line)
+
+    def _open(self) -> BinaryIO:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._file = file = self._path.open("ab", buffering=0)
+        file.truncate(self._num_bytes)
+        return file
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line.
+
+    Raises: LineError.
+    """
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise LineError(
+            "invalid_json_line", f"The line is not valid UTF-8 at byte {error.start}."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise LineError("invalid_json_line", f"The line is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise LineError("invalid_json_line", "The line must be a JSON object.")
+    return value
+
+
+def _body(body: object) -> bytes:
+    """Return the body of a request as JSON.
+
+    Raises: LineError if the body is not an object, or if the response would be a stream.
+    """
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"body must be an object, but the line has {shown(body)}.")
+    for name in ("stream", "background"):
+        if body.get(name) is True:
+            raise LineError(
+                "invalid_body", f"{name} must not be true in a batch. Leave {name} out."
+            )
+    return json.dumps(body).encode()

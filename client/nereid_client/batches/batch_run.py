@@ -1,0 +1,238 @@
+"""Runs one batch: sends the requests of its lines, and stores the results."""
+
+import asyncio
+import logging
+import time
+from typing import Literal
+
+from nereid_client.batches.batch_lines import (
+    MAX_LINES,
+    LineError,
+    LineParser,
+    LineRequest,
+    ResultFile,
+    count_lines,
+    custom_id_in,
+    read_lines,
+    result_line,
+)
+from nereid_client.batches.line_requests import LineSender, LineSlots
+from nereid_client.batches.stored_batches import Batch, BatchStore, RequestCounts
+from nereid_client.batches.stored_files import new_id
+from nereid_client.middleware.client_keys import Client
+
+_RETRY_STORAGE_S = 10.0
+_SAVE_EVERY_S = 1.0
+_UNSENT = {
+    "expired": ("batch_expired", "The batch expired before this request was finished."),
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was finished."),
+}
+"""Maps the outcome of a batch to the error of the lines that have no response."""
+
+_log = logging.getLogger(__name__)
+
+
+class BatchRun:
+    """Runs one batch.
+
+    Args:
+        batch: the batch. It has not ended.
+        store: the store that contains the batch.
+        sender: sends the requests of lines.
+        slots: limits the number of lines that run at the same time.
+        client: the client in whose name the lines are sent.
+        max_line_bytes: the largest size of a line.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        store: BatchStore,
+        *,
+        sender: LineSender,
+        slots: LineSlots,
+        client: Client,
+        max_line_bytes: int,
+    ) -> None:
+        self._batch = batch
+        self._store = store
+        self._sender = sender
+        self._slots = slots
+        self._client = client
+        self._max_line_bytes = max_line_bytes
+        self._folder = store.folder(batch.id)
+        self._timeout: asyncio.Timeout | None = None
+        self._is_cancelled = False
+        self._save_due = 0.0
+        self._is_answered: set[int] = set()
+
+    def cancel(self) -> None:
+        """Stop to send lines. The batch then ends with the status "cancelled"."""
+        self._is_cancelled = True
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def run(self) -> None:
+        """Run the batch until its end.
+
+        While the folder cannot be written, for example because the disk is full, the batch waits.
+        If the task is cancelled, the batch can be continued by another BatchRun.
+        """
+        while not self._batch.has_ended:
+            try:
+                await self._run_steps()
+            except OSError as error:
+                _log.error("%s waits, because its folder has an error: %s", self._batch.id, error)
+                await asyncio.sleep(_RETRY_STORAGE_S)
+            except Exception as error:  # noqa: BLE001 - the batch ends here, instead of restarting forever
+                _log.exception("%s failed because of a bug", self._batch.id)
+                self._fail("internal_error", f"The server has a bug: {type(error).__name__}.")
+
+    async def _run_steps(self) -> None:
+        """Run all steps that the batch has not finished yet.
+
+        Raises: OSError.
+        """
+        batch = self._batch
+        if batch.status == "validating":
+            await self._validate()
+        if batch.status == "in_progress":
+            await self._send_lines()
+        if batch.status == "finalizing":
+            await asyncio.to_thread(self._store.publish, batch)
+            batch.set_status(batch.outcome)
+            self._store.save(batch)
+
+    async def _validate(self) -> None:
+        """Count the lines of the input file."""
+        path = self._folder / "input"
+        num_lines = await asyncio.to_thread(count_lines, path, self._max_line_bytes)
+        if num_lines == 0:
+            self._fail("empty_file", "The input file has no lines.")
+        elif num_lines > MAX_LINES:
+            self._fail("too_many_lines", f"The input file has more than {MAX_LINES} lines.")
+        else:
+            self._batch.request_counts = RequestCounts(total=num_lines)
+            self._batch.set_status("in_progress")
+            self._store.save(self._batch)
+
+    async def _send_lines(self) -> None:
+        """Send all lines that have no result yet, until the batch is complete or must stop."""
+        batch = self._batch
+        with (
+            ResultFile(self._folder / "output" / "content") as output,
+            ResultFile(self._folder / "errors" / "content") as errors,
+        ):
+            self._is_answered = output.answered | errors.answered
+            batch.request_counts.completed = len(output.answered)
+            batch.request_counts.failed = len(errors.answered)
+            left_s = 0.0 if self._is_cancelled else max(batch.expires_at - time.time(), 0.0)
+            try:
+                async with asyncio.timeout(left_s) as timeout:
+                    self._timeout = timeout
+                    await self._send_all(output, errors)
+            except TimeoutError:
+                if not timeout.expired():
+                    raise
+                batch.outcome = "cancelled" if self._is_cancelled else "expired"
+                await self._record_unsent(errors, batch.outcome)
+        counts = batch.request_counts
+        batch.output_file_id = new_id("file-") if counts.completed else None
+        batch.error_file_id = new_id("file-") if counts.failed else None
+        batch.set_status("finalizing")
+        self._store.save(batch)
+
+    async def _send_all(self, output: ResultFile, errors: ResultFile) -> None:
+        """Send all lines that have no result yet.
+
+        Raises: OSError.
+        """
+        storage_error: OSError | None = None
+        parser = LineParser(self._batch.endpoint, self._max_line_bytes)
+        try:
+            with (self._folder / "input").open("rb") as file:
+                lines = read_lines(file, self._max_line_bytes)
+                async with asyncio.TaskGroup() as group:
+                    while (item := await asyncio.to_thread(next, lines, None)) is not None:
+                        number, line = item
+                        try:
+                            request = parser.parse(number, line)
+                        except LineError as error:
+                            self._record_error(errors, number, custom_id_in(line), error)
+                            continue
+                        if number not in self._is_answered:
+                            await self._slots.acquire()
+                            group.create_task(self._send(request, output, errors))
+        except* OSError as group_error:
+            storage_error = _first_leaf(group_error)
+        if storage_error is not None:
+            raise storage_error
+
+    async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
+        """Send one line, and store its result.
+
+        Raises: OSError.
+        """
+        try:
+            response = await self._sender.send(self._batch.endpoint, request.body, self._client)
+        finally:
+            self._slots.release()
+        is_success = 200 <= response.status < 300
+        line = result_line(
+            self._batch.id, request.number, request.custom_id, response=response.as_json()
+        )
+        self._record(output if is_success else errors, request.number, line, is_success=is_success)
+
+    async def _record_unsent(
+        self, errors: ResultFile, outcome: Literal["expired", "cancelled"]
+    ) -> None:
+        """Store an error for each line that has no result."""
+        code, message = _UNSENT[outcome]
+        with (self._folder / "input").open("rb") as file:
+            lines = read_lines(file, self._max_line_bytes)
+            while (item := await asyncio.to_thread(next, lines, None)) is not None:
+                number, line = item
+                self._record_error(errors, number, custom_id_in(line), LineError(code, message))
+
+    def _record_error(
+        self, errors: ResultFile, number: int, custom_id: str | None, error: LineError
+    ) -> None:
+        """Store an error for a line, unless the line has a result already."""
+        if number in self._is_answered:
+            return
+        fields = {"code": error.code, "message": str(error), "param": None, "line": number}
+        line = result_line(self._batch.id, number, custom_id, error=fields)
+        self._record(errors, number, line, is_success=False)
+
+    def _record(self, file: ResultFile, number: int, line: bytes, *, is_success: bool) -> None:
+        """Store a result line, and update the counts of the batch.
+
+        Raises: OSError.
+        """
+        file.append(line)
+        self._is_answered.add(number)
+        counts = self._batch.request_counts
+        if is_success:
+            counts.completed += 1
+        else:
+            counts.failed += 1
+        now = time.monotonic()
+        if now >= self._save_due:
+            self._save_due = now + _SAVE_EVERY_S
+            self._store.save(self._batch)
+
+    def _fail(self, code: str, message: str) -> None:
+        """End the batch with an error.
+
+        Raises: OSError.
+        """
+        error = {"code": code, "message": message, "line": None, "param": None}
+        self._batch.errors = {"object": "list", "data": [error]}
+        self._batch.set_status("failed")
+        self._store.save(self._batch)
+
+
+def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
+    """Return the first exception in a group that is not itself a group."""
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,166 @@
+"""Runs all batches in a folder.
+
+Several frontends may use the same folder. Only the frontend with the lock on the folder runs
+batches. If this frontend ends, another one gets the lock.
+"""
+
+import asyncio
+import fcntl
+import logging
+import time
+from contextlib import suppress
+from typing import BinaryIO
+
+from nereid_client.batches.batch_run import BatchRun
+from nereid_client.batches.line_requests import LineSender, LineSlots, batch_client
+from nereid_client.batches.stored_batches import Batch, BatchStore
+from nereid_client.middleware.admission_control import Gate
+from nereid_client.middleware.client_keys import Client, KeyFile
+
+_CHECK_EVERY_S = 1.0
+_CLEAN_EVERY_S = 10.0
+_MAX_RUNNING_BATCHES = 16
+
+_log = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Finds the batches that have not ended, and runs them.
+
+    Args:
+        store: the batches.
+        sender: sends the requests of lines.
+        slots: limits the number of lines that run at the same time.
+        gate: the gate of the application. Batches stop when the gate is draining.
+        key_file: the clients in the key file. None if there is no key file.
+        max_line_bytes: the largest size of a line.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        *,
+        sender: LineSender,
+        slots: LineSlots,
+        gate: Gate,
+        key_file: KeyFile | None,
+        max_line_bytes: int,
+    ) -> None:
+        self._store = store
+        self._sender = sender
+        self._slots = slots
+        self._gate = gate
+        self._key_file = key_file
+        self._max_line_bytes = max_line_bytes
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._ended: set[str] = set()
+        self._clients: dict[str, Client] = {}
+        self._lock: BinaryIO | None = None
+        self._clean_due = 0.0
+        self._wake_up = asyncio.Event()
+        self._loop_task = asyncio.create_task(self._run())
+
+    def wake_up(self) -> None:
+        """Look for new and cancelled batches now."""
+        self._wake_up.set()
+
+    async def close(self) -> None:
+        """Stop all batches. They continue after the next start."""
+        self._loop_task.cancel()
+        await asyncio.wait({self._loop_task})
+        await self._stop_all()
+        if self._lock is not None:
+            self._lock.close()
+
+    async def _run(self) -> None:
+        """Run batches until this task is cancelled."""
+        while True:
+            self._wake_up.clear()
+            try:
+                if self._gate.is_draining:
+                    await self._stop_all()
+                elif self._has_lock():
+                    await self._start_and_cancel()
+                    await self._clean()
+            except OSError as error:
+                _log.error("Batches cannot run, because their folder has an error: %s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
+
+    def _has_lock(self) -> bool:
+        """Return whether this process runs the batches of the folder. Try to get the lock."""
+        folder = self._store.files.folder
+        if self._lock is None and folder.exists():
+            lock = (folder / "lock").open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+            else:
+                self._lock = lock
+        return self._lock is not None
+
+    async def _start_and_cancel(self) -> None:
+        """Start the batches that wait, and cancel those that a client has cancelled."""
+        batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
+        for batch in batches:
+            run, _ = self._runs.get(batch.id, (None, None))
+            if run is None and len(self._runs) < _MAX_RUNNING_BATCHES:
+                run = self._start(batch)
+            if run and (batch.cancelling_at is not None or self._is_key_removed(batch)):
+                run.cancel()
+
+    def _start(self, batch: Batch) -> BatchRun:
+        run = BatchRun(
+            batch,
+            self._store,
+            sender=self._sender,
+            slots=self._slots,
+            client=self._clients.setdefault(batch.owner, batch_client(batch.owner)),
+            max_line_bytes=self._max_line_bytes,
+        )
+        task = asyncio.create_task(run.run())
+        self._runs[batch.id] = (run, task)
+        task.add_done_callback(lambda task: self._on_end(batch, task))
+        return run
+
+    def _on_end(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        del self._runs[batch.id]
+        if batch.has_ended:
+            self._ended.add(batch.id)
+            _log.info("%s ended with the status %s", batch.id, batch.status)
+        elif not task.cancelled() and task.exception() is not None:
+            _log.error("%s stopped and will be continued", batch.id, exc_info=task.exception())
+        self._wake_up.set()
+
+    def _is_key_removed(self, batch: Batch) -> bool:
+        """Return whether the client of a batch was removed from the key file."""
+        return bool(batch.owner) and not (self._key_file and self._key_file.has(batch.owner))
+
+    async def _stop_all(self) -> None:
+        tasks = {task for _, task in self._runs.values()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _clean(self) -> None:
+        """Delete what has expired, and pause all batches while their results exceed the limit."""
+        now = time.time()
+        if now < self._clean_due:
+            return
+        self._clean_due = now + _CLEAN_EVERY_S
+        files = self._store.files
+        await asyncio.to_thread(files.delete_expired, now)
+        await asyncio.to_thread(self._store.delete_expired, now)
+        num_bytes = await asyncio.to_thread(files.num_bytes)
+        is_full = num_bytes > files.limits.num_bytes
+        if is_full and not self._slots.is_paused:
+            _log.warning(
+                "All batches wait until files are deleted: the folder %s has %d bytes, but the "
+                "limit is %d (max_stored_file_bytes)",
+                files.folder,
+                num_bytes,
+                files.limits.num_bytes,
+            )
+        self._slots.is_paused = is_full

@@ -1,0 +1,69 @@
+"""The batches of an application: created at its start, stopped at its end."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+
+from nereid_client.batches.batch_runner import BatchRunner
+from nereid_client.batches.line_requests import LineSender, LineSlots
+from nereid_client.batches.stored_batches import BatchStore
+from nereid_client.batches.stored_files import FileLimits, FileStore
+from nereid_client.errors import ApiError
+from nereid_client.request_context import Context
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The stored batches of an application, and the object that runs them."""
+
+    store: BatchStore
+    runner: BatchRunner
+
+
+@asynccontextmanager
+async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Set `app.state.batches` and run batches while the application runs.
+
+    `app.state.batches` is None if the settings turn the Batch API off.
+    """
+    context: Context = app.state.context
+    settings = context.settings
+    app.state.batches = None
+    if not settings.batch_folder or not settings.max_stored_files:
+        yield
+        return
+    limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
+    store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
+    gate = app.state.gate
+    # Batches must not fill max_concurrent_requests.
+    limit = min(settings.max_batch_requests, max(1, settings.max_concurrent_requests // 4))
+    runner = BatchRunner(
+        store,
+        sender=LineSender(app, context.backend.is_ready),
+        slots=LineSlots(limit, gate),
+        gate=gate,
+        key_file=app.state.key_file,
+        max_line_bytes=settings.max_body_bytes,
+    )
+    app.state.batches = Batches(store, runner)
+    yield
+    await runner.close()
+
+
+def batches_of(request: Request) -> Batches:
+    """Return the batches of the application that handles a request.
+
+    Raises: ApiError 404 if the Batch API is turned off.
+    """
+    batches: Batches | None = request.app.state.batches
+    if batches is None:
+        raise ApiError(
+            404,
+            "This server has no Batch API, because batch_folder is not set or max_stored_files is "
+            "0. Set NEREID_BATCH_FOLDER to a folder.",
+            code="batches_disabled",
+        )
+    return batches

@@ -1,0 +1,132 @@
+"""Reads a multipart/form-data body with one file while it arrives.
+
+Starlette's parser would store the whole file in the temporary folder first.
+"""
+
+from collections.abc import Callable
+from urllib.parse import unquote
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from nereid_client.errors import ApiError, shown
+
+_MAX_FIELDS = 16
+_MAX_FIELD_BYTES = 4096
+
+
+class FormReader:
+    """Parses a form with one file part named `file` and some short text fields.
+
+    Args:
+        content_type: the header Content-Type of the request.
+        write: receives the bytes of the file.
+
+    Attributes:
+        fields: the text fields.
+        filename: the file name of the part `file`. None as long as the part has not arrived.
+
+    Raises: ApiError 400 if the content type is not a form.
+    """
+
+    def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise ApiError(
+                400,
+                "A file must be uploaded as multipart/form-data with a boundary, but the request "
+                f"has the Content-Type {shown(content_type)}",
+            )
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self._write = write
+        self._header_name = self._header_value = b""
+        self._disposition = b""
+        self._name = ""
+        self._is_file = False
+        self._text = b""
+        self._num_parts = 0
+        self._is_complete = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._add_header_name,
+                "on_header_value": self._add_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._add_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Parse the next bytes of the body.
+
+        Raises: ApiError 400 if the body is not a valid form, or the errors of `write`.
+        """
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise ApiError(400, f"The request body is not a valid form: {error}") from None
+
+    def finish(self) -> None:
+        """Check that the form is complete.
+
+        Raises: ApiError 400.
+        """
+        if not self._is_complete:
+            raise ApiError(400, "The request body ends before the end of the form")
+        if self.filename is None:
+            raise ApiError(
+                400, "file is required, but the form has no part with this name", param="file"
+            )
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_FIELDS:
+            raise ApiError(400, f"The form has more than {_MAX_FIELDS} parts")
+        self._disposition = self._text = b""
+
+    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            self._disposition = self._header_value
+        self._header_name = self._header_value = b""
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        self._is_file = self._name == "file"
+        if not self._is_file:
+            return
+        if self.filename is not None:
+            raise ApiError(400, "The form must have one part `file`, but it has two", param="file")
+        filename = options.get(b"filename", b"").decode("utf-8", "replace")
+        self.filename = unquote(filename) or "file"
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self._write(data[start:end])
+            return
+        self._text += data[start:end]
+        if len(self._text) > _MAX_FIELD_BYTES:
+            raise ApiError(
+                400,
+                f"{shown(self._name)} must have at most {_MAX_FIELD_BYTES} bytes, but the form has "
+                "more",
+            )
+
+    def _end_part(self) -> None:
+        if not self._is_file:
+            self.fields[self._name] = self._text.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._is_complete = True

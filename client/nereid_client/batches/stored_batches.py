@@ -1,0 +1,253 @@
+"""The batches on disk.
+
+FOLDER/batches/BATCH_ID/batch.json       the batch, written only by the process that runs it
+FOLDER/batches/BATCH_ID/input            a link to the content of the input file
+FOLDER/batches/BATCH_ID/cancel           exists if a client has cancelled the batch
+FOLDER/batches/BATCH_ID/output/content   the responses so far
+FOLDER/batches/BATCH_ID/errors/content   the errors so far
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from nereid_client.batches.stored_files import (
+    KEEP_S,
+    FileStore,
+    StoredFile,
+    disk_errors,
+    new_id,
+    write_json,
+)
+from nereid_client.errors import ApiError
+from nereid_client.protocol.batch_requests import CreateBatchRequest
+
+WINDOW_S = 24 * 3600
+"""The seconds after which a batch expires."""
+
+Status = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"
+]
+_ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class RequestCounts(BaseModel):
+    """The numbers of lines of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(BaseModel):
+    """A batch object of OpenAI's API, with its owner.
+
+    Attributes:
+        owner: the name of the client that created the batch.
+        keep_output_s: the seconds after which the result files are deleted.
+        outcome: the status after the status "finalizing".
+    """
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: dict[str, Any] | None = None
+    input_file_id: str
+    completion_window: str
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: dict[str, str] | None = None
+    owner: str
+    keep_output_s: int
+    outcome: Literal["completed", "expired", "cancelled"] = "completed"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the batch will not change any more."""
+        return self.status in _ENDED
+
+    def set_status(self, status: Status) -> None:
+        """Set the status and the time of this change."""
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the batch object that clients receive."""
+        fields = self.model_dump(exclude={"owner", "keep_output_s", "outcome"})
+        if self.cancelling_at is not None and self.status in ("validating", "in_progress"):
+            fields["status"] = "cancelling"
+        return fields
+
+
+class BatchStore:
+    """The batches in the folder of a file store.
+
+    All methods access the disk, so call them in a thread.
+
+    Args:
+        files: the file store, which contains the input files and receives the result files.
+    """
+
+    def __init__(self, files: FileStore) -> None:
+        self.files = files
+        self._folder = files.folder / "batches"
+
+    def folder(self, batch_id: str) -> Path:
+        """Return the folder of a batch."""
+        return self._folder / batch_id
+
+    def create(self, request: CreateBatchRequest, file: StoredFile) -> Batch:
+        """Store a new batch that waits until the runner finds it.
+
+        Raises: ApiError if there are too many batches, or if the folder cannot be written.
+        """
+        num_batches = len(self._ids())
+        if num_batches >= self.files.limits.count:
+            raise ApiError(
+                400,
+                f"The server stores {num_batches} batches, but the limit is "
+                f"{self.files.limits.count} (max_stored_files). A batch is deleted 30 days after "
+                "its end.",
+                limit="max_stored_files",
+            )
+        now = int(time.time())
+        keep = request.output_expires_after
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint=request.endpoint,
+            input_file_id=file.id,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=request.metadata,
+            owner=file.owner,
+            keep_output_s=keep.seconds if keep is not None else KEEP_S,
+        )
+        folder = self.folder(batch.id)
+        with disk_errors(self.files.folder):
+            folder.mkdir(mode=0o700, parents=True)
+            try:
+                _link_or_copy(self.files.content(file.id), folder / "input")
+                self.save(batch)
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return batch
+
+    def find(self, batch_id: str, owner: str) -> Batch | None:
+        """Return the batch with this id, or None if the client has no such batch."""
+        if not re.fullmatch(r"batch_[0-9a-f]{24}", batch_id):
+            return None
+        batch = self._read(batch_id)
+        return batch if batch is not None and batch.owner == owner else None
+
+    def all(self) -> Iterator[Batch]:
+        """Yield the batches of all clients, the newest one first."""
+        for batch_id in sorted(self._ids(), reverse=True):
+            batch = self._read(batch_id)
+            if batch is not None:
+                yield batch
+
+    def unfinished(self, ended: Set[str]) -> list[Batch]:
+        """Return the batches that have not ended, the oldest one first.
+
+        Args:
+            ended: the ids of batches that are known to have ended. They are not read again.
+        """
+        batches = [self._read(batch_id) for batch_id in sorted(self._ids() - ended)]
+        return [batch for batch in batches if batch is not None and not batch.has_ended]
+
+    def save(self, batch: Batch) -> None:
+        """Write a batch. Only the process that runs the batch may call this after its creation.
+
+        Raises: OSError.
+        """
+        write_json(
+            self.folder(batch.id) / "batch.json", batch.model_dump(exclude={"cancelling_at"})
+        )
+
+    def cancel(self, batch: Batch) -> Batch:
+        """Ask the runner to cancel a batch, and return the batch.
+
+        Raises: ApiError if the folder cannot be written.
+        """
+        with disk_errors(self.files.folder):
+            (self.folder(batch.id) / "cancel").touch()
+        return self._read(batch.id) or batch
+
+    def is_cancelled(self, batch: Batch) -> bool:
+        """Return whether a client has cancelled a batch."""
+        return (self.folder(batch.id) / "cancel").exists()
+
+    def publish(self, batch: Batch) -> None:
+        """Store the result files of a batch whose file ids are set.
+
+        Files that an interrupted call has stored already are skipped.
+
+        Raises: OSError.
+        """
+        for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
+            folder = self.folder(batch.id) / name
+            if file_id is None or not folder.exists():
+                continue
+            now = int(time.time())
+            file = StoredFile(
+                id=file_id,
+                owner=batch.owner,
+                bytes=(folder / "content").stat().st_size,
+                created_at=now,
+                expires_at=now + batch.keep_output_s,
+                filename=f"{batch.id}_{name}.jsonl",
+                purpose="batch_output",
+            )
+            self.files.publish(file, folder)
+
+    def delete_expired(self, now: float) -> None:
+        """Delete the batches that ended long ago."""
+        for batch in self.all():
+            if batch.has_ended and batch.expires_at + KEEP_S <= now:
+                shutil.rmtree(self.folder(batch.id), ignore_errors=True)
+
+    def _ids(self) -> set[str]:
+        try:
+            return set(os.listdir(self._folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
+    def _read(self, batch_id: str) -> Batch | None:
+        folder = self.folder(batch_id)
+        try:
+            batch = Batch.model_validate_json((folder / "batch.json").read_bytes())
+            cancel = folder / "cancel"
+            if cancel.exists():
+                batch.cancelling_at = int(cancel.stat().st_mtime)
+        except (OSError, ValidationError):
+            return None  # the batch is not complete, or another process deletes it at this moment
+        return batch
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy the file if the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,277 @@
+"""The files that clients upload and the result files of batches, in a folder on disk.
+
+FOLDER/files/FILE_ID/content         the bytes
+FOLDER/files/FILE_ID/metadata.json   the file object
+FOLDER/uploads/...                   a file that is not complete, moved to `files` at its end
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nereid_client.errors import ApiError
+
+KEEP_S = 30 * 24 * 3600
+"""The seconds after which files and ended batches are deleted. OpenAI's API has the same time."""
+_UPLOAD_TIME_S = 24 * 3600  # an upload that is older was interrupted
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class FileLimits:
+    """The limits of the folder.
+
+    Attributes:
+        count: the largest number of files, and the largest number of batches.
+        num_bytes: the largest size of all files together.
+    """
+
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file object of OpenAI's API, with its owner.
+
+    Attributes:
+        id: the id of the file, "file-" and 24 hexadecimal digits.
+        owner: the name of the client that owns the file.
+        bytes: the size of the file.
+        created_at: the Unix time of the upload, in seconds.
+        expires_at: the Unix time at which the file is deleted, in seconds.
+        filename: the name that the client gave. It is never used as a path.
+        purpose: "batch" for input files, "batch_output" for result files.
+    """
+
+    id: str
+    owner: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file object that clients receive."""
+        fields = asdict(self)
+        del fields["owner"]
+        return {"object": "file", "status": "processed", **fields}
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that sorts after all ids that were created in earlier milliseconds.
+
+    Example: `new_id("file-")` returns "file-019ab2c4d5e6" followed by 12 random digits.
+    """
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(6)}"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file so that a reader sees the old or the new content, never a part of it."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    temporary.replace(path)
+
+
+class FileStore:
+    """The files in a folder. Several processes may use the same folder.
+
+    All methods access the disk, so call them in a thread.
+
+    Args:
+        folder: the folder. It is created by the first upload.
+        limits: the limits of the folder.
+    """
+
+    def __init__(self, folder: Path, limits: FileLimits) -> None:
+        self.folder = folder
+        self.limits = limits
+        self._files = folder / "files"
+        self._uploads = folder / "uploads"
+
+    def all(self, owner: str) -> Iterator[StoredFile]:
+        """Yield the files of a client, the newest one first."""
+        for file_id in sorted(_names(self._files), reverse=True):
+            file = self._read(file_id)
+            if file is not None and file.owner == owner:
+                yield file
+
+    def find(self, file_id: str, owner: str) -> StoredFile | None:
+        """Return the file with this id, or None if the client has no such file."""
+        if not re.fullmatch(r"file-[0-9a-f]{24}", file_id):
+            return None
+        file = self._read(file_id)
+        return file if file is not None and file.owner == owner else None
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of the content of a file."""
+        return self._files / file_id / "content"
+
+    def delete(self, file_id: str) -> None:
+        """Delete a file. A batch that reads the file continues."""
+        shutil.rmtree(self._files / file_id, ignore_errors=True)
+
+    def start_upload(self) -> "Upload":
+        """Return a new, empty upload.
+
+        Raises: ApiError if the folder is full or cannot be written.
+        """
+        num_files = len(_names(self._files))
+        if num_files >= self.limits.count:
+            raise ApiError(
+                400,
+                f"The server stores {num_files} files, but the limit is {self.limits.count} "
+                "(max_stored_files). Delete files that are no longer needed.",
+                limit="max_stored_files",
+            )
+        with disk_errors(self.folder):
+            self._uploads.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.mkdir(mode=0o700, exist_ok=True)
+            return Upload(self, new_id("file-"), self._uploads)
+
+    def publish(self, file: StoredFile, source: Path) -> None:
+        """Store a complete file. If a file with this id is already stored, do nothing.
+
+        Args:
+            file: the file object.
+            source: the folder with the content. It is moved.
+
+        Raises: OSError.
+        """
+        target = self._files / file.id
+        if target.exists():
+            return
+        self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(source / "metadata.json", asdict(file))
+        source.rename(target)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files, unfinished uploads and results of running batches."""
+        total = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(folder, name))
+                    # The input of a batch is a link to a stored file, which is counted already.
+                    total += 0 if name == "input" and status.st_nlink > 1 else status.st_size
+        return total
+
+    def delete_expired(self, now: float) -> None:
+        """Delete the files that have expired, and uploads that were interrupted."""
+        for file_id in _names(self._files):
+            if self._read(file_id) is None:
+                self.delete(file_id)
+        for name in _names(self._uploads):
+            folder = self._uploads / name
+            with suppress(FileNotFoundError):
+                if folder.stat().st_mtime < now - _UPLOAD_TIME_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _read(self, file_id: str) -> StoredFile | None:
+        try:
+            fields = json.loads((self._files / file_id / "metadata.json").read_bytes())
+            file = StoredFile(**fields)
+        except (OSError, ValueError, TypeError):
+            return None  # another process deletes the file at this moment
+        return file if file.expires_at > time.time() else None
+
+
+class Upload:
+    """A file while it is received.
+
+    Args:
+        store: the store that the file will belong to.
+        file_id: the id of the file.
+        folder: the folder of the uploads.
+    """
+
+    # The size of the folder is computed again after this number of bytes, because several clients
+    # can upload files at the same time.
+    _CHECK_EVERY_BYTES = 16 * 1024 * 1024
+
+    def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
+        self.num_bytes = 0
+        self._store = store
+        self._id = file_id
+        self._folder = folder / file_id
+        self._folder.mkdir(mode=0o700)
+        self._file = (self._folder / "content").open("wb")
+        self._unchecked_bytes = self._CHECK_EVERY_BYTES  # check at the first write
+
+    def write(self, data: bytes) -> None:
+        """Append bytes.
+
+        Raises: ApiError 413 if the folder is full, 507 if the disk is full.
+        """
+        self._unchecked_bytes += len(data)
+        self.num_bytes += len(data)
+        limit = self._store.limits.num_bytes
+        if self._unchecked_bytes >= self._CHECK_EVERY_BYTES or self.num_bytes > limit:
+            self._unchecked_bytes = 0
+            self._file.flush()
+            num_stored = self._store.num_bytes() + len(data)
+            if num_stored > limit:
+                raise ApiError(
+                    413,
+                    f"With this file, the server would store {num_stored} bytes or more, but the "
+                    f"limit is {limit} (max_stored_file_bytes). Delete files that are no longer "
+                    "needed, or send a smaller file.",
+                    code="request_too_large",
+                    limit="max_stored_file_bytes",
+                )
+        with disk_errors(self._store.folder):
+            self._file.write(data)
+
+    def finish(self, owner: str, filename: str, purpose: str, keep_s: int) -> StoredFile:
+        """Store the file, and return its file object.
+
+        Raises: ApiError 507 if the disk is full.
+        """
+        now = int(time.time())
+        file = StoredFile(
+            self._id, owner, self.num_bytes, now, now + keep_s, filename[:255], purpose
+        )
+        with disk_errors(self._store.folder):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._store.publish(file, self._folder)
+        return file
+
+    def discard(self) -> None:
+        """Delete the upload, unless `finish` has stored the file."""
+        with suppress(OSError):  # closing writes the buffer, which fails if the disk is full
+            self._file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Convert an OSError to an ApiError that names the folder: 507 for a full disk, else 500."""
+    try:
+        yield
+    except OSError as error:
+        status = 507 if error.errno in _DISK_FULL else 500
+        raise ApiError(
+            status,
+            f"The server cannot write into its folder {folder} (batch_folder): {error.strerror}.",
+            code="storage_error",
+        ) from None
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder, or an empty list if the folder does not exist."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

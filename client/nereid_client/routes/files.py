@@ -1,0 +1,161 @@
+"""/v1/files: the input files and result files of batches, as in OpenAI's API."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse
+from starlette.requests import ClientDisconnect
+
+from nereid_client.batches.lifespan import Batches, batches_of
+from nereid_client.batches.multipart import FormReader
+from nereid_client.batches.stored_files import KEEP_S, StoredFile
+from nereid_client.errors import ApiError, Disconnected, shown
+from nereid_client.middleware.client_keys import current_client
+from nereid_client.protocol.batch_requests import FilesQuery, UploadForm
+from nereid_client.request_context import validate
+
+router = APIRouter(tags=["Batches"])
+
+Json = dict[str, Any]
+
+
+@router.post("/v1/files", summary="Upload a file")
+async def upload_file(request: Request) -> Json:
+    """Store a file with the requests of a batch: one JSON object in each line."""
+    store = batches_of(request).store.files
+    content_type = request.headers.get("content-type", "")
+    upload = await asyncio.to_thread(store.start_upload)
+    try:
+        form = FormReader(content_type, upload.write)
+        await _receive(request, form)
+        fields = validate(UploadForm, _upload_fields(form.fields))
+        keep_s = fields.expires_after.seconds if fields.expires_after else KEEP_S
+        owner = current_client.get().name
+        file = await asyncio.to_thread(
+            upload.finish, owner, form.filename or "file", fields.purpose, keep_s
+        )
+    finally:
+        await asyncio.to_thread(upload.discard)
+    return file.as_json()
+
+
+@router.get("/v1/files", summary="List the files")
+async def list_files(request: Request) -> Json:
+    """Return one page of the client's files."""
+    query = validate(FilesQuery, dict(request.query_params))
+    return await asyncio.to_thread(_page, batches_of(request), query)
+
+
+@router.get("/v1/files/{file_id}", summary="Get a file object")
+async def retrieve_file(request: Request, file_id: str) -> Json:
+    """Return a file object."""
+    return (await find_file(request, file_id, "file_id")).as_json()
+
+
+@router.get("/v1/files/{file_id}/content", summary="Get the content of a file")
+async def file_content(request: Request, file_id: str) -> Response:
+    """Return the bytes of a file."""
+    file = await find_file(request, file_id, "file_id")
+    path = batches_of(request).store.files.content(file.id)
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{file_id}", summary="Delete a file")
+async def delete_file(request: Request, file_id: str) -> Json:
+    """Delete a file. A batch that reads the file continues."""
+    file = await find_file(request, file_id, "file_id")
+    await asyncio.to_thread(batches_of(request).store.files.delete, file.id)
+    return {"id": file.id, "object": "file", "deleted": True}
+
+
+async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
+    """Return a file of the client that sent a request.
+
+    Args:
+        request: the HTTP request.
+        file_id: the id of the file.
+        param: the name of the parameter with the id, for the error.
+
+    Raises: ApiError 404.
+    """
+    store = batches_of(request).store.files
+    file = await asyncio.to_thread(store.find, file_id, current_client.get().name)
+    if file is None:
+        raise ApiError(
+            404,
+            f"The file {shown(file_id)} does not exist. It was never uploaded with this API key, "
+            "or it was deleted.",
+            param=param,
+            code="file_not_found",
+        )
+    return file
+
+
+async def _receive(request: Request, form: FormReader) -> None:
+    """Read the form in the body of a request.
+
+    Raises: ApiError if the form is wrong or the file cannot be stored.
+    """
+    try:
+        async for data in request.stream():
+            if data:
+                await asyncio.to_thread(form.feed, data)
+    except ClientDisconnect:
+        raise Disconnected from None
+    form.finish()
+
+
+def _upload_fields(fields: dict[str, str]) -> Json:
+    """Return the text fields of a form as an object.
+
+    Example: {"expires_after[anchor]": "created_at"} returns {"expires_after": {"anchor":
+    "created_at"}}.
+    """
+    parsed: Json = {}
+    for name, text in fields.items():
+        outer, bracket, inner = name.removesuffix("]").partition("[")
+        if bracket:
+            parsed.setdefault(outer, {})[inner] = text
+        else:
+            parsed[outer] = text
+    return parsed
+
+
+def _page(batches: Batches, query: FilesQuery) -> Json:
+    """Return one page of the client's files."""
+    files = list(batches.store.files.all(current_client.get().name))
+    if query.order == "asc":
+        files.reverse()
+    selected = (file for file in files if query.purpose in (None, file.purpose))
+    return page([file.as_json() for file in selected], query.limit, query.after)
+
+
+def page(objects: list[Json], limit: int, after: str | None) -> Json:
+    """Return one page of a list, as OpenAI's API does.
+
+    Args:
+        objects: all objects of the list, in order.
+        limit: the largest number of objects on the page.
+        after: the id of the last object of the page before. None for the first page.
+
+    Raises: ApiError 404 if no object has the id `after`.
+    """
+    begin = 0
+    if after is not None:
+        ids = [item["id"] for item in objects]
+        if after not in ids:
+            raise ApiError(
+                404,
+                f"after must be the id of a listed object, but it is {shown(after)}",
+                param="after",
+            )
+        begin = ids.index(after) + 1
+    data = objects[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": begin + limit < len(objects),
+    }

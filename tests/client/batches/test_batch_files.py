@@ -1,0 +1,146 @@
+"""The parts of the Batch API: forms, lines, result files and a full disk."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_client.batches.batch_lines import (
+    LineError,
+    LineParser,
+    ResultFile,
+    custom_id_in,
+    read_lines,
+    result_line,
+)
+from nereid_client.batches.multipart import FormReader
+from nereid_client.errors import ApiError
+
+BOUNDARY = b"---xyz"
+CONTENT_TYPE = "multipart/form-data; boundary=" + BOUNDARY.decode()
+
+
+def form(parts):
+    body = b""
+    for name, filename, value in parts:
+        disposition = f'form-data; name="{name}"'
+        disposition += "" if filename is None else f'; filename="{filename}"'
+        body += b"--" + BOUNDARY + b"\r\nContent-Disposition: " + disposition.encode()
+        body += b"\r\n\r\n" + value + b"\r\n"
+    return body + b"--" + BOUNDARY + b"--\r\n"
+
+
+@given(content=st.binary(max_size=300), size=st.integers(1, 400))
+@settings(max_examples=50, deadline=None)
+def test_a_form_is_the_same_in_pieces_of_any_size(content, size):
+    body = form([("purpose", None, b"batch"), ("file", "a.jsonl", content)])
+    received = bytearray()
+    reader = FormReader(CONTENT_TYPE, received.extend)
+    for at in range(0, len(body), size):
+        reader.feed(body[at : at + size])
+    reader.finish()
+    assert (bytes(received), reader.filename) == (content, "a.jsonl")
+    assert reader.fields == {"purpose": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "ends before the end"),
+        (b"nonsense", "not a valid form"),
+        (form([("file", "a", b"x")])[:-9], "ends before the end"),
+        (form([("purpose", None, b"batch")]), "file is required"),
+        (form([("file", "a", b"x"), ("file", "b", b"x")]), "has two"),
+        (form([(f"a{n}", None, b"x") for n in range(99)]), "more than 16 parts"),
+        (form([("purpose", None, b"x" * 5000)]), "at most 4096 bytes"),
+    ],
+)
+def test_a_wrong_form_is_refused(body, words):
+    reader = FormReader(CONTENT_TYPE, lambda data: None)
+
+    def read():
+        reader.feed(body)
+        reader.finish()
+
+    with pytest.raises(ApiError, match=words) as caught:
+        read()
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", "\xff"])
+def test_a_body_that_is_no_form_is_refused(content_type):
+    with pytest.raises(ApiError, match="multipart/form-data"):
+        FormReader(content_type, lambda data: None)
+
+
+@given(st.lists(st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_lines_keep_their_numbers_and_long_lines_are_not_read(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("lines") / "input"
+    path.write_bytes(b"\n".join(lines))
+    with path.open("rb") as file:
+        found = dict(read_lines(file, 10))
+    for number, line in enumerate(lines, 1):
+        if len(line) > 10:
+            assert found[number] is None
+        elif line.strip():
+            assert found[number].rstrip(b"\n") == line
+        else:
+            assert number not in found
+
+
+@given(st.binary(max_size=200) | st.from_type(object).map(lambda value: repr(value).encode()))
+@settings(max_examples=80, deadline=None)
+def test_any_line_is_a_request_or_a_line_error(line):
+    with contextlib.suppress(LineError):
+        LineParser("/v1/embeddings", 1000).parse(1, line)
+    custom_id_in(line)
+
+
+@given(st.integers(0, 400), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_a_result_file_that_was_cut_anywhere_continues(tmp_path_factory, cut, num_lines):
+    path = tmp_path_factory.mktemp("results") / "output" / "content"
+    lines = [result_line("batch_00ff", n, f"id {n}", error={}) for n in range(1, num_lines + 1)]
+    with ResultFile(path) as file:
+        for line in lines:
+            file.append(line)
+    whole = path.read_bytes() if lines else b""
+    if lines:
+        path.write_bytes(whole[: len(whole) - min(cut, len(whole))])
+    with ResultFile(path) as file:
+        answered = file.answered
+        for number, line in enumerate(lines, 1):
+            if number not in answered:
+                file.append(line)
+    assert (path.read_bytes() if lines else b"") == whole
+
+
+def test_a_full_disk_leaves_whole_lines_only(tmp_path):
+    # The limit on the size of a file makes a write fail after a part of its bytes.
+    program = textwrap.dedent("""
+        import resource, signal, sys
+        from pathlib import Path
+        from nereid_client.batches.batch_lines import ResultFile, result_line
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        with ResultFile(Path(sys.argv[1])) as file:
+            number = 0
+            try:
+                while True:
+                    number += 1
+                    file.append(result_line("batch_0a", number, "x" * 30))
+            except OSError:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+                file.append(result_line("batch_0a", number, "x" * 30))
+    """)
+    path = tmp_path / "output" / "content"
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=60)
+    lines = path.read_text().splitlines()
+    numbers = [int(json.loads(line)["id"].rpartition("_")[2]) for line in lines]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) > 5

@@ -1,0 +1,75 @@
+"""Batches continue after their process was killed."""
+
+import collections
+import multiprocessing
+from contextlib import contextmanager
+
+import openai
+import pytest
+import uvicorn
+from fakes.batches import create, finished, library, line, results
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling
+from fakes.live_frontend import free_port, wait_for
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
+
+
+def serve(port, folder):
+    """Run the frontend with the echo model until the process is killed."""
+    settings = Settings(served_model_name="echo", batch_folder=folder)
+    app = create_app(settings, FakeBackend)
+    app.state.make_pooling = FakePooling
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+
+
+@contextmanager
+def frontend_process(folder):
+    """Run the frontend in a process of its own, and yield the process and a client."""
+    port = free_port()
+    # A fork starts much faster than a new process, which would import everything again.
+    fork = multiprocessing.get_context("fork")
+    running = fork.Process(target=serve, args=(port, str(folder)), daemon=True)
+    running.start()
+    try:
+        with library(port) as client:
+            wait_for(lambda: answers(client))
+            yield running, client
+    finally:
+        running.kill()
+        running.join()
+
+
+def answers(client):
+    try:
+        return bool(client.models.list())
+    except openai.APIConnectionError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "num_lines",
+    [60, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+)
+def test_a_killed_frontend_answers_each_line_exactly_once(tmp_path, num_lines):
+    lines = [line(n, f"<pause 0.02> word{n}") for n in range(num_lines)]
+    with frontend_process(tmp_path / "folder") as (running, client):
+        batch = create(client, lines)
+        output = tmp_path / "folder" / "batches" / batch.id / "output" / "content"
+        wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > num_lines // 2, 900)
+        running.kill()
+        running.join()
+    num_before = output.read_bytes().count(b"\n")
+    assert num_lines // 2 < num_before < num_lines
+    with output.open("ab") as file:
+        file.write(b'{"id": "batch_req_1_1", "custom')  # as if the kill had interrupted the write
+    with frontend_process(tmp_path / "folder") as (_, client):
+        batch = finished(client, batch, timeout_s=900)
+        answers = results(client, batch.output_file_id)
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        assert batch.request_counts.completed == num_lines
+    counts = collections.Counter(each["custom_id"] for each in answers)
+    assert counts == dict.fromkeys((f"line-{n}" for n in range(num_lines)), 1)
+    for each in answers:
+        text = each["response"]["body"]["choices"][0]["message"]["content"]
+        assert text.strip() == each["custom_id"].replace("line-", "word")

@@ -1,0 +1,50 @@
+"""Functions that create batches with the openai library, and read their results."""
+
+import json
+
+import openai
+
+from fakes.live_frontend import wait_for
+
+CHAT = "/v1/chat/completions"
+
+
+def line(number, text=None, url=CHAT, **body):
+    messages = [{"role": "user", "content": text or f"word{number}"}]
+    body = body or {"model": "echo", "messages": messages}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
+
+
+def jsonl(lines):
+    return b"".join(
+        each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n" for each in lines
+    )
+
+
+def library(port, key="none"):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+
+
+def create(client, lines, endpoint=CHAT, **fields):
+    content = lines if isinstance(lines, bytes) else jsonl(lines)
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields
+    )
+
+
+def finished(client, batch, timeout_s=60):
+    wait_for(
+        lambda: (
+            client.batches.retrieve(batch.id).status
+            in ("completed", "failed", "expired", "cancelled")
+        ),
+        timeout_s,
+    )
+    return client.batches.retrieve(batch.id)
+
+
+def results(client, file_id):
+    if file_id is None:
+        return []
+    return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]

@@ -191,10 +191,13 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
     weights = NativeGroupedWeights(
-        values.data_ptr(),
-        scales.data_ptr(),
-        None if zeros is None else zeros.data_ptr(),
-        *(bits, group_size, dim, out_features),
+        values=values.data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
+        bits=bits,
+        group_size=group_size,
+        dim=dim,
+        num_outputs=out_features,
     )
     num_rows = x.numel() // dim
     if num_rows:

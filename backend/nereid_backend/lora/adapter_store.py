@@ -152,6 +152,6 @@ class AdapterStore:
         known = (
             f"The loaded adapters are: {', '.join(self._named)}."
             if self._named
-            else ("No adapter is loaded.")
+            else "No adapter is loaded."
         )
         return f"lora_name: no adapter has the name {name!r}. {known}"

@@ -74,23 +74,29 @@ def read_adapter(
         ModelError: if the files are missing or broken, or the adapter does not fit the model.
     """
     root = Path(folder).absolute()
-    digest = hashlib.blake2b(digest_size=16)
-    texts = []
-    for file in (_CONFIG_FILE, _WEIGHTS_FILE):
-        texts.append(_read(root / file, max_bytes))
-        digest.update(len(texts[-1]).to_bytes(8) + texts[-1])
-    config = _read_config(root / _CONFIG_FILE, texts[0])
+    config_file, weights_file = root / _CONFIG_FILE, root / _WEIGHTS_FILE
+    config_bytes = _read(config_file, max_bytes)
+    weights_bytes = _read(weights_file, max_bytes)
+    config = _read_config(config_file, config_bytes)
     try:
-        tensors = safetensors.torch.load(texts[1])
+        tensors = safetensors.torch.load(weights_bytes)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"{root / _WEIGHTS_FILE}: the file is broken ({error}).") from error
-    weights = _read_weights(root / _WEIGHTS_FILE, config, tensors, layers, like)
-    return Adapter(name, str(root), digest.digest()), weights
+        raise ModelError(f"{weights_file}: the file is broken ({error}).") from error
+    weights = _read_weights(weights_file, config, tensors, layers, like)
+    return Adapter(name, str(root), _digest(config_bytes, weights_bytes)), weights
 
 
 def num_bytes(weights: AdapterWeights) -> int:
     """Return the size of an adapter's matrices in bytes."""
     return sum(matrix.nbytes for pair in weights.values() for matrix in pair)
+
+
+def _digest(*contents: bytes) -> bytes:
+    """Return a hash of the contents of several files. It also depends on where each file ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        digest.update(len(content).to_bytes(8) + content)
+    return digest.digest()
 
 
 def _read(file: Path, max_bytes: int) -> bytes:
@@ -162,6 +168,26 @@ def _read_weights(
     Raises:
         ModelError: if a tensor does not fit the model.
     """
+    weights = {}
+    for name, parts in _matrices_by_layer(file, tensors).items():
+        problem = _describe_misfit(parts, layers.get(name))
+        if problem:
+            raise ModelError(f"{file}: {name}: {problem}")
+        down, up = parts["A"].to(like), parts["B"].float()
+        scale = _scale(file.with_name(_CONFIG_FILE), config, name, rank=len(down))
+        weights[name] = LayerPair(down, (up * scale).to(like))
+    return weights
+
+
+def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the matrices "A" and "B" of each layer.
+
+    Example: the tensor `base_model.model.layers.0.q_proj.lora_A.weight` is the matrix "A" of the
+    layer `layers.0.q_proj`.
+
+    Raises:
+        ModelError: if a tensor is not such a matrix, or contains wrong numbers.
+    """
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _MATRIX.fullmatch(key)
@@ -173,18 +199,11 @@ def _read_weights(
             raise ModelError(
                 f"{file}: the tensor {key} must contain finite floating point numbers."
             )
-        matrices.setdefault(match[1], {})[match[2]] = tensor
+        layer, letter = match.groups()
+        matrices.setdefault(layer, {})[letter] = tensor
     if not matrices:
         raise ModelError(f"{file}: the file contains no matrices.")
-    weights = {}
-    for name, parts in matrices.items():
-        problem = _describe_misfit(parts, layers.get(name))
-        if problem:
-            raise ModelError(f"{file}: {name}: {problem}")
-        down, up = parts["A"].to(like), parts["B"].float()
-        scale = _scale(file.with_name(_CONFIG_FILE), config, name, rank=len(down))
-        weights[name] = LayerPair(down, (up * scale).to(like))
-    return weights
+    return matrices
 
 
 def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:

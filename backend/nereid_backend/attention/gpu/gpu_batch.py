@@ -175,19 +175,9 @@ class StepLayout:
         """
         arrays = []
         if decode_shapes:
-            starts: list[int] = []
-            offset = 0
-            for count, width in decode_shapes:
-                starts += range(offset, offset + count * width, width)
-                offset += count * width
-            arrays.append(np.array(starts, dtype=np.int64))
+            arrays.append(_table_starts(decode_shapes))
         if prefills:
-            sequences = []
-            first_block = 0
-            for prefill in prefills:
-                sequences.append((prefill.start, prefill.num_new, prefill.num_cached, first_block))
-                first_block += prefill.num_blocks
-            arrays.append(np.array(sequences, dtype=np.int64))
+            arrays.append(_sequence_rows(prefills))
             arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
         return arrays
 
@@ -225,6 +215,30 @@ class PackedRows:
             tiles = {tiling: next(tensors) for tiling in self.layout.tilings}
             prefills = PrefillRows(batch.prefills, table, sequences, tiles)
         return GpuBatch(decodes, prefills)
+
+
+def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
+    """Return the start of each decode's block table in the flat table, [num_decodes] int64."""
+    starts: list[int] = []
+    offset = 0
+    for count, width in decode_shapes:
+        starts += range(offset, offset + count * width, width)
+        offset += count * width
+    return np.array(starts, dtype=np.int64)
+
+
+def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
+    """Return the description of each prefill, [num_prefills, 4] int64.
+
+    The columns are the first new token, the numbers of new and cached tokens, and the index of the
+    first block in the flat table of all prefills.
+    """
+    rows = []
+    first_block = 0
+    for prefill in prefills:
+        rows.append((prefill.start, prefill.num_new, prefill.num_cached, first_block))
+        first_block += prefill.num_blocks
+    return np.array(rows, dtype=np.int64)
 
 
 def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:

@@ -220,10 +220,12 @@ def _batch(
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     slots: list[int] = []
+    # The new token of a decode is the last token of its sequence.
     for table, length in zip(decode_tables, decodes, strict=True):
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
+        # The number after the last block is the null block, which pads the tables.
         width = max(map(len, decode_tables))
         padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
         groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))

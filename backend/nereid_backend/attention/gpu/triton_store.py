@@ -58,7 +58,8 @@ def store_rows(
         is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
         tl.store(scales + cells, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
         # A head whose numbers are almost 0 would have an infinite factor, so it is stored as 0.
-        factor = limit / tl.where(largest > 1e-35, largest, 1.0)
+        ALMOST_ZERO: tl.constexpr = 1e-35
+        factor = limit / tl.where(largest > ALMOST_ZERO, largest, 1.0)
         scaled = tl.where(is_not_finite, 0.0, wide) * factor[:, None]
         if IS_FLOAT8:
             stored = float8_bits(tl.clamp(scaled, -limit, limit))

@@ -88,6 +88,7 @@ class Engine:
             whole_prefill=loaded.spec.whole_prefill,
             num_speculative_tokens=config.num_speculative_tokens,
             attention_window=loaded.attention_window,
+            num_states=loaded.num_states,
         )
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
             report(
@@ -100,7 +101,6 @@ class Engine:
         if config.async_scheduling and obstacle is not None:
             report(f"Async scheduling is off, because {obstacle}.")
         self._loop = StepLoop(
-            num_states=loaded.num_states,
             self._scheduler,
             self._runner,
             max_step_failures=config.max_step_failures,

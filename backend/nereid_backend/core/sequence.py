@@ -49,8 +49,6 @@ class Sequence:
         block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
             missing.
         num_findable_blocks: the number of leading full blocks whose hashes are in the prefix cache.
-        prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
-            tokens that have not been computed yet are missing.
         snapshot_id: the snapshot of a recurrent state with which the sequence starts; None if the
             sequence starts without a snapshot. The attributes about snapshots are used only for
             models with a recurrent state (state_snapshots.py).
@@ -59,6 +57,8 @@ class Sequence:
             has loaded or saved.
         branch_position: the number of leading tokens whose blocks were cached when the sequence got
             its row.
+        prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
+            tokens that have not been computed yet are missing.
         was_reported: whether an update of this sequence has been returned.
         row: the index of the sequence in the runner's tables; None while the sequence waits.
     """
@@ -101,13 +101,13 @@ class Sequence:
         self.num_dropped_blocks = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
-
-    @property
-    def num_output_tokens(self) -> int:
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None
         self.num_snapshot_tokens = 0
         self.branch_position = 0
+
+    @property
+    def num_output_tokens(self) -> int:
         """The number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 

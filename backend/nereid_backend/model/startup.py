@@ -58,16 +58,17 @@ class Loaded:
         spec: the description of the execution path of the model.
         attention_window: the windows of the attention layers; None if a layer attends to all
             earlier tokens.
+        num_states: the number of recurrent states that fit into the memory; 0 if the model has no
+            snapshots of its states.
         make_adapter_store: creates the store of LoRA adapters. The argument is a function that
             returns the adapters of all unfinished requests.
     """
 
     runner: Runner
     info: EngineInfo
-        num_states: the number of recurrent states that fit into the memory; 0 if the model has no
-            snapshots of its states.
     spec: PathSpec
     attention_window: AttentionWindow | None
+    num_states: int
     make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
 
 
@@ -76,7 +77,6 @@ class _StageClock:
 
     Attributes:
         seconds: the duration of each finished stage in seconds, by name.
-    num_states: int
     """
 
     def __init__(self) -> None:
@@ -147,6 +147,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         _describe(config, checkpoint, memory, chosen, clock.seconds, num_tokens),
         spec,
         attention_window_of(spec.layers),
+        memory.num_states if spec.has_snapshots else 0,
         partial(
             AdapterStore,
             checkpoint.adapters,
@@ -200,7 +201,6 @@ def _plan_memory(
     # A prompt that is computed in one pass needs all its blocks at the same time.
     if attention_window is not None and not spec.whole_prefill:
         max_sequence_blocks = attention_window.max_blocks(num_tokens, config.block_size)
-        memory.num_states if spec.has_snapshots else 0,
     return plan_memory(
         config,
         bytes_per_token=spec.bytes_per_token + layer_bytes,
@@ -208,6 +208,7 @@ def _plan_memory(
         limit=chosen.limit,
         num_bytes=kv_cache_budget(config, checkpoint.device, activations),
         max_sequence_blocks=max_sequence_blocks,
+        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
 
 
@@ -261,4 +262,3 @@ def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: Chosen
         return "eager"
     kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)
     return attention_name(kind)
-        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,

@@ -5,6 +5,10 @@ it is ready, requests of that model may wait forever, and the stub is not restar
 table shows the death: the stub stays a zombie child of the server until the server ends. The server
 waits at once for a stub whose model it unloads, so a stub that stays a zombie died unexpectedly.
 
+Triton server 2.65 and later remove a dead stub from the process table when a client asks whether
+its model is ready. They then report that the model is not ready, but do not restart the stub. A
+stub of a loaded model that disappears has therefore died, unless the server can unload models.
+
 If a stub gets no CPU time for a second while it starts, the server takes it for dead and waits for
 its end, but does not end it. The stub is alive, so the server waits forever.
 """
@@ -24,6 +28,8 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
+# Before this time has passed, a server that is ending has ended.
+_VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0
 
@@ -34,14 +40,24 @@ class StubWatch:
     Args:
         server: the process id of the server, or of the script that becomes the server by exec.
         clock: returns a time in seconds that never goes back.
+        can_unload: whether the server can unload models, which ends their stubs.
 
     Attributes:
+        are_models_loaded: whether all models have answered. Before, a stub can end because its
+            model rejects a setting.
         has_crashed: whether the dead stub that was found crashed, rather than exited.
     """
 
-    def __init__(self, server: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        server: int,
+        clock: Callable[[], float] = time.monotonic,
+        can_unload: bool = False,
+    ) -> None:
         self._server = server
         self._clock = clock
+        self._can_unload = can_unload
+        self.are_models_loaded = False
         self._models: dict[int, str] = {}
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0
@@ -57,13 +73,15 @@ class StubWatch:
             self._rescan()
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            if process is None:  # the server has unloaded the model
+            if process is not None and process.state != "Z":
+                continue
+            if process is None and (self._can_unload or not self.are_models_loaded):
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
-            elif process.state != "Z":
                 continue
-            elif now - self._dead_since.setdefault(pid, now) >= _ZOMBIE_S:
-                self.has_crashed = process.has_crashed
+            limit_s = _VANISHED_S if process is None else _ZOMBIE_S
+            if now - self._dead_since.setdefault(pid, now) >= limit_s:
+                self.has_crashed = process is not None and process.has_crashed
                 return model
         return None
 

@@ -132,7 +132,8 @@ class SupervisedProgram:
         self.child = ChildProcess(
             program.name, program.command, program.environment, self._log, say
         )
-        self.stubs = StubWatch(self.child.pid)
+        can_unload = any("--model-control-mode" in word for word in program.command)
+        self.stubs = StubWatch(self.child.pid, can_unload=can_unload)
 
     def failure(self) -> str | None:
         """Return the reason why the program must be restarted, or None if there is none."""
@@ -244,6 +245,7 @@ class Supervisor:
         elapsed_s = time.monotonic() - self._started
         if warm_up.curl and pooling_warm_up.is_done:
             self._warm_up = None
+            self._server.stubs.are_models_loaded = True
             if self._is_announced:
                 say(f"nereid: everything answers again after {elapsed_s:.1f} s")
             else:

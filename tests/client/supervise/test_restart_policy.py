@@ -126,6 +126,33 @@ def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
     assert look_for(watch, 1) is None
 
 
+@pytest.mark.parametrize(
+    ("are_models_loaded", "can_unload", "model"),
+    [(True, False, "a model"), (False, False, None), (True, True, None)],
+)
+def test_a_stub_of_a_loaded_model_that_disappears_has_died(
+    tmp_path, are_models_loaded, can_unload, model
+):
+    # A server of version 2.65 or later waits for the stub when a client asks for its state.
+    process = stub(tmp_path, 60)
+    clock = Clock()
+    watch = StubWatch(os.getpid(), clock, can_unload)
+    watch.are_models_loaded = are_models_loaded
+    wait_for(lambda: watch.dead_model() is None and process.pid in pids_of_stubs())
+    clock.now += 6
+    watch.dead_model()
+    process.kill()
+    process.wait()
+    assert watch.dead_model() is None
+    clock.now += 3
+    assert watch.dead_model() == model
+
+
+def pids_of_stubs():
+    """Return the process ids of the children of this process that look like stubs."""
+    return [child.pid for child in children_of(os.getpid()) if child.name == "triton_python_b"]
+
+
 def test_other_dead_children_are_not_taken_for_stubs():
     process = subprocess.Popen([sys.executable, "-c", ""])
     watch = StubWatch(os.getpid())

@@ -84,11 +84,13 @@ class Image:
         self.health_check = json.loads(value[value.index("[") :])
 
     def _copy(self, value: str) -> None:
-        """Copy the tracked files below a folder. Both paths end with a slash, or name one file."""
+        """Copy the files below a folder that git does not ignore.
+
+        Both paths end with a slash, or name one file.
+        """
         source, target = value.split()
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", source], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", source]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.rstrip("\0").split("\0"):
             inner = target + name.removeprefix(source) if target.endswith("/") else name
             file = self.root / str(self._folder)[1:] / inner.removeprefix("./")

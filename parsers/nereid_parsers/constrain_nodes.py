@@ -11,7 +11,7 @@ Node = dict[str, Any]
 BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
-# The keywords of a JSON schema that only describe values, and the keywords that contain values.
+# JSON schema keywords whose text only describes values, and keywords that contain JSON values.
 _DESCRIPTIONS = ("title", "description", "$comment")
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
@@ -36,7 +36,7 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 
 
 def json_schema(schema: object, excludes: str = "") -> Node:
-    """Return the structural-tag node that matches JSON text of a schema.
+    """Return the structural-tag node that matches the JSON text of a value of a schema.
 
     At most one character of white space may follow another token of the JSON text. Without this
     limit, the model could generate white space without end.

@@ -67,7 +67,7 @@ def is_enforced_multiple(schema: Schema) -> bool:
 
 
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Return `schema`, rewritten with all schemas inside it.
+    """Rewrite a schema and all schemas inside it, see `enforceable`.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
@@ -161,7 +161,7 @@ def _target(reference: str, root: object) -> object:
 
 
 def _merge(first: object, second: object) -> dict[str, Any]:
-    """Return a schema for the values that match both schemas.
+    """Merge two schemas into one schema that accepts only the values which both schemas accept.
 
     Raises:
         _CannotMergeError: No value matches both schemas, or the result has a combination of
@@ -185,7 +185,7 @@ def _merge(first: object, second: object) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Return the value of a keyword in a schema that demands the values of both schemas.
+    """Combine two values of a keyword into one value that has the effect of both values.
 
     Example: for the keyword `maxLength` and the values 5 and 9, the result is 5.
 
@@ -269,7 +269,7 @@ def _check_combination(merged: dict[str, Any]) -> None:
 
 
 def _with_enforced_multiple(schema: Schema) -> Schema:
-    """Return `schema` with a `multipleOf` that xgrammar enforces, or unchanged if impossible."""
+    """Rewrite `schema` so that xgrammar enforces `multipleOf`, or return `schema` unchanged."""
     multiple = schema["multipleOf"]
     if schema.get("type") not in ("integer", "number") or not _is_integer(multiple):
         return schema
@@ -286,7 +286,10 @@ def _with_enforced_multiple(schema: Schema) -> Schema:
 
 
 def _multiples(schema: Schema, multiple: int) -> list[int]:
-    """Return all multiples within the bounds of a schema, or [] if there are too many or none."""
+    """Return all multiples within the bounds of a schema, or [] if there are too many or none.
+
+    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10].
+    """
     if not all(_is_number(schema[bound]) for bound in _BOUNDS if bound in schema):
         return []
     lowest = max(

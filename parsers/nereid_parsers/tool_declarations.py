@@ -13,7 +13,7 @@ from nereid_parsers.pattern_syntax import Slot, check_markers, check_pattern, pa
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of the JSON object that represents a tool call. Dots lead into nested objects.
+    """The keys of the JSON object that represents a tool call. Dots separate nested keys.
 
     Example: `Keys("function.name", "function.arguments", id="id")` describes the object
     `{"id": .., "function": {"name": .., "arguments": ..}}`.

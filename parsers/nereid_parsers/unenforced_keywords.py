@@ -51,7 +51,7 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield each schema inside `schema` with its path, or None for an absent keyword.
+    """Yield each value in `schema` that may be a schema, with the path of the value.
 
     Example: `{"items": {"type": "string"}}` at the path `$` yields `({"type": "string"},
     "$.items")`.
@@ -60,12 +60,14 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
         yield schema.get(keyword), f"{path}.{keyword}"
     for keyword in _SCHEMA_LIST_KEYWORDS:
         options = schema.get(keyword)
-        for number, option in enumerate(options if isinstance(options, list) else ()):
-            yield option, f"{path}.{keyword}[{number}]"
+        if isinstance(options, list):
+            for index, option in enumerate(options):
+                yield option, f"{path}.{keyword}[{index}]"
     for keyword in _SCHEMA_MAP_KEYWORDS:
-        inner_by_name = schema.get(keyword)
-        for name, inner in (inner_by_name if isinstance(inner_by_name, Mapping) else {}).items():
-            yield inner, f"{path}.{keyword}.{name}"
+        schema_by_name = schema.get(keyword)
+        if isinstance(schema_by_name, Mapping):
+            for name, inner in schema_by_name.items():
+                yield inner, f"{path}.{keyword}.{name}"
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:

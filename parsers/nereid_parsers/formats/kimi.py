@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of a tool call whose whole head is its id, such as `functions.f:0`."""
+    """Return the declaration of tool calls whose head is only an id, such as `functions.f:0`."""
     return Call(
         JsonArguments(),
         open="<|tool_call_begin|>",

@@ -159,7 +159,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the key of a name or alias in the tables. The key of an unknown name is the name."""
+    """Return the registered name for a name or an alias, or the normalised name if unknown."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 
@@ -267,7 +267,7 @@ def _combine(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for two formats of which one describes whole messages.
+    """Return the error for a combination with a format that describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

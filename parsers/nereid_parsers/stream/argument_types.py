@@ -57,7 +57,7 @@ class Tools:
         return name in self.parameters
 
     def may_have_argument(self, function: str, key: str) -> bool:
-        """Return whether `function` declares the argument `key`. True if `function` is unknown."""
+        """Return whether `function` is unknown or declares the argument `key`."""
         properties = self.parameters.get(function, {}).get("properties")
         return key in properties if isinstance(properties, Mapping) else True
 

@@ -10,7 +10,7 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
-# The reasons in the event at the end of a tool call.
+# Descriptions of faults, which the end event of a tool call contains.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 

@@ -191,7 +191,7 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _first_characters(call: Call) -> tuple[str, str]:
-    """Return regexes for the first two visible characters of a body. "" matches any text.
+    """Return regexes for the first two visible characters of a body. The regex "" matches any text.
 
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
     """

@@ -58,7 +58,7 @@ class CallReader:
         self._starts = CallStarts(context.plan.calls, writer)
         self._expected = self._starts.in_section()
         self._open_call: OpenCall | None = None
-        # The form of the last tool call, and the closing markers that may still follow it.
+        # The form of the last tool call, and the closing markers that may still follow this call.
         self._last_plan: CallPlan | None = None
         self._closing_markers: tuple[str, ...] = ()
 
@@ -287,7 +287,7 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         plan = self._last_plan
-        # The closing marker of the last tool call is still missing, so this text is inside it.
+        # A closing marker of the last tool call is still expected, so `pos` is before this marker.
         is_inside_markers = bool(self._closing_markers)
         if plan is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
             return None

@@ -89,13 +89,14 @@ class CallWriter:
         self._new_id = new_id
         self._broken_arguments = policy.broken_arguments
         self._unknown_tool = policy.unknown_tool
+        self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
+        # These attributes describe the open tool call.
         self._name = ""
         self._call_id = ""
         self._is_discarded = False
-        self._arguments: list[str] = []
-        self._has_written = False
+        self._arguments: list[str] = []  # The stored arguments, if `keeps_arguments` is true.
+        self._has_written = False  # Whether an event with arguments has been appended.
         self._filter = WrapperFilter(is_passing=True)
-        self._num_cuts = 0
         self._reports: list[str] = []
 
     def report(self, leniency: str) -> None:

@@ -128,7 +128,8 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
     kinds = calls.kinds | message_kinds
-    # The header of such a message contains the function's name. No tool section encloses it.
+    # The header of such a message contains the function's name. The message is outside all tool
+    # sections.
     message_call = CallPlan(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),), also_close=layout.ends),

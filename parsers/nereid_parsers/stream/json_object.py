@@ -71,7 +71,7 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_certain = is_certain
-        # The keys of the objects that enclose the position. The key of a WRAPPER is stored as "".
+        # The keys of the objects that enclose the current position. A WRAPPER has the key "" here.
         self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -80,7 +80,7 @@ class ObjectReader(StepReader):
         self._early_arguments: list[str] = []
         self._scanner = JsonScanner()
         self._value_pieces: list[str] = []
-        # Processes a string that has been read. It returns False if the object is not a tool call.
+        # A method that receives each complete string, and returns False if this is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
 
     def finish(self) -> None:

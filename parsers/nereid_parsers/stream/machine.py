@@ -144,8 +144,9 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content.finish_marker(self._state)
         self._run()
-        # The end of the message decides how text is read that a reader has stored, or read as a
-        # part of a tool call. The reader may put this text back into the buffer to be read again.
+        # The end of the message shows whether a tool call inside the reasoning, or an incomplete
+        # tool call, is really a tool call. The readers put the text of the other ones back into the
+        # buffer, so that it is read again.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning.finish_interrupted())
             self._run()

@@ -187,12 +187,14 @@ class NestedReader(StepReader):
             The position from which reading continues, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
-        tag_start = skip_blanks(text, mark_start + len(self._mark))
         has_text = skip_blanks(text, pos) < mark_start
-        if has_text or text.startswith(_CLOSING_TAG_START, tag_start):
+        if has_text:
             return self._start_text(element, pos)
         if not is_whole_mark:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
+        tag_start = skip_blanks(text, mark_start + len(self._mark))
+        if text.startswith(_CLOSING_TAG_START, tag_start):
+            return self._start_text(element, pos)  # The element is empty.
         child_tag = _TAG(text, tag_start)
         if child_tag is None and not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS:
             return NEED_MORE

@@ -111,6 +111,8 @@ class OpenCall:
             return Outcome.ENDED
         if not self._writer.is_open:
             return Outcome.NO_CALL
+        # The arguments are not valid. Either the reader of the body completes them, or the tool
+        # call ends at a marker in the stored arguments, or the rest is passed on unchanged.
         has_ended = self._body.abandon() or self.end_at_stored_marker()
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from nereid_parsers.pattern_syntax import Slot, pattern
 
-# These constants replace the position after a match if there is no match yet.
+# These constants are returned in place of a position if the text does not match.
 NEED_MORE = -1  # More text could complete the match.
 NO_MATCH = -2  # No further text could complete the match.
 
@@ -37,7 +37,7 @@ _BLANKS_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The regex character class of each field, without its end. `_field_regex` adds the end.
+# The regex character class of each field. `_field_regex` adds the closing bracket.
 _FIELD_CLASSES = {
     "name": f"[^{_NO_NAME_CHARS}",
     "key": r"""[^<>"'\r\n""",
@@ -144,7 +144,7 @@ def _skip_pattern_blanks(text: str, pos: int) -> int:
 
 
 def blank_variants(marker: str) -> tuple[str, ...]:
-    r"""Return a marker, and the ways in which models write the white space inside the marker.
+    r"""Return the spellings of a marker, which differ in the white space inside the marker.
 
     Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. White
     space may separate a tag from the text before and after the tag, so `<|start|>assistant` also

@@ -116,7 +116,7 @@ class LiteralReader:
         # complete.
         self._stored_string: list[str] = []
         self._types: frozenset[str] | None = None  # The types of the next value.
-        # The schema does not allow a string for the open string. These types are allowed instead.
+        # The types to which the open string is converted if the schema does not allow a string.
         self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:

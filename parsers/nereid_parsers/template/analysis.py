@@ -222,7 +222,7 @@ def _make_format(
 
     If the parts contradict each other, return the format for plain content and record the reason.
     """
-    # The parser removes the headers that the model writes inside a message like end markers.
+    # Headers inside a message are declared as end markers, because the parser must remove both.
     inner_headers = tools.inner_headers or reasoning.inner_headers
     headers = (*inner_headers, header_after_result(frame))
     ends = [end for end in (*frame.end_markers, *tools.end_markers, *headers) if end]

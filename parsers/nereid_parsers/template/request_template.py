@@ -95,13 +95,25 @@ class RequestTemplate:
             messages[-1]["content"] = content + _END_OF_MESSAGE
             return content
         parts = list(content) if isinstance(content, list) else []
-        for index in reversed(range(len(parts))):
-            part = parts[index]
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                parts[index] = {**part, "text": part["text"] + _END_OF_MESSAGE}
-                messages[-1]["content"] = parts
-                return str(part["text"])
-        raise ContinuationRefused("the content of the last message contains no text to continue")
+        text_indices = [index for index, part in enumerate(parts) if _has_text(part)]
+        if not text_indices:
+            raise ContinuationRefused(
+                "the content of the last message contains no text to continue"
+            )
+        last_part = parts[text_indices[-1]]
+        text: str = last_part["text"]
+        parts[text_indices[-1]] = {**last_part, "text": text + _END_OF_MESSAGE}
+        messages[-1]["content"] = parts
+        return text
+
+
+def _has_text(part: object) -> bool:
+    """Return whether a part of a message's content contains text.
+
+    >>> _has_text({"type": "text", "text": "Hi"}), _has_text({"type": "image"})
+    (True, False)
+    """
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from nereid_parsers.template.known_formats import (
 )
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# The words that differ between the markers of tools or results and the markers of tool calls.
+# Words in the markers of tools and tool results. Markers of tool calls contain "call" instead.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # the form of tool calls that a template does not render
 # Comparisons of ONE_CALL and another tool call: the label, the change, and the other tool call.

@@ -142,7 +142,7 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Return the declaration of a tool call with the markers around one item of `markup`."""
+    """Return a tool call with this body, between the markers of one item of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 

@@ -254,7 +254,12 @@ class TritonBackend:
         await self._calls.close()
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
-        return infer_request(model, generation.request_id, _inputs(generation), outputs)
+        request = infer_request(model, generation.request_id, _inputs(generation), outputs)
+        # Clients take turns in the tokenizer model, which reads the name before it parses the JSON
+        # text of a request.
+        if generation.client_id:
+            request.parameters["client_id"].string_param = generation.client_id
+        return request
 
     def _call_error(self, error: grpc.RpcError) -> BackendError:
         """Return the error for a unary call that failed.

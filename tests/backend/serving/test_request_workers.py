@@ -57,7 +57,26 @@ def test_an_abandoned_request_is_not_processed(work):
     assert waiting not in work.answered
 
 
-def test_too_many_long_requests_are_refused(work, monkeypatch):
+def test_too_many_long_requests_are_refused(monkeypatch):
     monkeypatch.setattr(request_workers, "_MAX_LONG", 2)
+    work = Work()
     *_, refused = work.ask("long", "long", "long")
     assert "[UNAVAILABLE]" in refused.wait(20).error
+    work.release.set()
+    work.workers.stop()
+
+
+def test_a_client_waits_for_one_request_of_a_busy_client(work):
+    def ask(client, kind):
+        request = Request(**{kind: 1})
+        request.request_parameters = f'{{"client_id": "{client}"}}'
+        work.workers.add(request)
+        return request
+
+    busy = [ask("busy", "long") for _ in range(10)]
+    other = ask("other", "long")
+    work.release.set()
+    for request in [*busy, other]:
+        assert request.wait(20).error is None
+    # Two threads work, so the request of the other client is one of the first four.
+    assert other in work.answered[:4]

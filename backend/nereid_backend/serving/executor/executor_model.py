@@ -190,7 +190,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Send all steps that are due, and return the seconds until the next step is due."""
         now = time.monotonic()
         interval_s = self._pacer.interval_s(len(self.requests))
-        heartbeat_s = self._settings.heartbeat_ms / 1000
+        heartbeat_s = self._pacer.heartbeat_s(
+            len(self.requests), self._settings.heartbeat_ms / 1000
+        )
         wake = now + _IDLE_POLL_S
         streams = list(self.requests.values())
         self._lost_clients.observe(streams, now)

@@ -24,6 +24,9 @@ from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepStat
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
+# The largest part of the responses that may be heartbeats. Without this limit, 200 waiting streams
+# would need most of the time of two CPUs for heartbeats.
+_HEARTBEAT_SHARE = 0.5
 # Readers see text that arrives ten times a second as a continuous flow.
 _MAX_INTERVAL_S = 0.1
 
@@ -45,6 +48,18 @@ class Pacer:
     def interval_s(self, num_streams: int) -> float:
         """Return the interval between two steps of one of `num_streams` streams, in seconds."""
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
+
+    def heartbeat_s(self, num_streams: int, heartbeat_s: float) -> float:
+        """Return the interval between two heartbeats of one of `num_streams` streams, in seconds.
+
+        Heartbeats get at most half of the rate. Example: with 320 responses per second and the
+        setting 0.25 s, each of 200 streams sends a heartbeat every 1.25 s.
+
+        Args:
+            num_streams: the number of streams.
+            heartbeat_s: the interval for few streams (the setting heartbeat_ms).
+        """
+        return max(heartbeat_s, num_streams / (self._rate * _HEARTBEAT_SHARE))
 
 
 @dataclass(slots=True)

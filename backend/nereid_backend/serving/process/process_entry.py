@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol
 
 from nereid_backend.errors import NereidError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
+from nereid_backend.serving.process.inbox import Inbox
 
 _PARENT_POLL_S = 0.5
 # Python collects garbage when the number of new objects that still exist exceeds this number. A
@@ -113,9 +114,10 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 
 def _run(service: Service, channel: Channel) -> int:
     """Handle messages and advance the work until the message "stop". Return the exit code."""
+    inbox = Inbox(channel)
     while True:
         # Without work, wait for a message. With work, read only the messages that have arrived.
-        for kind, *values in channel.receive(0 if service.has_work() else None):
+        for kind, *values in inbox.receive(0 if service.has_work() else None):
             if kind == "stop":
                 return 0
             service.handle(kind, values)

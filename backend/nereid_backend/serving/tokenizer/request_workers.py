@@ -6,21 +6,27 @@
                                            v     |
                                        threads for long requests
 
+Clients take turns, so that a request of one client does not wait for hundreds of requests that
+another client has sent before.
+
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
 threads send. The tokenizers library releases Python's global lock, so the loop can continue while
 another thread tokenises a long prompt.
 """
 
+import json
 import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import CapacityError
 from nereid_backend.serving import tensors
+from nereid_backend.serving.executor.shared_limit import SharedLimit
+from nereid_backend.serving.tokenizer.client_turns import ClientTurns
 
 _NUM_THREADS = 2
 _MAX_LONG = 64
@@ -34,6 +40,7 @@ class _Job:
 
     request: Any
     sender: Any
+    client: str
     reply: Any = None
 
 
@@ -49,65 +56,108 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
+        # New requests, long requests whose responses have been built, and None to stop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._long: dict[_Job, Future[None]] = {}
+        self._short: ClientTurns[_Job] = ClientTurns()
+        # The long requests that wait for a thread, and the number of those that have a thread.
+        self._long: ClientTurns[_Job] = ClientTurns()
+        self._num_running = 0
+        # Counts the long requests, waiting or running.
+        self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
         self._thread.start()
 
     def add(self, request: Any) -> None:  # noqa: ANN401 - the server's own type
         """Queue a request. The loop sends its response."""
-        self._entries.put(_Job(request, request.get_response_sender()))
+        self._entries.put(_Job(request, request.get_response_sender(), _client_of(request)))
 
     def stop(self) -> None:
-        """Answer the queued requests, then end the threads."""
+        """Answer the queued short requests, then end the threads."""
         self._entries.put(None)
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)
 
     def _loop(self) -> None:
         """Process the queued requests until `stop` is called."""
-        while True:
-            try:
-                job = self._entries.get(timeout=_POLL_S if self._long else None)
-            except queue.Empty:
-                self._drop_abandoned()
-                continue
-            if job is None:
-                return
-            self._handle(job)
+        while self._sort_entries() or self._short:
+            if self._short:
+                job = self._short.take()
+                job.reply = self._respond(job.request)
+                _send(job)
 
-    def _handle(self, job: _Job) -> None:
-        """Process a new request, or send the response to a long request whose work is finished."""
-        is_finished_long_job = job.reply is not None
-        if is_finished_long_job:
-            del self._long[job]
+    def _sort_entries(self) -> bool:
+        """Put the requests that have arrived into their queues, and send finished responses.
+
+        If no short request waits, wait for an entry.
+
+        Returns:
+            False after `stop` was called.
+        """
+        try:
+            entry = self._entries.get(not self._short, _POLL_S if self._long else None)
+        except queue.Empty:
+            if not self._short:
+                self._drop_abandoned()
+            return True
+        while entry is not None:
+            self._sort(entry)
+            if self._entries.empty():
+                return True
+            entry = self._entries.get()  # only this thread takes entries
+        self._entries.put(None)  # The next call must see the end, too.
+        return False
+
+    def _sort(self, job: _Job) -> None:
+        """Put a new request into its queue, or send the response of a long request."""
+        if job.reply is not None:
+            self._num_running -= 1
+            self._end_long(job)
         elif not self._is_long(job.request):
-            job.reply = self._respond(job.request)
-        elif len(self._long) >= _MAX_LONG:
+            self._short.add(job.client, job)
+        elif not self._limit.allows(job.client, 1):
             job.reply = tensors.error_response(
                 CapacityError(
-                    f"the tokenizer has {_MAX_LONG} long prompts, which is the limit. Try again "
-                    "later."
+                    f"the tokenizer has {self._limit.used} long prompts, "
+                    f"{self._limit.used_by(job.client)} of them from this client. The limit for "
+                    f"all clients is {self._limit.limit}. Try again later."
                 )
             )
+            _send(job)
         else:
-            self._long[job] = self._pool.submit(self._work, job)
-            return
-        _send(job)
+            self._limit.add(job.client, 1)
+            self._long.add(job.client, job)
+            self._start_long()
+
+    def _start_long(self) -> None:
+        """Give waiting long requests to the threads that are free."""
+        while self._long and self._num_running < _NUM_THREADS:
+            self._num_running += 1
+            self._pool.submit(self._work, self._long.take())
 
     def _work(self, job: _Job) -> None:
         """Process a long request in a thread of the pool."""
         job.reply = self._respond(job.request)
         self._entries.put(job)
 
+    def _end_long(self, job: _Job) -> None:
+        """Send the response of a long request, and start the next long request."""
+        self._limit.remove(job.client, 1)
+        _send(job)
+        self._start_long()
+
     def _drop_abandoned(self) -> None:
-        """Cancel long requests that wait for a thread, if their clients have disconnected."""
-        for job, future in list(self._long.items()):
-            if not future.running() and job.sender.is_cancelled() and future.cancel():
-                del self._long[job]
+        """End the long requests that wait for a thread and whose clients have disconnected."""
+        for job in list(self._long):
+            if job.sender.is_cancelled():
+                self._long.remove(job.client, job)
                 job.reply = tensors.error_response(CapacityError("the request was cancelled."))
-                _send(job)
+                self._end_long(job)
+
+
+def _client_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
+    """Return the request's parameter `client_id`; "" if the request does not name its client."""
+    return str(json.loads(request.parameters() or "{}").get("client_id", ""))
 
 
 def _send(job: _Job) -> None:

@@ -66,6 +66,12 @@ def test_more_streams_wait_longer_each_but_never_long():
     assert pacer.interval_s(100_000) == 0.1
 
 
+def test_the_heartbeats_of_many_streams_need_at_most_half_of_the_rate():
+    pacer = Pacer(responses_per_second=320)
+    assert pacer.heartbeat_s(10, heartbeat_s=0.25) == 0.25
+    assert pacer.heartbeat_s(200, heartbeat_s=0.25) == 1.25
+
+
 def test_a_step_carries_a_part_for_each_sequence_that_has_news():
     stream = make_stream(n=3)
     stream.add(update(5, index=2, cumulative_logprob=-1.0))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receives the messages of the parent process in a separate thread.
+
+The buffer of a socket holds about 200 KB, which is the size of about twenty long prompts. If the
+engine read the socket only between two steps, each step would admit about twenty requests, and a
+short request or an abort that was sent after 200 long prompts would have to wait for ten steps.
+"""
+
+import queue
+import threading
+from typing import Any
+
+from nereid_backend.serving.process.channel import Channel, ChannelClosedError
+
+
+class Inbox:
+    """A queue of messages and the thread that receives them until the channel is closed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        # The messages of one read of the socket; None if the other process has ended.
+        self._batches: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive_all, name="inbox", daemon=True).start()
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        """Return all messages that have arrived, in order.
+
+        Args:
+            timeout_s: the longest time to wait for the first message; None means no limit.
+
+        Raises:
+            ChannelClosedError: the other end is closed and all its messages have been returned.
+        """
+        messages: list[Any] = []
+        try:
+            batch = self._batches.get(timeout_s != 0, timeout_s)
+            while batch is not None:
+                messages += batch
+                batch = self._batches.get_nowait()
+        except queue.Empty:
+            return messages
+        # The channel is closed. The next call must see this, too.
+        self._batches.put(None)
+        if messages:
+            return messages
+        raise ChannelClosedError("the connection was closed")
+
+    def _receive_all(self) -> None:
+        """Receive messages until the other process has ended."""
+        try:
+            while True:
+                self._batches.put(self._channel.receive(None))
+        except ChannelClosedError:
+            self._batches.put(None)

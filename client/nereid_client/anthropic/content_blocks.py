@@ -6,6 +6,7 @@ of the role "tool" and a message of the role "user".
 """
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -108,21 +109,33 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
     while turns and turns[0][0] == "system":
-        system_blocks += turns.pop(0)[1]
+        _, blocks = turns.pop(0)
+        system_blocks += blocks
     if not turns:
         raise FieldError("messages", "messages must contain at least one message of the user")
     chat: list[Json] = []
     if text := _without_billing_line(_joined_text(system_blocks)):
         chat.append({"role": "system", "content": text})
-    names: dict[str, str] = {}
     turns = [_as_user(blocks) if role == "system" else (role, blocks) for role, blocks in turns]
-    for role, group in itertools.groupby(turns, key=lambda turn: turn[0]):
+    return chat + _chat_of_turns(turns)
+
+
+def _chat_of_turns(turns: Sequence[tuple[str, list[_Block]]]) -> list[Json]:
+    """Return the chat messages for the roles and blocks of Anthropic's messages.
+
+    Consecutive messages of one role become one message. The result of a tool call needs the name of
+    the function, which is in the block of the tool call.
+    """
+    chat: list[Json] = []
+    function_names: dict[str, str] = {}  # by the id of the tool call
+    for role, group in itertools.groupby(turns, key=operator.itemgetter(0)):
         blocks = [block for _, blocks in group for block in blocks]
         if role == "assistant":
-            names |= {block.id: block.name for block in blocks if isinstance(block, _ToolUseBlock)}
+            calls = [block for block in blocks if isinstance(block, _ToolUseBlock)]
+            function_names |= {call.id: call.name for call in calls}
             chat.append(_assistant_message(blocks))
         else:
-            chat += _user_messages(blocks, names)
+            chat += _user_messages(blocks, function_names)
     return chat
 
 

@@ -141,7 +141,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def _measure(url: str, body: Json) -> Sample:
     """Send a request, read its stream, and return the measurements."""
     start = time.perf_counter()
-    first_token_s, num_tokens = 0.0, 0
+    first_token_s = 0.0
+    num_tokens = 0
     try:
         with send(url, body) as response:
             for event in events_of(response):

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from nereid_client.cli.api_client import (
     DEFAULT_URL,
@@ -128,11 +128,9 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
     for event in events:
         for choice in event["choices"]:
             delta = choice["delta"]
-            for call in delta.get("tool_calls") or ():
-                function = call["function"]
-                sys.stdout.write(f"\n[{function['name']}] " if "name" in function else "")
-                sys.stdout.write(function.get("arguments") or "")
-            reasoning, content = delta.get("reasoning") or "", delta.get("content") or ""
+            _print_call_pieces(delta.get("tool_calls") or ())
+            reasoning = delta.get("reasoning") or ""
+            content = delta.get("content") or ""
             if reasoning and not is_dim and sys.stdout.isatty():
                 sys.stdout.write(_DIM)
                 is_dim = True
@@ -144,3 +142,15 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
             collect(content)
             sys.stdout.flush()
     say(_PLAIN if is_dim else "")
+
+
+def _print_call_pieces(pieces: Sequence[Json]) -> None:
+    """Print the pieces of tool calls. The name in the first piece of a call starts a new line.
+
+    Example: the name "f" and the arguments "{}" are printed as "[f] {}".
+    """
+    for piece in pieces:
+        function = piece["function"]
+        if "name" in function:
+            sys.stdout.write(f"\n[{function['name']}] ")
+        sys.stdout.write(function.get("arguments") or "")

@@ -136,7 +136,8 @@ class Throttle:
     def rejection(self, now: float) -> ApiError | None:
         """Return the error for a new request, or None if it should be sent to the server."""
         self._forget_old(now)
-        num_rejected, num_admitted = len(self._rejection_times), len(self._admission_times)
+        num_rejected = len(self._rejection_times)
+        num_admitted = len(self._admission_times)
         is_tolerated = num_rejected < _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted
         if is_tolerated and now >= self._paused_until:
             return None

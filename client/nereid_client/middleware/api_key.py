@@ -77,11 +77,13 @@ class ApiKey:
     def _client(self, headers: Headers) -> Client | None:
         """Return the client that sent a request, or None if its key is missing or wrong."""
         key = _key_in(headers)
-        found = self._key_file.find(key) if self._key_file is not None else None
-        is_own_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
+        client_of_key = self._key_file.find(key) if self._key_file is not None else None
+        if client_of_key is not None:
+            return client_of_key
         needs_key = bool(self._key) or self._key_file is not None
-        if found is not None or (needs_key and not is_own_key):
-            return found
+        is_own_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
+        if needs_key and not is_own_key:
+            return None
         share = headers.get(CLIENT_HEADER, "")
         return Client(share=share) if share else ANONYMOUS
 

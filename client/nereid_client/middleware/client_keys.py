@@ -199,7 +199,8 @@ class KeyFile:
         The time does not depend on the key: its digest is compared with the digest of every client.
         """
         self._reload_if_changed()
-        given, found = _digest(key), None
+        given = _digest(key)
+        found = None
         for digest, client in self._digests:
             if hmac.compare_digest(given, digest):
                 found = client
@@ -211,6 +212,7 @@ class KeyFile:
         return name in self._clients
 
     def _reload_if_changed(self) -> None:
+        """Read the file again if it has changed. A wrong file is logged, and has no effect."""
         now = self._clock()
         if now < self._check_due:
             return

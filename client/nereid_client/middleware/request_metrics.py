@@ -162,7 +162,8 @@ class CountRequests:
         finally:
             status = status or _CLIENT_CLOSED_REQUEST
             duration_s = time.monotonic() - arrived
-            route, state = self._path(scope), scope.get("state", {})
+            route = self._path(scope)
+            state = scope.get("state", {})
             self._metrics.count_request(route, status, duration_s)
             self._metrics.count_client_request(state.get("client", ""), status)
             if scope["method"] != "GET" or status >= 400:

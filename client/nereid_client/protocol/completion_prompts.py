@@ -29,13 +29,7 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
             f"of token ids, but the request has {shown(value)}",
         )
     if isinstance(value[0], str):
-        for index, item in enumerate(value):
-            if not isinstance(item, str):
-                raise FieldError(
-                    "prompt",
-                    f"prompt[{index}] must be a string, but the request has {shown(item)}. All "
-                    "items of prompt must have the same type as the first item.",
-                )
+        _check_texts(value)
         return tuple(value)
     if isinstance(value[0], list):
         return tuple(
@@ -43,3 +37,14 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
             for index, item in enumerate(value)
         )
     return (tuple(check_token_ids(value, "prompt", "prompt")),)
+
+
+def _check_texts(prompts: list[object]) -> None:
+    """Raise a FieldError if a prompt is not a text, although the first prompt is one."""
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise FieldError(
+                "prompt",
+                f"prompt[{index}] must be a string, but the request has {shown(prompt)}. All "
+                "items of prompt must have the same type as the first item.",
+            )

@@ -106,20 +106,31 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
     """
     if choice == "required":
         return []
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and _function_name(choice):
-        return [_function_name(choice)]
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools")
-        if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
-            tools = allowed.get("tools")
-            if isinstance(tools, list) and tools and all(map(_function_name, tools)):
-                return [_function_name(tool) for tool in tools]
+    names: list[object] = []
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        names = [_function_name(choice)]
+    elif isinstance(choice, Mapping) and kind == "allowed_tools":
+        names = _allowed_names(choice.get("allowed_tools"))
+    if names and all(names):
+        return names
     raise FieldError(
         "tool_choice",
         'tool_choice must be "none", "auto", "required", a function as {"type": "function", '
         '"function": {"name"}}, or {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}, '
         f"but the request has {shown(choice)}",
     )
+
+
+def _allowed_names(allowed: object) -> list[object]:
+    """Return the names of the functions in an object `allowed_tools`.
+
+    Return an empty list if the object has no known form. A function without a name returns None.
+    """
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        return []
+    tools = allowed.get("tools")
+    return [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
 
 
 def _function_name(tool: object) -> object:

@@ -70,18 +70,27 @@ class RequestLimits:
                 )
         prompt = body.get("prompt")
         prompts = prompt if isinstance(prompt, list) else [prompt]
-        if prompts and isinstance(prompts[0], int):
+        if prompts and isinstance(prompts[0], int):  # one prompt, as a list of token ids
             prompts = [prompts]
+        is_truncated = body.get("truncate_prompt_tokens") is not None
         for item in prompts:
-            if isinstance(item, str) and len(item) > self.max_prompt_bytes:
-                raise self._error(
-                    f"the prompt has at least {len(item)} bytes, but the limit is "
-                    f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
-                    "prompt",
-                )
-            is_truncated = body.get("truncate_prompt_tokens") is not None
-            if isinstance(item, list) and len(item) > self.max_model_len and not is_truncated:
-                raise self._error(f"prompt has {len(item)} tokens", "prompt")
+            self._check_prompt(item, is_truncated)
+
+    def _check_prompt(self, prompt: object, is_truncated: bool) -> None:
+        """Check the length of one prompt, which is a text or a list of token ids.
+
+        Args:
+            prompt: the prompt. A value of another type is not checked here.
+            is_truncated: whether the server cuts a list of token ids that is too long.
+        """
+        if isinstance(prompt, str) and len(prompt) > self.max_prompt_bytes:
+            raise self._error(
+                f"the prompt has at least {len(prompt)} bytes, but the limit is "
+                f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
+                "prompt",
+            )
+        if isinstance(prompt, list) and len(prompt) > self.max_model_len and not is_truncated:
+            raise self._error(f"prompt has {len(prompt)} tokens", "prompt")
 
     def _error(self, problem: str, param: str | None) -> ApiError:
         return ApiError(

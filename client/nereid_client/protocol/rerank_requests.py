@@ -171,7 +171,8 @@ class ScoreRequest(PoolingRequest):
                 raise FieldError(name, f"{name} is required, but the request does not contain it")
             if value == []:
                 raise FieldError(name, f"{name} must not be an empty list")
-        num_queries, num_documents = len(self.query_texts), len(self.document_texts)
+        num_queries = len(self.query_texts)
+        num_documents = len(self.document_texts)
         if num_queries not in (1, num_documents):
             raise FieldError(
                 self.query_field,

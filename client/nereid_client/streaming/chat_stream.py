@@ -47,13 +47,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         """
         index = self.record(0, item)
         delta = self._view.apply(item)
-        added: Json = {}
-        if reasoning := delta.get("reasoning"):
-            added["reasoning"] = added["reasoning_content"] = reasoning
-        if content := delta.get("content"):
-            added["content"] = content
-        if calls := delta.get("tool_calls"):
-            added["tool_calls"] = [_call_piece(call) for call in calls]
+        added = _message_delta(delta)
         chunks = []
         if added or any(delta.get(name) for name in ("logprobs", "token_ids", "prompt_token_ids")):
             choice = _choice(index, added)
@@ -68,6 +62,21 @@ class _ChatChunks(ChunkBuilder[Delta]):
             last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
             chunks.append(self.chunk(last))
         return chunks
+
+
+def _message_delta(delta: Delta) -> Json:
+    """Return the field `delta` of a chunk: the new parts of the message.
+
+    Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
+    """
+    added: Json = {}
+    if reasoning := delta.get("reasoning"):
+        added |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if content := delta.get("content"):
+        added["content"] = content
+    if calls := delta.get("tool_calls"):
+        added["tool_calls"] = [_call_piece(call) for call in calls]
+    return added
 
 
 def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:

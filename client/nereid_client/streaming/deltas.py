@@ -127,9 +127,9 @@ def merge(deltas: Iterable[Delta]) -> Delta:
         total["logprobs"] = [entry for delta in deltas for entry in delta.get("logprobs", ())]
     if any("token_ids" in delta for delta in deltas):
         total["token_ids"] = [token for delta in deltas for token in delta.get("token_ids", ())]
-    calls = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
-    if calls:
-        total["tool_calls"] = _merge_calls(calls)
+    call_pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    if call_pieces:
+        total["tool_calls"] = _merge_calls(call_pieces)
     return total
 
 
@@ -265,11 +265,11 @@ async def interleaved(
         asyncio.create_task(_feed(queue, index, source)) for index, source in enumerate(sources)
     ]
     try:
-        running = len(feeders)
-        while running:
+        num_running = len(feeders)
+        while num_running:
             item = await queue.get()
-            if item is None:
-                running -= 1
+            if item is None:  # One of the sources has ended.
+                num_running -= 1
             elif isinstance(item, Exception):
                 raise item
             else:

@@ -79,26 +79,35 @@ def choose(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
     Raises: CliError if a path is not a checkpoint, or the model repository lacks the model.
     """
     models = []
-    for flag, (kind, folder, _) in _FLAGS.items():
+    for flag, (kind, demo_folder, _) in _FLAGS.items():
         given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
         given = given or os.environ.get(_variable(kind, "MODEL"))
         has_model = (repository / kind / "config.pbtxt").is_file()
-        path = Path(given) if given else repository.parent / "demo" / folder
-        if given == NOT_SERVED or (not given and not (has_model and path.is_dir())):
+        demo = repository.parent / "demo" / demo_folder
+        has_demo = has_model and demo.is_dir()
+        if given == NOT_SERVED or not (given or has_demo):
             continue
         if not has_model:
             raise CliError(
                 f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
                 f"{repository} does not have it"
             )
-        path = path.expanduser().absolute()
-        try:
-            startup_checks.check_checkpoint(path)
-        except CliError as error:
-            raise CliError(str(error).replace("--model", flag, 1)) from None
+        path = (Path(given) if given else demo).expanduser().absolute()
+        _check_checkpoint(path, flag)
         name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
         models.append(PoolingModel(kind, path, name))
     return models
+
+
+def _check_checkpoint(path: Path, flag: str) -> None:
+    """Check that a path is a checkpoint. The message of the error names `flag`.
+
+    Raises: CliError.
+    """
+    try:
+        startup_checks.check_checkpoint(path)
+    except CliError as error:
+        raise CliError(str(error).replace("--model", flag, 1)) from None
 
 
 def environment(models: Sequence[PoolingModel]) -> dict[str, str]:

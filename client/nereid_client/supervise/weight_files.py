@@ -8,6 +8,7 @@ integer), the header (JSON with the offsets of each tensor), and the bytes of th
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,26 @@ _LFS_POINTER = b"version https://git-lfs"
 def find_damage(folder: Path) -> str | None:
     """Return a description of the damage to a folder's weight files, or None if there is none."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            return f"the file {index} is damaged ({reason}). Download it again."
-        if missing:
-            return (
-                f"the folder {folder} lacks {len(missing)} of {len(names)} weight files. The first "
-                f"missing file is {missing[0]}. Download the missing files."
-            )
-        files = [folder / name for name in names]
-    else:
+    if not index.is_file():
         single = folder / "model.safetensors"
         files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        return _first_damage(files)
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"the file {index} is damaged ({reason}). Download it again."
+    if missing:
+        return (
+            f"the folder {folder} lacks {len(missing)} of {len(names)} weight files. The first "
+            f"missing file is {missing[0]}. Download the missing files."
+        )
+    return _first_damage([folder / name for name in names])
+
+
+def _first_damage(files: Sequence[Path]) -> str | None:
+    """Return a description of the damage to the first damaged file, or None if all are intact."""
     return next((damage for file in files if (damage := _damage_of_file(file))), None)
 
 

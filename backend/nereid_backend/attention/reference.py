@@ -14,7 +14,7 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# The largest numbers of scores and of queries in a slice of a prefill.
+# A prefill is computed in slices with at most this number of scores and of queries.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# An int32 packs one weight of each of eight outputs. Entry i is the output whose weight is at place
-# i, counted from the lowest bits.
+# An int32 contains the weights of eight outputs. The number at index i is the output whose weight
+# is at place i, counted from the lowest bits.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -15,7 +15,7 @@ _MAX_JSON_DEPTH = 2 * MAX_DEPTH
 
 # A repetition in a regular expression or grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# Only this number of digits of a bound is read, because int() of a very long text is slow.
+# At most this number of digits is read from a bound, because int() is slow for a very long text.
 _MAX_DIGITS = 9
 
 # The keywords of JSON Schema that contain one schema, a list of schemas, or a map of schemas.

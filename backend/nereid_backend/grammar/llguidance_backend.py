@@ -24,8 +24,8 @@ _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
 # 20,000 lexer states take at most 20 to 40 MB for one grammar.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-# Estimates of a grammar's memory, because the library does not report it: the bytes of a small
-# grammar, and the bytes for each character of the source.
+# The library does not report the memory of a grammar. The estimate is the size of a small grammar
+# plus a number of bytes for each character of the source.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
 # The distance between an excluded bound and the inclusive bound that replaces it.

@@ -13,7 +13,7 @@ _QUICK_PATTERN_CHARS = 128
 # as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
 # Keywords whose cost is more than proportional to the size of the schema, because the libraries
-# combine their parts with each other.
+# combine the parts of such a keyword with each other.
 _SLOW_WORDS = frozenset(
     {
         *("allOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "grammar"),

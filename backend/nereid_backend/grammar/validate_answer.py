@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# The largest number of characters of jsonschema's message in the description of a problem.
+# A message of jsonschema is cut to this number of characters before it is added to an error.
 _MAX_TEXT = 80
 
 

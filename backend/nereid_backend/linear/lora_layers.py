@@ -34,8 +34,8 @@ from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
 from nereid_backend.linear.prepack import prepack_linears
 
-# A step can reuse the joined matrices of an earlier step that had more adapters. It does so if the
-# total rank of these matrices is at most this number times the rank that the step needs.
+# A step can reuse the joined matrices of an earlier step that had more adapters. These matrices are
+# reused if their total rank is at most this number times the rank that the step needs.
 _MAX_UNUSED = 2
 
 
@@ -88,7 +88,7 @@ class _Joined:
 
 
 class LoraLayers:
-    """The adapters in memory, and the hooks of the linear layers that they change."""
+    """The adapters in memory, and the hooks of the linear layers that the adapters change."""
 
     def __init__(self, model: nn.Module) -> None:
         """Create the layers of a model, without adapters."""

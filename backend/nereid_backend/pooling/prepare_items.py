@@ -237,7 +237,8 @@ class ItemPreparer:
         for has_pair in (False, True):
             some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
             if some:
-                # One list of texts, or a list of first texts and a list of second texts.
+                # For texts, the tokenizer gets one list. For pairs, the tokenizer gets the list of
+                # the first texts and the list of the second texts.
                 lists = zip(*(_texts_of(item) for item in some.values()), strict=True)
                 encoded: Any = self._tokenizer(
                     *map(list, lists),

@@ -19,8 +19,8 @@ TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # unknown word as one token. A text of at most this number of bytes is therefore always tokenised
 # (in at most about 50 ms), and the number of its tokens is checked.
 _MIN_TEXT_BYTES = 2**16
-# The default length of the queue is the number of inputs of the largest size that fit into this
-# memory. The length is at least 2048, which is the limit of OpenAI's API for one request.
+# By default, the queue may contain as many inputs of the largest size as fit into this memory. It
+# may always contain 2048 inputs, which is the limit of OpenAI's API for one request.
 _QUEUE_BYTES = 2**30
 _MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
 # A token id in a Python list: a pointer and an integer object.

@@ -38,8 +38,7 @@ _SIGNATURE_BYTES = 16
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
-# The process id of the executor, the file descriptor of the memfd in the executor, and the name of
-# the memfd.
+# The address of the memory: the executor's process id, and the memfd's file descriptor and name.
 _ADDRESS = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(nereid-feedback-[0-9a-f]{32})", re.ASCII)
 
 

@@ -20,6 +20,8 @@ TRACEPARENT = "traceparent"
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
+_NS_PER_S = 1e9
+
 log = logging.getLogger("nereid")
 
 
@@ -64,16 +66,16 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
+        facts = {key.replace("__", "."): value for key, value in attributes.items()}
         # OpenTelemetry needs the time since 1970, in nanoseconds.
         epoch_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
             name,
             propagator.extract({TRACEPARENT: parent}),
-            start_time=int((epoch_s + start) * 1e9),
-            attributes={key.replace("__", "."): value for key, value in attributes.items()}
-            | {"nereid.model": self._model_name},
+            start_time=int((epoch_s + start) * _NS_PER_S),
+            attributes={**facts, "nereid.model": self._model_name},
         )
-        span.end(int((epoch_s + max(end, start)) * 1e9))
+        span.end(int((epoch_s + max(end, start)) * _NS_PER_S))
         carrier: dict[str, str] = {}
         propagator.inject(carrier, set_span_in_context(span))
         return carrier[TRACEPARENT]

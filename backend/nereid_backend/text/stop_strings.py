@@ -76,7 +76,7 @@ class StopStrings:
         return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _held_length(self, text: str) -> int:
-        """Return the length of the longest end of `text` that is the beginning of a stop string.
+        """Return how many characters at the end of `text` can be the beginning of a stop string.
 
         Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
         """

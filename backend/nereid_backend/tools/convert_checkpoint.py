@@ -94,9 +94,12 @@ def _converted(
         numbers = weight[...]
         if name in integers and bits is not None and numbers.dim() == 2:
             stem = name.removesuffix(".weight")
-            yield from ((stem + suffix, part) for suffix, part in _rounded(numbers, bits).items())
+            for suffix, tensor in _rounded(numbers, bits).items():
+                yield stem + suffix, tensor
+        elif numbers.is_floating_point():
+            yield name, numbers.to(dtype)
         else:
-            yield name, numbers.to(dtype) if numbers.is_floating_point() else numbers
+            yield name, numbers
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
@@ -124,29 +127,33 @@ def _pack(values: Tensor) -> Tensor:
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write tensors to safetensors files of at most about 2 GiB, and the index of the files."""
-    shards: list[list[str]] = []
-    part: dict[str, Tensor] = {}
-    total = 0
-    for name, tensor in tensors:
-        if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > _SHARD_BYTES:
-            shards.append(_write_shard(folder, len(shards), part))
-            part = {}
-        part[name] = tensor.contiguous()
-        total += tensor.nbytes
-    shards.append(_write_shard(folder, len(shards), part))
+    names_by_shard: list[list[str]] = []
+    total_bytes = 0
+    for index, shard in enumerate(_shards(tensors)):
+        save_file(shard, folder / _unfinished(index), metadata={"format": "pt"})
+        names_by_shard.append(list(shard))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+    for index, names in enumerate(names_by_shard):
+        file = f"model-{index + 1:05}-of-{len(names_by_shard):05}.safetensors"
         (folder / _unfinished(index)).rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _write_shard(folder: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
-    """Write one file, and return the names of its tensors."""
-    save_file(tensors, folder / _unfinished(index), metadata={"format": "pt"})
-    return list(tensors)
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Divide tensors into the contents of files. The last file may be empty or small."""
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard = {}
+            shard_bytes = 0
+        shard[name] = tensor.contiguous()
+        shard_bytes += tensor.nbytes
+    yield shard
 
 
 def _unfinished(index: int) -> str:
@@ -163,7 +170,13 @@ def _copy_other_files(folder: Path, new_folder: Path) -> None:
 
 
 def _settings(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
-    """Return the quantization_config of the new checkpoint."""
+    """Return the quantization_config of the new checkpoint.
+
+    Args:
+        bits: 4 or 8.
+        layers: the names of the weights of all linear layers except the output layer.
+        integers: the weights among `layers` that are converted.
+    """
     weights = {
         "num_bits": bits,
         "type": "int",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C interface of the CPU kernels: the library's functions, and the structs that they read.
+"""The C interface of the CPU kernels: the library's functions, and the structs for their arguments.
 
 The structs have the layout of the structs in cpu_kernels.h and cpu_shim.cpp.
 """

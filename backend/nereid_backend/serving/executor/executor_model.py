@@ -121,11 +121,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         settings = self._settings
         now = time.monotonic()
+        queue_timeout_s = effective_limit_s(
+            envelope.queue_timeout_s, settings.default_queue_timeout_s
+        )
         timing = RequestTiming(
-            now,
-            num_tokens,
-            effective_limit_s(envelope.queue_timeout_s, settings.default_queue_timeout_s),
-            effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
+            arrived=now,
+            num_prompt_tokens=num_tokens,
+            queue_timeout_s=queue_timeout_s,
+            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
             client_id=envelope.client_id,
             traceparent=envelope.traceparent,
         )

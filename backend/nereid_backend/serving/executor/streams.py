@@ -24,7 +24,7 @@ from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepStat
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# The largest part of the responses that may be heartbeats. Without this limit, 200 waiting streams
+# At most this share of the responses may be heartbeats. Without this limit, 200 waiting streams
 # would need most of the time of two CPUs for heartbeats.
 _HEARTBEAT_SHARE = 0.5
 # Readers see text that arrives ten times a second as a continuous flow.

@@ -105,16 +105,14 @@ class _JobProgress:
         items: list[PoolingItem] = []
         size = 0
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
-            if name == "document":
-                pair = (self.job.query, value)
-            elif name == "pair":
+            if name in ("document", "pair"):
                 # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-                pair = tuple(value)
+                pair = (self.job.query, value) if name == "document" else tuple(value)
+                items.append(PoolingItem(pair=pair, **self.job.options))
+                size += sum(map(len, pair))
             else:
-                pair = None
-            fields: dict[str, Any] = {name: value} if pair is None else {"pair": pair}
-            size += len(value) if pair is None else sum(map(len, pair))
-            items.append(PoolingItem(**fields, **self.job.options))
+                items.append(PoolingItem(**{name: value}, **self.job.options))
+                size += len(value)
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)
@@ -234,7 +232,7 @@ class WorkerJobs:
             return
         if result.error is not None:
             if is_lost_device(result.error):
-                # Every later step would fail, too. The stub starts a new process.
+                # Every later step on this device would fail. The stub starts a new worker process.
                 raise EngineError(f"the device is lost: {result.error}")
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))

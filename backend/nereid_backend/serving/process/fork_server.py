@@ -43,7 +43,10 @@ from nereid_backend.fast_imports import importing
 NUMBER = struct.Struct("!q")
 """The format of the process id and of the exit code."""
 _CREDENTIALS = struct.Struct("3i")
+# The files of a request: the JSON text, the channel, the standard output and the standard error.
 _FILES_OF_REQUEST = 4
+# A stub sends its request immediately after it has connected.
+_RECEIVE_TIMEOUT_S = 5.0
 # The positions of arg_start and arg_end among the fields of /proc/self/stat after the program name.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
@@ -125,8 +128,11 @@ class ForkServer:
         """Accept a connection of a stub, and create the child process that the stub requests."""
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
-        pid = self._fork(request) if request is not None else None
-        for file in request.files if request is not None else ():
+        if request is None:
+            connection.close()
+            return
+        pid = self._fork(request)
+        for file in request.files:
             os.close(file)
         if pid is None:
             connection.close()
@@ -154,14 +160,9 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
-            for one in (
-                self._listener,
-                self._wake,
-                self._wake_writer,
-                request.connection,
-                *self._connections.values(),
-            ):
-                one.close()
+            sockets = (self._listener, self._wake, self._wake_writer, request.connection)
+            for inherited in (*sockets, *self._connections.values()):
+                inherited.close()
             for name in self._environment:
                 del os.environ[name]
             _run_module(request)
@@ -182,11 +183,13 @@ class ForkServer:
             while self._wake.recv(4096):
                 pass
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = ended
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return  # The other child processes still run.
                 self._send(pid, os.waitstatus_to_exitcode(status))
                 connection = self._connections.pop(pid)
-                with contextlib.suppress(KeyError):  # the stub has closed it
+                with contextlib.suppress(KeyError):  # The stub has closed the connection.
                     self._selector.unregister(connection)
                 connection.close()
 
@@ -204,7 +207,7 @@ def _receive(connection: socket.socket) -> Request | None:
     """Receive a request. Return None if the request is incomplete."""
     files: list[int] = []
     try:
-        connection.settimeout(5.0)
+        connection.settimeout(_RECEIVE_TIMEOUT_S)
         _, files, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
         text, *others = files
         with open(text, "rb", closefd=False) as file:
@@ -213,8 +216,8 @@ def _receive(connection: socket.socket) -> Request | None:
         os.close(files.pop(0))
         if len(others) == _FILES_OF_REQUEST - 1:
             return request
-    except (OSError, ValueError, TypeError):
-        pass
+    except (OSError, ValueError, TypeError) as error:
+        log.debug("the fork server received an incomplete request: %s", error)
     for number in files:
         os.close(number)
     return None

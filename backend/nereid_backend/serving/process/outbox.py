@@ -43,6 +43,7 @@ class Outbox:
             while (data := self._messages.get()) is not None:
                 self._channel.send_packed(data)
         except ChannelClosedError:
-            # The last messages of the other process can still be read, so this end stays open.
+            # The channel is not closed here, because the last messages of the other process can
+            # still be read.
             return
         self._channel.close()

@@ -175,8 +175,8 @@ class PromptBuilder:
             **template_kwargs,
         )
         # By default, no special tokens are added, because the rendered text contains them.
-        adds = read_flag(body, "add_special_tokens", default=False)
-        return self._tokenize(text, adds, num_kept)
+        add_special_tokens = read_flag(body, "add_special_tokens", default=False)
+        return self._tokenize(text, add_special_tokens, num_kept)
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that a chat request sets in the chat template.
@@ -289,14 +289,10 @@ class PromptBuilder:
         except LimitError as error:
             raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
         except RenderRefused as error:
+            problem = f"the chat template cannot render this chat: {error}"
             if isinstance(error.__cause__, RaisedByTemplate):
-                reason = error.__cause__
-                raise RequestError(
-                    f"messages: the chat template refuses this chat: {reason}"
-                ) from error
-            raise RequestError(
-                f"messages: the chat template cannot render this chat: {error}"
-            ) from error
+                problem = f"the chat template refuses this chat: {error.__cause__}"
+            raise RequestError(f"messages: {problem}") from error
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:

@@ -59,7 +59,8 @@ class RequestWorkers:
         # New requests, long requests whose responses have been built, and None to stop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._short: ClientTurns[_Job] = ClientTurns()
-        # The long requests that wait for a thread, and the number of those that have a thread.
+        # The long requests that wait for a thread, and the number of long requests that have a
+        # thread.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
         # Counts the long requests, waiting or running.

@@ -168,7 +168,7 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
             raise _no_end_marker(fmt)
         return []
     close = part.close.strip()
-    # The opening marker of the content may end the reasoning, so the reasoning must not contain it.
+    # The content's opening marker may end the reasoning, so reasoning must not contain this marker.
     content_open = (layout.content.open,) if layout.content is not None else ()
     text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
     if state is ReasoningState.OPEN:
@@ -216,7 +216,7 @@ def _content_node(layout: Sections, request: Request) -> Node | None:
 
 
 def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the structural-tag nodes for content without text that precedes tool calls.
+    """Return the structural-tag nodes for the markers of empty content before tool calls.
 
     Some templates write such empty content. Example of matching text: `<response></response>`. The
     opening marker is optional, because the prompt may contain it.

@@ -110,7 +110,7 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
-    """Return the alternative forms in which a tagged string is written without quotation.
+    """Return the alternative forms in which a tagged string is written without quotes.
 
     Some formats quote a string with CDATA only if the string contains special characters. The
     opening of an unquoted value is then a prefix of the opening of a quoted value. Example: for
@@ -120,7 +120,7 @@ def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
 
 
 def _is_unquoted_form_of(form: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether the opening of `quoted` starts with the opening of `form` and is longer."""
+    """Return whether the opening of `quoted` is the opening of `form`, followed by more text."""
     return form.open != quoted.open and quoted.open.startswith(form.open)
 
 

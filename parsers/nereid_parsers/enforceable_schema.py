@@ -1,4 +1,4 @@
-"""Rewrites parts of a JSON schema that xgrammar ignores into parts that it enforces.
+"""Rewrites keywords of a JSON schema that xgrammar ignores into keywords that it enforces.
 
 xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
 for integers with bounds.
@@ -234,7 +234,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise _CannotMergeError
     first_properties = first.get("properties") or {}
     second_properties = second.get("properties") or {}
-    # The schemas of the properties that `properties` does not contain.
+    # The schemas of all properties that the keyword `properties` does not declare.
     first_rest = first.get("additionalProperties", True)
     second_rest = second.get("additionalProperties", True)
     merged = {}

@@ -56,7 +56,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member: the key is the function's name, the value its arguments."""
+    """A JSON object with one member. The key is the function's name. The value is the arguments."""
 
 
 @dataclass(frozen=True, slots=True)

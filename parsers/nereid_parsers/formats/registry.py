@@ -159,7 +159,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for a name or an alias, or the normalised name if unknown."""
+    """Return the registered name for a name or an alias. Only normalise an unknown name."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 

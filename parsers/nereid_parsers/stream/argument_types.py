@@ -130,7 +130,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the types of the first part of an `allOf` that declares types, or None.
+    """Return the first known set of types among the parts of an `allOf`, or None.
 
     Usually only one part declares types, for example a reference to another schema.
     """
@@ -181,7 +181,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text, if possible of one of `types`.
+    """Convert the text of an argument to JSON text, preferably of one of the JSON types `types`.
 
     JSON text of an allowed type is returned without surrounding white space and otherwise
     unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.

@@ -166,7 +166,7 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> TagsPlan | None:
-    """Return the compiled tagged arguments of a tool call, or None if it has other arguments."""
+    """Return the compiled tagged arguments of a tool call, or None for all other arguments."""
     if not isinstance(call.body, TaggedArguments):
         return None
     closing = marker_parts(call.close)

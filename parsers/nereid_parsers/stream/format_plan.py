@@ -14,7 +14,8 @@ from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.pattern_matching import blank_variants
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
-# Content often contains shorter parts of closing markers, such as "}". They are not markers.
+# A shorter closing marker, such as "}", is not recognised in content, because content often
+# contains such text.
 _MIN_CLOSING_MARKER_CHARS = 4
 # A shorter text is too frequent in content to start a tool call whose opening marker is missing.
 _MIN_ORPHAN_MARKER_CHARS = 8
@@ -250,7 +251,7 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
 
 
 def _orphan_plans(tools: ToolSection) -> Iterator[CallPlan]:
-    """Yield the forms in which a tool call starts with its head, because a marker is missing.
+    """Yield the forms of tool calls that start with the head, because a marker is missing.
 
     The missing marker is that of the tool call or of the section. Example: for the tool call
     `<tool_call><function={name}>..</tool_call>`, the form that starts with `<function={name}>`.

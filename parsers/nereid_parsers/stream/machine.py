@@ -99,7 +99,7 @@ class Machine:
             self._enter(self._reasoning.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events of the prompt. The events of an open tool call are not discarded.
+        """Discard the events of the prompt, except the events of an open tool call.
 
         Args:
             events: All events of the prompt.

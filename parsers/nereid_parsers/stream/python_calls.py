@@ -1,4 +1,4 @@
-"""Reads tool calls in Python syntax, and arguments with bare keys, and converts them to JSON."""
+"""Converts tool calls in Python syntax, and arguments with bare keys, to JSON."""
 
 from __future__ import annotations
 

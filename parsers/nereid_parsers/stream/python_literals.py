@@ -1,4 +1,4 @@
-"""Converts Python literals, and objects whose keys have no quotes, to JSON text in pieces."""
+"""Converts Python literals, and objects with unquoted keys, piece by piece to JSON text."""
 
 from __future__ import annotations
 
@@ -312,7 +312,8 @@ class LiteralReader:
         match = (_BARE_STRING if is_bare_string else _WORD)(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not is_final:
-            # The limit keeps the time linear: until the word ends, it is read again for each piece.
+            # An unfinished word is read again with each new piece of text. The limit keeps the
+            # parsing time linear.
             return self._reject(pos) if end - pos > _MAX_WORD_CHARS else pos
         if end == pos:
             return self._reject(pos)

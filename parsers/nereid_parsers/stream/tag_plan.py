@@ -78,7 +78,7 @@ class TagPlan:
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], blanks: str) -> str:
-    """Return a regex for the end of a value: the group "close" or the group "early".
+    """Return a regex for the end of a value, with the groups "close" and "early".
 
     Args:
         close: The closing marker of the value.

@@ -113,7 +113,8 @@ class TaggedReader(StepReader):
         if is_declared_string:
             schema_allows_string = schema_types is None or "string" in schema_types
             return _STRING_ONLY if schema_allows_string else schema_types
-        # If the tools are unknown, every schema type is "string" by default and demands nothing.
+        # If the tools are unknown, `argument_types` returns "string" by default. This default must
+        # not contradict the declaration in the opening.
         schema_demands_string = self.writer.tools.is_known and schema_types == _STRING_ONLY
         return _STRING_ONLY if schema_demands_string else _NOT_STRING
 

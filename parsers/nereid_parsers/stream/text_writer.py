@@ -9,7 +9,7 @@ from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 # A trace receives each piece of the text exactly once, in order: trace(classification, piece).
 Trace = Callable[[str, str], None]
 
-# The classifications of text. "markup" is text of the format that no event contains.
+# The classifications of text. "markup" is text, such as a marker, that no event contains.
 REASONING = "reasoning"
 CONTENT = "content"
 CALL = "call"
@@ -120,7 +120,7 @@ class TextWriter:
         self._is_last_text_content = is_content
 
     def _after_marker(self, text: str, is_content: bool) -> str:
-        """Return text that follows a marker without the blank lines that belong to the marker.
+        """Remove the blank lines that belong to a marker from the text after the marker.
 
         Blank lines between two pieces of content separate these pieces, so they are kept.
         """

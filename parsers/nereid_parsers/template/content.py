@@ -51,7 +51,7 @@ class ContentFindings:
 
 
 def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFindings:
-    """Compare a conversation without the assistant's answer and with it (comparison C1).
+    """Compare a question without an answer and a question with an answer (comparison C1).
 
     Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
     `</answer>` and the end marker `<|im_end|>`.

@@ -242,7 +242,7 @@ _MARKERS_OF_PHRASES = {
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the markers of the tool calls of models whose template contains a known phrase.
+    """Return the tool call markers of the models whose templates contain a known phrase.
 
     Args:
         text: The literal text of the template.

@@ -127,7 +127,7 @@ def _output_after_result(frame: TurnFrame, conversation: Conversation, prompt: s
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
-    r"""Return `text` without the part at its start that the prompt already contains.
+    r"""Remove the text that the prompt already contains from the start of `text`.
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'

@@ -257,7 +257,7 @@ def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
 
 
 def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
-    r"""Return the markup of two pairs: the first encloses reasoning, the second content.
+    r"""Return the markup for a pair of reasoning markers and an optional pair of content markers.
 
     The white space around the markers is not known. Usually each marker is on a line of its own.
 

@@ -167,7 +167,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """Return the structural tag of a required tool call as JSON. Without one, return the reason."""
+    """Return the structural tag of a required tool call as JSON, or the reason why none exists."""
     prompt = proofs[0].prompt if proofs else None
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)

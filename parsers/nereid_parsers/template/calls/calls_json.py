@@ -57,7 +57,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects from a message with two tool calls.
+    """Infer the format of JSON objects by comparing two tool calls of one message.
 
     Return None if the JSON of one of the two tool calls is not found.
 
@@ -83,7 +83,7 @@ def _read_two_objects(
 def _read_object_or_array(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
 ) -> CallFormat:
-    """Infer the format of tool calls that are one object or, if there are several, one array.
+    """Infer the format of a template that writes one tool call as an object, several as an array.
 
     Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
     """
@@ -99,7 +99,7 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of tool calls that share one array, or have an array for each tool call.
+    """Infer the format of tool calls in JSON arrays: one array for all, or one for each tool call.
 
     Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
     """
@@ -283,7 +283,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup around two tool calls in which JSON follows the name, and between them.
+    """Return the markup around and between two tool calls in which JSON follows the name.
 
     Return None if JSON does not follow both names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
     `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

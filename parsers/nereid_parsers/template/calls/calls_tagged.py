@@ -72,7 +72,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls with tagged arguments, and between the tool calls.
+    """Return the markup around and between two tool calls with tagged arguments.
 
     Return None if the words of the two tool calls are not in the expected order. Example: for
     `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is

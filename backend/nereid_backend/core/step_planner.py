@@ -146,8 +146,9 @@ class StepPlanner:
                 and self.lookup is None
             ):
                 # Nearly all chunks are decodes that need no new block. This branch gives the same
-                # chunk as `_plan_next_tokens` in less time.
-                chunk = Chunk(sequence, start, 1, True, False, 1)
+                # chunk as `_plan_next_tokens` in less time. Keywords would take more time.
+                num_tokens, samples, is_first, num_logits = 1, True, False, 1
+                chunk = Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
             else:
                 # Keep one token of the budget for each running sequence that is planned after this
                 # sequence. Otherwise, a long chunk could leave no budget for those sequences.
@@ -271,13 +272,13 @@ class StepPlanner:
         `sequence`. The two clients are compared by their rows or blocks per weight after the
         preemption. The first sequence in the order is never preempted.
 
-        Returns:
-            The sequence to preempt; None if no sequence may be preempted.
-
         Args:
             sequence: the waiting sequence.
             num_needed: the number of rows or blocks that the waiting sequence needs.
             by_rows: whether rows are counted. Otherwise, blocks are counted.
+
+        Returns:
+            The sequence to preempt; None if no sequence may be preempted.
         """
 
         def size(other: Sequence) -> int:

@@ -245,7 +245,7 @@ def _describe_generative_reranker(
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """Return the activation in the files: "none", "sigmoid" or "softmax"; None if they name none.
+    """Return the activation in the files: "none", "sigmoid" or "softmax"; None if it is missing.
 
     Raises:
         UnsupportedModelError: the files name another activation.
@@ -336,6 +336,7 @@ def _describe_dense(
     `later` is the list of the modules after the transformers model. It may be empty.
     """
     pooling = next((module for module in later if module.kind == "Pooling"), None)
+    includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
     vector_modules = tuple(
         module for module in later if not module.maps_tokens and module.kind != "Pooling"
     )
@@ -354,7 +355,7 @@ def _describe_dense(
         base,
         kinds=tuple(kinds),
         poolers=(settings.pooling,) if settings.pooling else _poolers(pooling),
-        include_prompt=bool(pooling.config.get("include_prompt", True)) if pooling else True,
+        include_prompt=includes_prompt,
         vector_modules=vector_modules,
         normalizes=normalizes,
     )

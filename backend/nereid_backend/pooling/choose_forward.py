@@ -37,6 +37,8 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+# Test texts are drawn from at least this number of token ids, if the model has as many.
+_MIN_TEST_IDS = 8
 # The errors that a model's code raises if it does not support a method or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 
@@ -181,11 +183,11 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Return texts of random tokens with the lengths `lens`, without special tokens."""
     special = _special_ids(encoder)
     # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
-    size = min(encoder.vocab_size, max(8, len(encoder.tokenizer)))
+    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
     # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
-    plain = [i for i in range(size // 8, size) if i not in special] or list(range(size))
+    plain_ids = [i for i in range(size // 8, size) if i not in special] or list(range(size))
     rng = random.Random(0)
-    texts = [[rng.choice(plain) for _ in range(n)] for n in lens]
+    texts = [[rng.choice(plain_ids) for _ in range(n)] for n in lens]
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:

@@ -143,16 +143,13 @@ class PackedAttention:
         attention = self._group_attention(module, query, kwargs)
         if attention.window is not None:
             self.windows.add(attention.window)
-        # [num_tokens, num_heads, dim] each
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         parts = []
-        for start, count, length in self.groups:
-            # [count, num_heads, length, dim] each
-            group_query, group_key, group_value = (
-                r[start : start + count * length].view(count, length, *r.shape[1:]).transpose(1, 2)
-                for r in rows
+        for group in self.groups:
+            output = attention.attend(
+                _texts_of_group(query, group),
+                _texts_of_group(key, group),
+                _texts_of_group(value, group),
             )
-            output = attention.attend(group_query, group_key, group_value)
             # [count * length, num_heads, value_dim]
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
@@ -177,6 +174,18 @@ class PackedAttention:
             sinks=sinks_of(kwargs),
             masks=self._masks,
         )
+
+
+def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
+    """Return the part of a query, key or value for a group, [count, num_heads, length, dim].
+
+    Args:
+        tensor: [1, num_heads, num_tokens, dim].
+        group: the first token, the number of texts, and their length (see TokenBatch.groups).
+    """
+    start, count, length = group
+    tokens = tensor[0, :, start : start + count * length]
+    return tokens.view(tokens.shape[0], count, length, tokens.shape[2]).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 
-# The default size of the KV cache on a CPU is this share of the free memory, but at most this
-# number of bytes.
+# By default, the KV cache on a CPU gets this share of the free memory, but at most this number of
+# bytes.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
 # The share of the memory for blocks that snapshots of recurrent states get.
@@ -301,6 +301,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
     embedding model and of the reranker have their own limits, and may be started before or after
     this process.
+
     Example: the share 0.9 of 80 GiB is 72 GiB. If the weights take 16 GiB, the context 0.5 GiB and
     a step 2 GiB, then 53.5 GiB remain for the KV cache.
 
@@ -313,13 +314,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         ConfigError: if kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
-        # Release the memory that torch cached during loading, so that the GPU reports it as free.
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
-        share = int(total * config.gpu_memory_utilization)
-        usable = min(share - used, free) - activations - config.lora_memory
+        free, usable = _gpu_memory(config, device, activations)
     else:
         free = available_memory()
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
@@ -332,6 +327,21 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
             f"{format_bytes(free)} are free on {device}. Lower kv_cache_memory."
         )
     return configured
+
+
+def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, int]:
+    """Return the free memory of a GPU, and the part that the KV cache may use, in bytes.
+
+    Memory that torch cached during loading is released first, so that the GPU reports it as free.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    share = int(total * config.gpu_memory_utilization)
+    # A server without configured adapters rarely loads any, so nothing is reserved for them.
+    reserved_for_adapters = config.lora_memory if config.lora_adapters else 0
+    return free, min(share - used, free) - activations - reserved_for_adapters
 
 
 def available_memory() -> int:

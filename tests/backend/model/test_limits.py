@@ -45,5 +45,8 @@ def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others,
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept_by_torch.clear())
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: weights + sum(kept_by_torch))
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
-    config = EngineConfig("somewhere", gpu_memory_utilization=0.5, lora_memory=0)
+    config = EngineConfig("somewhere", gpu_memory_utilization=0.5)
     assert limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB) == expected
+    config.lora_adapters["name"] = "/folder"
+    with_adapters = limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
+    assert with_adapters == expected - config.lora_memory

@@ -1,0 +1,85 @@
+"""The lock files contain all requirements with hashes, and yield a bill of materials."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "deploy" / "locks"
+VARIANTS = ("cpu", "cuda")
+
+
+def pins(variant):
+    """Return the requirements of a lock file by name, with the number of their hashes."""
+    text = (LOCKS / f"{variant}.txt").read_text().replace("\\\n", " ")
+    lines = [line.split(" --hash=") for line in text.splitlines() if line]
+    requirements = [(Requirement(words[0].strip()), len(words) - 1) for words in lines]
+    return {canonicalize_name(one.name): (one, hashes) for one, hashes in requirements}
+
+
+def requirements():
+    """Return the requirements of the three packages and of the extras of the lock files."""
+    found = [Requirement("numpy<2")]
+    for package, extra in re.findall(r"^\./(\w+)(.*)$", (LOCKS / "packages.in").read_text(), re.M):
+        project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        lists = [project["dependencies"], *(extras[name] for name in re.findall(r"\w+", extra))]
+        found += [Requirement(text) for names in lists for text in names]
+    return [one for one in found if not one.name.startswith("nereid-")]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_requirement_is_locked_in_an_allowed_version(variant):
+    locked = pins(variant)
+    assert len(locked) > len(requirements())
+    for one in requirements():
+        (pin,) = locked[canonicalize_name(one.name)][0].specifier
+        assert one.specifier.contains(pin.version), one
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_locked_package_has_a_hash_and_no_address(variant):
+    for pin, num_hashes in pins(variant).values():
+        assert num_hashes > 0, pin
+        assert pin.url is None
+    assert "://" not in (LOCKS / f"{variant}.txt").read_text()
+
+
+def test_only_the_lock_file_for_cuda_contains_the_libraries_of_cuda():
+    assert "nvidia-cudnn-cu13" in pins("cuda")
+    assert not [name for name in pins("cpu") if name.startswith("nvidia")]
+
+
+def test_constraints_and_lock_files_agree():
+    locked = pins("cuda")
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        constraint = Requirement(line) if not line.startswith("#") else None
+        if constraint is not None and constraint.name in locked:
+            assert locked[constraint.name][0].specifier == constraint.specifier
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_bill_of_materials_lists_every_locked_package(variant, tmp_path):
+    program = Path(sys.executable).with_name("cyclonedx-py")
+    bill = tmp_path / "sbom.json"
+    lock = LOCKS / f"{variant}.txt"
+    subprocess.run([program, "requirements", lock, "--output-file", bill], check=True)
+    written = json.loads(bill.read_text())
+    assert written["bomFormat"] == "CycloneDX"
+    assert {part["name"] for part in written["components"]} == set(pins(variant))
+    assert all(part["externalReferences"][0]["hashes"] for part in written["components"])
+
+
+@pytest.mark.long
+def test_pip_accepts_the_hashes_of_the_lock_file_for_cpus():
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    command += ["--no-deps", "--require-hashes", "-r", LOCKS / "cpu.txt"]
+    subprocess.run(command, check=True)

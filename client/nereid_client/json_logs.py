@@ -89,7 +89,7 @@ def to_json_line(line: str, source: str) -> str:
 
 
 def uvicorn_log_config(level: str) -> dict[str, Any]:
-    """Return the configuration of Python's logging with which the frontend logs in JSON."""
+    """Return a configuration of Python's logging that writes the frontend's log as JSON."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

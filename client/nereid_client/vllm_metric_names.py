@@ -1,4 +1,4 @@
-"""Gives metrics of the Triton server vLLM's names, for routers and dashboards made for vLLM."""
+"""Renames metrics of the Triton server for routers and dashboards that were made for vLLM."""
 
 import re
 
@@ -32,7 +32,7 @@ _LABEL = 'model_name="llm"'
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
-    """Return a metrics page on which the metrics that vLLM has too have vLLM's names and labels.
+    """Return a metrics page with vLLM's names and labels for the metrics that vLLM also has.
 
     Example: with the model name "chat", the line `nereid:num_requests_running{model_name="llm"} 1`
     becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.

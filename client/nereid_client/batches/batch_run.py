@@ -67,7 +67,7 @@ class BatchRun:
         self._is_answered: set[int] = set()
 
     def cancel(self) -> None:
-        """Stop to send lines. The batch then ends with the status "cancelled"."""
+        """Stop sending lines. The batch then ends with the status "cancelled"."""
         self._is_cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())

@@ -145,7 +145,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _clean(self) -> None:
-        """Delete what has expired, and pause all batches while their results exceed the limit."""
+        """Delete expired files and batches. Pause all batches while the files are too large."""
         now = time.time()
         if now < self._clean_due:
             return

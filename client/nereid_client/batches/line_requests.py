@@ -52,7 +52,7 @@ class LineResponse:
 
 
 def batch_client(owner: str) -> Client:
-    """Return the client whose requests are the lines of the batches of a client.
+    """Return the client in whose name the lines of a client's batches are sent.
 
     In the waiting queue of the language model, these requests come after those of all other
     clients, and the limits of the API key do not count them.
@@ -105,7 +105,7 @@ class LineSlots:
 
 
 class LineSender:
-    """Sends the requests of lines to an application.
+    """Sends the requests in the lines of input files to an application.
 
     Args:
         app: the application.

@@ -114,7 +114,7 @@ class BatchStore:
         return self._folder / batch_id
 
     def create(self, request: CreateBatchRequest, file: StoredFile) -> Batch:
-        """Store a new batch that waits until the runner finds it.
+        """Store a new batch. The batch waits until the runner finds it.
 
         Raises: ApiError if there are too many batches, or if the folder cannot be written.
         """
@@ -175,7 +175,7 @@ class BatchStore:
         return [batch for batch in batches if batch is not None and not batch.has_ended]
 
     def save(self, batch: Batch) -> None:
-        """Write a batch. Only the process that runs the batch may call this after its creation.
+        """Write a batch. After the creation, only the process that runs the batch may call this.
 
         Raises: OSError.
         """

@@ -133,7 +133,7 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a response with a JSON object, one member of which is already encoded.
+    """Return a response with a JSON object in which one member is already encoded.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.
@@ -194,7 +194,7 @@ def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
 
 
 def sglang_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """Return the response of SGLang, which is a list."""
+    """Return the ranked documents as a list, in SGLang's format."""
     return [
         {"score": document.score}
         | ({} if document.text is None else {"document": document.text})
@@ -204,7 +204,7 @@ def sglang_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
 
 
 def tei_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """Return the response of TEI, which is a list."""
+    """Return the ranked documents as a list, in TEI's format."""
     return [
         {"index": document.index}
         | ({} if document.text is None else {"text": document.text})

@@ -224,7 +224,7 @@ class LogprobMatcher:
         return popped
 
     def clear(self) -> None:
-        """Remove the log-probabilities of tokens that became no part of a text item."""
+        """Remove the log-probabilities of tokens that are not part of a text item."""
         self._unassigned = []
 
 

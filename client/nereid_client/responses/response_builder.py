@@ -188,7 +188,7 @@ class ResponseBuilder:
         return closing
 
     def _end_because(self, finish_reason: str) -> list[Json]:
-        """End the response for a finish reason of the backend. Return the last events."""
+        """End the response according to the backend's finish reason. Return the last events."""
         if finish_reason == "abort":
             return self.fail(ApiError(500, "The server aborted the response"))
         if finish_reason == "length":

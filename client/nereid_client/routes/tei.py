@@ -62,7 +62,7 @@ async def decode(request: Request) -> list[str]:
 
 @router.get("/info", summary="Describe the served model (TEI's format)")
 async def info(request: Request) -> dict[str, Any]:
-    """Return the properties of the embedding model, or of the reranker if there is no other one.
+    """Return the properties of the embedding model, or else of the reranker.
 
     TEI's properties that Nereid does not have are null.
     """

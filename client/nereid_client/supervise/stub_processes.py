@@ -28,7 +28,7 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
-# Before this time has passed, a server that is ending has ended.
+# A stub that has vanished is reported after this time. A server that stops has ended by then.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm_python import run_python
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
@@ -142,19 +144,20 @@ def run_block(block: Block, ports: Ports, folder: Path) -> str:
     Raises: AssertionError with the block's output if it fails or prints something unexpected.
     """
     text = printed(block.text, ports, folder)
-    command = ["bash", "-euo", "pipefail", "-c", text]
+    environment = os.environ | _addresses(ports)
     if block.language == "python":
-        command = [sys.executable, "-c", text]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | _addresses(ports),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+        done = run_python(["-c", text], environment, ROOT, _TIMEOUT_S)
+    else:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     assert done.returncode == 0, f"{block.place} failed:\n{done.stderr}\n{done.stdout}"
     if '{"error"' in done.stdout and '"error"' not in (block.output.text if block.output else ""):
         raise AssertionError(f"{block.place} got an error:\n{done.stdout}")

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Container
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ _START_TIMEOUT_S = 300
 class Servers:
     """The servers that the pages start: each distinct command is started once.
 
-    `make serve` stands for a running server, which `main` is.
+    `make serve` stands for a running server, which `main` is. A server that no later page needs is
+    stopped while the next pages run, because an idle server uses 4 % of a core.
     """
 
     def __init__(self, served: Served, folder: Path, stack: ExitStack) -> None:
@@ -51,7 +53,9 @@ class Servers:
         self._folder = folder
         self._stack = stack
         self._started: dict[str, Ports] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopping: list[subprocess.Popen[bytes]] = []
+        self._children: list[psutil.Process] = []
         stack.callback(self._stop)
 
     def start(self, block: Block, current: Ports) -> Ports:
@@ -101,7 +105,7 @@ class Servers:
                 stdout=out,
                 stderr=out,
             )
-        self._processes.append(process)
+        self._running[block.text] = process
         self._logs[ports] = log
         url = f"http://127.0.0.1:{ports.openai}/health/ready"
         if "tritonserver" in command:
@@ -114,23 +118,29 @@ class Servers:
             time.sleep(0.1)
         return ports
 
+    def stop_all_except(self, needed: Container[str]) -> None:
+        """Send SIGTERM to each server that was not started by one of these blocks' texts.
+
+        A frontend was started after its Triton server, and is stopped before it.
+        """
+        for text in reversed(list(self._running)):
+            if text in needed:
+                continue
+            process = self._running.pop(text)
+            self._stopping.append(process)
+            if process.poll() is None:
+                self._children += psutil.Process(process.pid).children(recursive=True)
+                process.send_signal(signal.SIGTERM)
+
     def _stop(self) -> None:
-        """Stop all servers at the same time; plain `tritonserver` and its frontend included.
+        """Stop all servers.
 
         Raises: AssertionError if a server leaves one of its processes running.
         """
-        children = [
-            child
-            for process in self._processes
-            if process.poll() is None
-            for child in psutil.Process(process.pid).children(recursive=True)
-        ]
-        for process in reversed(self._processes):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in self._processes:
+        self.stop_all_except(())
+        for process in self._stopping:
             process.wait(120)
-        _, alive = psutil.wait_procs(children, timeout=60)
+        _, alive = psutil.wait_procs(self._children, timeout=60)
         assert not alive
 
 
@@ -167,6 +177,8 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
             assert not lines, f"{block.place}: the server did not print {lines}"
         if block.is_run:
             run_block(block, ports, tmp_path)
+    later_pages = PAGES[PAGES.index(page) + 1 :]
+    servers.stop_all_except([block.text for later in later_pages for block in read_blocks(later)])
 
 
 def test_make_serve_is_the_command_that_the_tests_start():

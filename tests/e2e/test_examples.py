@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 pytestmark = pytest.mark.triton
 
@@ -30,13 +32,15 @@ def usages():
 
 
 def run(served, command):
-    command = command.replace(".venv/bin/python", sys.executable)
-    command = command.replace("http://127.0.0.1:8000", served.http_url)
     environment = os.environ | {
         "NEREID_GRPC_URL": served.grpc_url,
         "HTTP_URL": served.http_url,
         "OPENAI_BASE_URL": served.openai_url,
     }
+    python, *arguments = shlex.split(command)
+    if python == ".venv/bin/python":
+        return run_python(arguments, environment, ROOT, 300)
+    command = command.replace("http://127.0.0.1:8000", served.http_url)
     return subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,

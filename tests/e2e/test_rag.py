@@ -1,10 +1,10 @@
 """The RAG example as a user runs it: embed, retrieve, rerank, answer, with the demo models."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+from warm_python import run_python
 
 pytestmark = pytest.mark.triton
 
@@ -14,10 +14,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "rag.py"
 @pytest.fixture(scope="module")
 def ask(served):
     def run(question, *arguments):
-        command = [sys.executable, str(EXAMPLE), question, f"--base-url={served.openai_url}"]
-        done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=300, check=False
-        )
+        command = [str(EXAMPLE), question, f"--base-url={served.openai_url}", *arguments]
+        done = run_python(command, os.environ, EXAMPLE.parent, 300)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """The interface of an execution path, which owns the KV cache and other state of the model."""
+    """The interface of a forward path, which owns the KV cache and other state of the model."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the forward pass of a plan that has at least one chunk.
@@ -41,7 +41,7 @@ class ForwardPath(Protocol):
             plan: the plan.
             sampled: [n] int64 on the device, the tokens that the previous step sampled. The pending
                 chunks of the plan read their input tokens from this tensor. None if the plan has no
-                pending chunks. Only the execution path `packed` supports pending chunks.
+                pending chunks. Only the forward path `packed` supports pending chunks.
 
         Returns:
             Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
@@ -98,7 +98,7 @@ class Runner:
         """Create a runner.
 
         Args:
-            path: the execution path of the model.
+            path: the forward path of the model.
             sampling_kernel: whether the sampler uses its GPU kernel; see `Sampler`.
         """
         self._path = path

@@ -131,7 +131,7 @@ class EngineInfo:
     Attributes:
         model: the path of the checkpoint.
         architecture: the name of the model class in the checkpoint's config.json.
-        path: the execution path. For example, "packed" computes all tokens of a step as one row.
+        path: the forward path. For example, "packed" computes all tokens of a step as one row.
         attention: the implementation of attention: "native" for compiled kernels, "reference" for
             plain torch, "eager" for the model's own code.
         dtype: the dtype of weights and KV cache, such as "float32".

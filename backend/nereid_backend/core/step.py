@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 class SnapshotPlan(NamedTuple):
     """The snapshots of recurrent states that a step loads, saves and deletes.
 
-    Each pair contains the index of a chunk in the plan and the id of a snapshot. The execution path
+    Each pair contains the index of a chunk in the plan and the id of a snapshot. The forward path
     first loads, then deletes, then computes the chunks, and finally saves.
 
     Attributes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that an execution path computes the same logits as the unmodified model.
+"""Checks that a forward path computes the same logits as the unmodified model.
 
 The path computes a few short prompts in small chunks, mixes these chunks with single tokens, and
 stores keys and values in scattered blocks. The unmodified model computes each whole sequence in one
@@ -44,8 +44,8 @@ _BEYOND_LIMIT = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # The largest accepted difference if the KV cache stores 8-bit numbers. Integers cause differences
 # of 0.01 to 0.08, and floating point numbers cause 0.07 to 0.2. If rounding changes the experts of
-# many tokens, the difference is 0.3. This check can accept more, because the same path has already
-# passed the check without 8-bit numbers.
+# many tokens, the difference is 0.3. This check can accept more, because the same forward path has
+# already passed the check without 8-bit numbers.
 _ROUNDED_TOLERANCE = 0.5
 
 
@@ -68,7 +68,7 @@ class Trial:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that a path needs for the test sequences."""
+        """The sizes that a forward path needs for the test sequences."""
         longest = max(len(tokens) for tokens, _ in self.sequences)
         num_blocks = len(self.sequences) * -(-longest // self.block_size)
         return Sizes(num_blocks, self.block_size, len(self.sequences), longest)
@@ -175,7 +175,7 @@ def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan
 def check_path(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> float:
-    """Compare the logits of an execution path with the logits of the unmodified model.
+    """Compare the logits of a forward path with the logits of the unmodified model.
 
     Args:
         path: a path that has not computed any tokens yet.
@@ -199,8 +199,8 @@ def check_path(
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
         # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
-        # token. Such a row is no error. A wrong path changes most rows of a sequence, so the median
-        # of each sequence is compared.
+        # token. Such a row is no error. A wrong forward path changes most rows of a sequence, so
+        # the median of each sequence is compared.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
@@ -254,7 +254,7 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
 
 
 def _run(path: ForwardPath, trial: Trial) -> Tensor:
-    """Compute the test sequences with an execution path, step by step.
+    """Compute the test sequences with a forward path, step by step.
 
     Returns:
         The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].

@@ -32,7 +32,7 @@ def has_exact_snapshots(
     All bits of the three results must be equal.
 
     Args:
-        path: the execution path. The states of its first two rows are overwritten.
+        path: the forward path. The states of its first two rows are overwritten.
         trial: the test sequences.
         difference: the relative difference between the logits of `path` and those of one pass.
         dtype: the data type of the model.

@@ -49,7 +49,7 @@ _ALIGNED_VALUES = 64 // 8
 
 
 class DecodeGraphs:
-    """Captures and replays the decode steps of an execution path as CUDA graphs.
+    """Captures and replays the decode steps of a forward path as CUDA graphs.
 
     Attributes:
         failure: the reason why steps are no longer replayed; None if steps are replayed.

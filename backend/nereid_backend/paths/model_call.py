@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes that several execution paths use: sizes, and the call of a model."""
+"""Functions and classes that several forward paths use: sizes, and the call of a model."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from nereid_backend.paths.step_batch import tokens_of
 
 
 class UnfitError(Exception):
-    """The model cannot use an execution path. The engine then tries the next path.
+    """The model cannot use a forward path. The engine then tries the next path.
 
     The message is the reason, as a clause without a final period.
     """
@@ -26,7 +26,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the caches and block tables of an execution path.
+    """The sizes of the caches and block tables of a forward path.
 
     Attributes:
         num_blocks: the number of blocks that sequences may use.

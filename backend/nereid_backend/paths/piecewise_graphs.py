@@ -59,7 +59,7 @@ class AttentionBuffers(NamedTuple):
 
 
 class PiecewiseGraphs:
-    """Captures and replays those steps of an execution path that contain prefills.
+    """Captures and replays those steps of a forward path that contain prefills.
 
     Attributes:
         failure: the reason why no step is replayed; None if steps are replayed.

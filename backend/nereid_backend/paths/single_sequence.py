@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution path `single`, which runs one sequence at a time.
+"""The forward path `single`, which runs one sequence at a time.
 
 It is used for models that cannot use any other path.
 
@@ -37,7 +37,7 @@ class _SequenceState:
 
 
 class SinglePath:
-    """An execution path that runs one sequence at a time. It stores the state of each sequence."""
+    """A forward path that runs one sequence at a time. It stores the state of each sequence."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
         """Create a path.

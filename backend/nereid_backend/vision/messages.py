@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the images out of chat messages."""
+"""Separates the images of a chat from its messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

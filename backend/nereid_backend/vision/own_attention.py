@@ -16,7 +16,7 @@ class OwnAttention:
     """
 
     def __init__(self, model: Module) -> None:
-        """Remember the configs of a model and of its parts."""
+        """Store the configs of a model and of its parts."""
         configs: dict[int, Any] = {}
         for module in model.modules():
             config = getattr(module, "config", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the registry's build of torchvision usable beside a build of torch without CUDA.
+"""Lets a build of torchvision for CUDA work together with a build of torch without CUDA.
 
 The build of torchvision contains operators that are linked with CUDA libraries. Without these
 libraries the operators are missing, and `import torchvision` fails, because two of them get a

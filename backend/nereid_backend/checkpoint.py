@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -37,6 +38,9 @@ from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
 from nereid_backend.linear.quantise_weights import model_bytes
+
+if TYPE_CHECKING:
+    from transformers.distributed.configuration_utils import DistributedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +118,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     trust_remote_code: bool = False,
     use_panels: bool = False,
     rounded_bits: int | None = None,
+    distributed: "DistributedConfig | None" = None,
 ) -> Checkpoint:
     """Load the weights of a checkpoint into the model code of transformers.
 
@@ -128,6 +133,8 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
             they are dequantised.
         rounded_bits: if 4 or 8, the weights of linear layers are rounded to integers of this size
             while they are read, so that the unrounded weights need no memory together.
+        distributed: divides the model over the processes of torch.distributed; None loads the whole
+            model.
 
     Raises:
         ModelError: the folder is not a checkpoint, or the checkpoint is broken.
@@ -149,13 +156,14 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         trust_remote_code,
         use_panels,
         rounded_bits if model_class(config) else None,
+        distributed,
     )
     if _takes_attention_by_name(config, text_config):
         model = _load_with_attention(load, config, attention)
     takes_hook = model is not None
     if model is None:
         model = load("eager")
-    if device.type != "cpu":
+    if device.type != "cpu" and distributed is None:
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
     model.train(False)
@@ -256,6 +264,7 @@ def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
     trust_remote_code: bool,
     use_panels: bool,
     rounded_bits: int | None,
+    distributed: "DistributedConfig | None",
     attention: str,
 ) -> PreTrainedModel:
     """Load the weights into the class of the model.
@@ -265,7 +274,8 @@ def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
         ModelError: the weights are broken, or transformers does not support the model.
     """
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
-    if arguments["pretrained_model_name_or_path"] is None and model_class(config) is None:
+    reads_folder = arguments["pretrained_model_name_or_path"] is not None
+    if not reads_folder and model_class(config) is None:
         raise UnsupportedModelError(
             f"quantised weights of the model type {config.model_type} are not supported, because "
             "transformers has no class for this type. Use a checkpoint that is not quantised."
@@ -282,9 +292,11 @@ def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
         "attn_implementation": attention,
         "trust_remote_code": trust_remote_code,
     }
+    if distributed is not None:
+        arguments["distributed_config"] = distributed
     model = _from_pretrained(folder, config, arguments)
     fill_placeholders(model, weights.values())
-    if arguments["pretrained_model_name_or_path"] is None:
+    if not reads_folder:
         restore_generation_config(model, folder)
     return model
 
@@ -330,14 +342,18 @@ def _from_pretrained(
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the class that runs `config` as a causal language model; None if there is none.
 
+    If the checkpoint names the class of transformers for images and text, this class is returned.
     AutoModelForCausalLM knows the class of most models. Otherwise, the function returns the class
     that the checkpoint names in its field `architectures`, if that class can generate text. An
     example is a multimodal model, to which the engine sends only text.
     """
+    name = (getattr(config, "architectures", None) or [""])[0]
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images and MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__ == name:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        name = (getattr(config, "architectures", None) or [""])[0]
         named: Any = getattr(transformers, name, None)
         is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
         if is_model and named.can_generate() and not config.is_encoder_decoder:

@@ -33,6 +33,10 @@ class EngineConfig:
     """The folder of a Hugging Face checkpoint with safetensors weights, or a GGUF file. A relative
     path in `config.pbtxt` is relative to the model repository."""
 
+    tensor_parallel_size: PositiveInt = 1
+    """The number of GPUs that compute the model together. Each GPU has a part of the weights and of
+    the KV cache, and an own process. On a machine without GPUs, the processes use the CPU."""
+
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
     `float16`. `auto` means the data type of the checkpoint, but float32 on a CPU that is slow in
@@ -107,11 +111,20 @@ class EngineConfig:
     """LoRA adapters in PEFT's layout: `name=/path,other=/path`."""
 
     lora_memory: Annotated[int, SIZE_IN_BYTES] = 512 * 1024 * 1024
-    """The memory for LoRA adapters. Other adapters stay on disk until a request needs them."""
+    """The memory for LoRA adapters. Other adapters stay on disk until a request needs them. On a GPU,
+    the KV cache leaves this memory free if `lora_adapters` is set."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same
     tokens."""
+
+    prefix_cache_disk: str | None = None
+    """A folder in which the prefix cache also stores its blocks, so that a restarted server finds
+    them. Only this user can read the files."""
+
+    prefix_cache_disk_bytes: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] = 10 * 2**30
+    """The largest size of the files in `prefix_cache_disk`. The files that were not used for the
+    longest time are deleted first."""
 
     async_scheduling: bool = False
     """Whether a step starts before the tokens of the previous step are read, so that a GPU does
@@ -161,6 +174,13 @@ class EngineConfig:
         """
         check_names(settings, setting_names(cls))
         return from_texts(cls, settings)
+
+    @property
+    def prefix_cache_disk_size(self) -> int:
+        """The setting prefix_cache_disk_bytes as a number."""
+        size = self.prefix_cache_disk_bytes
+        assert not isinstance(size, str), "the constructor converts text to a number"
+        return size
 
     @property
     def kv_cache_bytes(self) -> int | None:

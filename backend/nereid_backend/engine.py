@@ -10,25 +10,33 @@ import random
 import time
 from collections import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestOutput, RequestUpdate
 from nereid_backend.core.pending_grammars import PendingGrammars
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.disk_tier import DiskTier, open_disk_tier
 from nereid_backend.errors import CapacityError, ConfigError, ModelError, RequestError
-from nereid_backend.model.startup import load
+from nereid_backend.model.startup import Loaded, load
 from nereid_backend.offline import generate
 from nereid_backend.sampling.logits_processor import check_token_ids
 from nereid_backend.step_loop import StepLoop
 from nereid_backend.text.load_decoder import load_decoder
+from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
+    from nereid_backend.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +72,19 @@ class Engine:
         """
         self._config = config
         self._hook = AttentionHook()
+        # The other processes of tensor parallelism; None if this process computes the whole model.
+        self._ranks: Ranks | None = None
         report = progress or logger.info
         try:
-            loaded = load(config, self._hook, report)
+            loaded = self._load(report)
         except BaseException:
             self._hook.remove()
             raise
         self.info = loaded.info
         self._runner = loaded.runner
+        self._images = loaded.images
+        self._place_images = loaded.place_images
+        self._processor: ChatProcessor | None = None
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
@@ -93,7 +106,7 @@ class Engine:
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
             report(
                 "Speculative decoding (num_speculative_tokens) is off, because the "
-                f"execution path {self.info.path} of {self.info.architecture} cannot remove "
+                f"forward path {self.info.path} of {self.info.architecture} cannot remove "
                 "rejected draft tokens."
             )
         self._adapters = loaded.make_adapter_store(self._scheduler.adapters)
@@ -106,8 +119,19 @@ class Engine:
             max_step_failures=config.max_step_failures,
             is_async=config.async_scheduling and obstacle is None,
         )
+        self._disk = self._open_disk(loaded, report)
         for name, path in config.lora_adapters.items():
             self._load_configured(name, path)
+
+    def _load(self, report: Callable[[str], None]) -> Loaded:
+        """Load the model, and start the other processes of tensor parallelism."""
+        if self._config.tensor_parallel_size == 1:
+            return load(self._config, self._hook, report)
+        # torch.distributed is imported only if it is used.
+        from nereid_backend.parallel.load_sharded import load_sharded
+
+        loaded, self._ranks = load_sharded(self._config, self._hook, report)
+        return loaded
 
     def step(self) -> list[RequestUpdate]:
         """Plan a step, run the step, and return the new tokens of its sequences.
@@ -123,13 +147,18 @@ class Engine:
             output token of "a" and the next output token of "b".
 
         Raises:
-            EngineError: if the device is lost, or if max_step_failures steps in a row have failed.
-                After this error, the engine cannot be used any more.
+            EngineError: if the device or a process of tensor parallelism is lost, or if
+                max_step_failures steps in a row have failed. After this error, the engine cannot be
+                used any more.
         """
+        if self._ranks is not None:
+            self._ranks.check()
         self._start_prepared()
         updates = self._loop.step()
+        if self._disk is not None:
+            self._disk.save()
         if not updates and self._scheduler.num_running == 0:
-            self._pending_grammars.wait(_GUIDE_WAIT_S)
+            self._wait_for_preparation()
         return updates
 
     def add_request(
@@ -137,6 +166,7 @@ class Engine:
         request_id: str,
         prompt_token_ids: abc.Sequence[int],
         params: SamplingParams | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         """Add a request. Later calls of `step` compute its tokens.
 
@@ -144,20 +174,24 @@ class Engine:
             request_id: an id that no unfinished request has.
             prompt_token_ids: at least one token id. All ids must be less than info.vocab_size.
             params: the sampling parameters; None selects the defaults.
+            images: the images of the prompt; None if it has none.
 
         Raises:
-            RequestError: if the request is invalid.
+            RequestError: if the request is invalid, or if it has images and the model accepts none.
             CapacityError: if max_num_waiting requests are waiting already.
         """
         params = params or SamplingParams()
         token_ids = self._check_request(request_id, prompt_token_ids, params)
         sequence = self._make_sequence(request_id, token_ids, params)
+        if images is not None:
+            sequence.images = self._accept_images(images)
+        is_reading = self._disk is not None and self._disk.begin(sequence)
         if _needs_guide(params):
             future = self._load_guides().prepare(params, sequence.stop_token_ids)
             self._pending_grammars.add(request_id, future)
             self._scheduler.add(sequence, is_prepared=False)
         else:
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, is_prepared=not is_reading)
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter. Requests can then select the adapter with `lora_name`.
@@ -262,10 +296,13 @@ class Engine:
         self._scheduler.abort(request_id, index)
         if not self._scheduler.is_preparing(request_id):
             self._pending_grammars.drop(request_id)
+            if self._disk is not None:
+                self._disk.cancel(request_id)
 
     def has_work(self) -> bool:
-        """Return whether the next call of `step` would compute tokens or return updates."""
-        return self._scheduler.has_work()
+        """Return whether the next call of `step` would compute tokens, return updates or fail."""
+        has_lost_rank = self._ranks is not None and self._ranks.has_lost_rank
+        return self._scheduler.has_work() or has_lost_rank
 
     def generate(
         self,
@@ -287,10 +324,73 @@ class Engine:
             self._decode = load_decoder(self._config.model)
         return generate(self, prompt_token_ids, params, self._decode)
 
+    def chat(
+        self, messages: abc.Sequence[abc.Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer the messages of a chat, which may contain images.
+
+        The checkpoint's own processor renders and tokenises the messages and prepares the images.
+        If the checkpoint has no chat template, the prompt consists of the images and the texts.
+
+        Example of a message: {"role": "user", "content": [{"type": "image_url", "image_url":
+        {"url": "data:image/png;base64,..."}}, {"type": "text", "text": "What is this?"}]}.
+
+        Args:
+            messages: messages in the shape of OpenAI's chat completions. An image part has the type
+                "image_url" or "image". The image is a data URL, the bytes of an image file or an
+                image of Pillow.
+            params: the sampling parameters; None selects the defaults.
+
+        Raises:
+            RequestError: if a message, an image or a parameter is invalid, if the model accepts no
+                images, or if the engine has other requests.
+            ModelError: if the processor needs a package that is not installed.
+        """
+        prompt = self.image_prompt(messages)
+        if self._decode is None:
+            self._decode = load_decoder(self._config.model)
+        add = partial(self.add_request, images=prompt.images)
+        return generate(self, [prompt.token_ids], params, self._decode, add)[0]
+
+    def image_prompt(self, messages: abc.Sequence[abc.Mapping[str, Any]]) -> ImagePrompt:
+        """Return the token ids and the images of a chat, for `add_request`.
+
+        Args:
+            messages: as in `chat`.
+
+        Raises:
+            RequestError: if a message or an image is invalid, or if the model accepts no images.
+            ModelError: if the processor needs a package that is not installed.
+        """
+        if self._images.reason:
+            raise RequestError(f"messages: images are refused, because {self._images.reason}")
+        if self._processor is None:
+            folder = Path(checkpoint_folder(self._config.model))
+            self._processor = ChatProcessor(folder, self._images.config)
+        return self._processor.prepare(messages)
+
+    def _accept_images(self, images: ImageInputs) -> ImageInputs:
+        """Return the images of a prompt on the device of the model.
+
+        Raises:
+            RequestError: if the model accepts no images.
+        """
+        if self._images.reason:
+            raise RequestError(f"messages: images are refused, because {self._images.reason}")
+        if not self._images.shares_blocks:
+            # The blocks of this sequence contain no keys and values, so no other prompt may use
+            # them, also not for the text before the first image.
+            images = replace(images, first_token=0)
+        return self._place_images(images)
+
     def close(self) -> None:
-        """Stop the grammar threads and unregister the attention function from transformers."""
+        """Stop the other threads and processes, and unregister the engine from transformers."""
+        if self._disk is not None:
+            self._disk.close()
         if self._guides is not None:
             self._guides.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self._hook.remove()
 
     @property
@@ -330,9 +430,11 @@ class Engine:
         """Return the reason why async scheduling is impossible, or None if it is possible."""
         if self._scheduler.lookup is not None:
             return "speculative decoding needs the last token before it can propose draft tokens"
+        if self._images.name not in ("", "packed"):
+            return "images need a forward path that computes one sequence at a time"
         if self.info.path != "packed":
             return (
-                "it requires the execution path packed, but this model uses the execution path "
+                "it requires the forward path packed, but this model uses the forward path "
                 f"{self.info.path}"
             )
         return None
@@ -356,16 +458,54 @@ class Engine:
         return self._guides
 
     def _start_prepared(self) -> None:
-        """Start the requests whose grammar is compiled. End the requests whose grammar failed."""
+        """Start the requests whose grammar is compiled and whose cached prefix is read from disk.
+
+        End the requests whose grammar failed.
+        """
         self.compiled = []
+        for request_id in self._disk.take_ready() if self._disk is not None else ():
+            if request_id not in self._pending_grammars:
+                self._scheduler.start(request_id, None)
         for request_id, future, added in self._pending_grammars.take_done():
             self.compiled.append((request_id, added, time.monotonic()))
+            if self._disk is not None:
+                self._disk.finish(request_id)
             error = future.exception()
             if error is None:
                 self._scheduler.start(request_id, future.result())
             else:
                 is_refused = isinstance(error, RequestError)
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
+
+    def _wait_for_preparation(self) -> None:
+        """Wait some milliseconds for a cached prefix on disk or for a grammar."""
+        if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
+            self._pending_grammars.wait(_GUIDE_WAIT_S)
+
+    def _open_disk(self, loaded: Loaded, report: Callable[[str], None]) -> DiskTier | None:
+        """Return the prefix cache on disk; None if it is not configured or not possible.
+
+        Raises:
+            ConfigError: if the folder cannot be used.
+        """
+        config, cache = self._config, self._scheduler.cache
+        if config.prefix_cache_disk is None:
+            return None
+        reason = None
+        if cache is None:
+            reason = f"{self.info.architecture} has no prefix cache"
+        elif config.tensor_parallel_size > 1:
+            reason = "it does not support tensor parallelism"
+        if cache is None or reason is not None:
+            report(f"The prefix cache on disk (prefix_cache_disk) is off, because {reason}.")
+            return None
+        try:
+            return open_disk_tier(config, self.info, cache, loaded.path)
+        except OSError as error:
+            self._hook.remove()
+            raise ConfigError(
+                f"prefix_cache_disk: the folder {config.prefix_cache_disk} cannot be used: {error}."
+            ) from error
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         """Return the token ids of a prompt as a list of Python integers.

@@ -9,6 +9,7 @@ NereidError
 ├── ModelError            the checkpoint is missing or broken, or this engine cannot run it
 │   └── UnsupportedModelError   the engine does not support the checkpoint's architecture
 └── EngineError           the engine failed: a bug or a broken device, not the request
+    └── LostRankError     a process of tensor parallelism ended, so no step can be computed
 
 A message names the value, the limit and the remedy. If one field or setting is wrong, the message
 begins with the name of the field or setting and a colon, and the HTTP frontend reads the name from
@@ -46,6 +47,10 @@ class UnsupportedModelError(ModelError):
 
 class EngineError(NereidError):
     """A step of the engine failed."""
+
+
+class LostRankError(EngineError):
+    """A process that computes a part of the model has ended. The engine cannot continue."""
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
-from nereid_backend.errors import EngineError, is_lost_device
+from nereid_backend.errors import EngineError, LostRankError, is_lost_device
 from nereid_backend.runner import Runner, RunningStep
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class StepLoop:
             runner: executes the plans.
             max_step_failures: the number of consecutive failed steps after which the engine ends.
             is_async: whether the next step starts before the tokens of the current step are read.
-                If True, the scheduler must not propose draft tokens, and the runner's execution
+                If True, the scheduler must not propose draft tokens, and the runner's forward
                 path must support pending chunks.
         """
         self.started: list[tuple[str, float]] = []
@@ -157,7 +157,10 @@ class StepLoop:
 
         Raises:
             EngineError: the GPU is lost, or too many consecutive steps have failed.
+            LostRankError: a process of tensor parallelism has ended.
         """
+        if isinstance(error, LostRankError):
+            raise error
         logger.error("A step with %d sequences failed.", len(plan.chunks), exc_info=error)
         message = f"the engine failed: {type(error).__name__}: {error}"
         self._num_failures += 1

@@ -23,6 +23,9 @@ GROUP_SIZES = {4: 32, 8: 64}
 # The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
 # this scale, so that no number is divided by zero.
 _MIN_SCALE = 2.0**-24
+# The largest integers: weights of 8 bits are signed, and weights of 4 bits are unsigned.
+_MAX_INT8 = 127
+_MAX_UINT4 = 15
 # The number of rows that are quantised at a time. It limits the memory for float32 copies.
 _ROWS = 1024
 
@@ -80,9 +83,14 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the size of a model's parameters and buffers in bytes. Shared memory counts once."""
+    """Return the size of a model's parameters and buffers in bytes. Shared memory counts once.
+
+    If a weight is divided over several processes, only the part of this process counts.
+    """
     sizes: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
         if not tensor.is_mkldnn:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -93,20 +101,22 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     """Quantise some rows of a float32 weight, [num_rows, in_features]; see `quantise_weight`."""
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
-    # [num_rows, groups, size]. The padding of the last group does not change its scale, because
-    # both ranges below include 0.
+    # [num_rows, groups, size]. The padding of the last group does not change its scale, because the
+    # range of numbers of every group includes 0.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
     # `_as_float16` replaces scales of 0, so that no number is divided by 0.
     if bits == 8:
-        scales = _as_float16(groups.abs().amax(2) / 127)
-        values = (groups / scales.unsqueeze(2)).round().clamp(-127, 127).to(torch.int8)
+        scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
+        values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
+        values = values.to(torch.int8)
     else:
         lowest = groups.amin(2).clamp(max=0)
-        scales = _as_float16((groups.amax(2).clamp(min=0) - lowest) / 15)
-        zeros = (-lowest / scales).round().clamp(0, 15)
+        highest = groups.amax(2).clamp(min=0)
+        scales = _as_float16((highest - lowest) / _MAX_UINT4)
+        zeros = (-lowest / scales).round().clamp(0, _MAX_UINT4)
         values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
-        values = values.round().clamp(0, 15).to(torch.uint8)
+        values = values.round().clamp(0, _MAX_UINT4).to(torch.uint8)
     return QuantisedWeight(values.flatten(1)[:, :num_inputs], scales, zeros)
 
 

@@ -3,24 +3,28 @@
 
 The stages are:
 
-    weights -> execution path -> KV cache -> compiled forward pass and CUDA graphs -> runner
+    weights -> forward path -> KV cache -> compiled forward pass and CUDA graphs -> runner
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.lora.adapter_store import AdapterStore
+from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (
     use_compiled_forward,
     use_decode_graphs,
@@ -28,6 +32,7 @@ from nereid_backend.model.accelerate_path import (
 )
 from nereid_backend.model.activation_memory import measure_activations
 from nereid_backend.model.adaptable_layers import find_adaptable_layers
+from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.limits import (
     MemoryPlan,
@@ -42,6 +47,7 @@ from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling
+from nereid_backend.vision.image_tensors import place_images
 
 # The default number of tokens in one step. It is large enough for fast matrix products. Longer
 # steps would only make running requests wait longer.
@@ -55,13 +61,16 @@ class Loaded:
     Attributes:
         runner: runs the steps.
         info: the description of the model and of how it runs.
-        spec: the description of the execution path of the model.
+        spec: the description of the forward path of the model.
         attention_window: the windows of the attention layers; None if a layer attends to all
             earlier tokens.
         num_states: the number of recurrent states that fit into the memory; 0 if the model has no
             snapshots of its states.
+        path: the forward path of the model.
         make_adapter_store: creates the store of LoRA adapters. The argument is a function that
             returns the adapters of all unfinished requests.
+        images: how the model computes prompts with images.
+        place_images: moves the images of a prompt to the device of the model.
     """
 
     runner: Runner
@@ -69,10 +78,13 @@ class Loaded:
     spec: PathSpec
     attention_window: AttentionWindow | None
     num_states: int
+    path: ForwardPath
     make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
+    images: ImageSupport
+    place_images: Callable[[ImageInputs], ImageInputs]
 
 
-class _StageClock:
+class StageClock:
     """Measures the durations of the stages of loading.
 
     Attributes:
@@ -90,29 +102,72 @@ class _StageClock:
         self._stage_start = now
 
 
-def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:
-    """Load a checkpoint, choose its execution path, and allocate the KV cache.
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose weights are loaded and whose forward path is chosen.
 
-    Args:
-        config: the settings.
-        hook: the engine's entry in transformers' attention interface.
-        progress: called with one line for each slow operation.
-
-    Raises:
-        ConfigError: if the machine or the model does not support the settings.
-        ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
+    Attributes:
+        checkpoint: the model.
+        chosen: the forward path.
+        adaptable: the linear layers that LoRA adapters can change, by name.
+        images: how the model computes prompts with images.
+        cache_budget: returns the memory for the KV cache in bytes. The argument is the memory of
+            one step in bytes.
     """
-    clock = _StageClock()
-    torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
+
+    checkpoint: Checkpoint
+    chosen: ChosenPath
+    adaptable: dict[str, LayerSizes]
+    images: ImageSupport
+    cache_budget: Callable[[int], int]
+
+
+OpenModel = Callable[[EngineConfig, AttentionHook, Progress, StageClock], OpenedModel]
+
+
+def open_model(
+    config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
+) -> OpenedModel:
+    """Read the weights of a model, and choose its forward path. See `load` for the arguments."""
     device = choose_device(config.device)
-    _warn_about_experiments(config, device, progress)
     checkpoint = load_weights(config, device, hook, progress)
     adaptable = find_adaptable_layers(checkpoint) if config.lora_memory else {}
     clock.end("weights")
     progress("comparing the logits of the engine with those of the unmodified model")
     chosen = choose_path(checkpoint, hook, config, progress)
-    spec = chosen.spec
+    images = choose_image_path(
+        checkpoint, Path(checkpoint_folder(config.model)), chosen.spec, config.block_size, progress
+    )
     clock.end("self-check")
+    cache_budget = partial(kv_cache_budget, config, device)
+    return OpenedModel(checkpoint, chosen, adaptable, images, cache_budget)
+
+
+def load(
+    config: EngineConfig,
+    hook: AttentionHook,
+    progress: Progress,
+    open_model: OpenModel = open_model,
+) -> Loaded:
+    """Load a checkpoint, choose its forward path, and allocate the KV cache.
+
+    Args:
+        config: the settings.
+        hook: the engine's entry in transformers' attention interface.
+        progress: called with one line for each slow operation.
+        open_model: reads the weights and chooses the path. By default, this process computes the
+            whole model.
+
+    Raises:
+        ConfigError: if the machine or the model does not support the settings.
+        ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
+    """
+    clock = StageClock()
+    torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
+    device = choose_device(config.device)
+    _warn_about_experiments(config, device, progress)
+    opened = open_model(config, hook, progress, clock)
+    checkpoint, chosen, spec = opened.checkpoint, opened.chosen, opened.chosen.spec
     num_tokens = _tokens_per_step(config, device)
     activations = measure_activations(
         checkpoint,
@@ -121,7 +176,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         num_seqs=config.max_num_seqs,
         block_size=config.block_size,
     )
-    memory = _plan_memory(config, checkpoint, chosen, num_tokens, activations or 0)
+    memory = _plan_memory(config, opened, num_tokens, opened.cache_budget(activations or 0))
     weights_bytes = checkpoint.weights_bytes
     progress(describe_memory(config, memory, weights_bytes, activations, num_tokens, spec.layers))
     sizes = Sizes(
@@ -143,18 +198,21 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         use_decode_graphs(path, checkpoint, chosen, compiled, sizes, activations or 0, progress)
     clock.end("graphs")
     return Loaded(
-        _runner(config, device, path, progress),
+        _runner(config, device, opened.images.add(path), progress),
         _describe(config, checkpoint, memory, chosen, clock.seconds, num_tokens),
         spec,
         attention_window_of(spec.layers),
         memory.num_states if spec.has_snapshots else 0,
+        path,
         partial(
             AdapterStore,
             checkpoint.adapters,
-            adaptable,
+            opened.adaptable,
             torch.empty(0, dtype=checkpoint.model.dtype, device=device),
             config.lora_memory,
         ),
+        opened.images,
+        partial(place_images, device=device, dtype=checkpoint.model.dtype),
     )
 
 
@@ -178,20 +236,19 @@ def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
 
 def _plan_memory(
     config: EngineConfig,
-    checkpoint: Checkpoint,
-    chosen: ChosenPath,
+    opened: OpenedModel,
     num_tokens: int,
-    activations: int,
+    num_bytes: int,
 ) -> MemoryPlan:
     """Determine the size of the KV cache.
 
-    A step computes at most `num_tokens` tokens and needs `activations` bytes of memory.
+    A step computes at most `num_tokens` tokens. The KV cache gets at most `num_bytes` bytes.
 
     Raises:
         ConfigError: if the memory or the model does not allow the settings.
     """
-    spec = chosen.spec
-    itemsize, scale_bytes = checkpoint.model.dtype.itemsize, 0
+    spec = opened.chosen.spec
+    itemsize, scale_bytes = opened.checkpoint.model.dtype.itemsize, 0
     if config.kv_cache_dtype != "auto":
         # Numbers have 8 bits, and each vector has a scale.
         itemsize, scale_bytes = 1, torch.float32.itemsize
@@ -205,8 +262,8 @@ def _plan_memory(
         config,
         bytes_per_token=spec.bytes_per_token + layer_bytes,
         bytes_per_sequence=spec.bytes_per_sequence,
-        limit=chosen.limit,
-        num_bytes=kv_cache_budget(config, checkpoint.device, activations),
+        limit=opened.chosen.limit,
+        num_bytes=num_bytes,
         max_sequence_blocks=max_sequence_blocks,
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
@@ -215,7 +272,7 @@ def _plan_memory(
 def _runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of the path, with the GPU sampling kernel if it is enabled and works."""
+    """Return the runner of a forward path. It has the GPU sampling kernel if that is usable."""
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_not(device)
         if reason is None:
@@ -257,7 +314,7 @@ def _describe(
 
 
 def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: ChosenPath) -> str:
-    """Return the name of the attention implementation that the path uses."""
+    """Return the name of the attention implementation that the forward path uses."""
     if chosen.spec.name not in ("packed", "rows"):
         return "eager"
     kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)

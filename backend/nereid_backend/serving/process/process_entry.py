@@ -31,6 +31,7 @@ from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 from nereid_backend.serving.process.inbox import Inbox
 
 _PARENT_POLL_S = 0.5
+_IDLE_POLL_S = 0.5
 # Python collects garbage when the number of new objects that still exist exceeds this number. A
 # step of 256 sequences creates about 2,000 objects, and deletes them before the next step. With
 # Python's default of 700, each step would contain a collection of 0.1 to 0.3 ms.
@@ -116,8 +117,9 @@ def _run(service: Service, channel: Channel) -> int:
     """Handle messages and advance the work until the message "stop". Return the exit code."""
     inbox = Inbox(channel)
     while True:
-        # Without work, wait for a message. With work, read only the messages that have arrived.
-        for kind, *values in inbox.receive(0 if service.has_work() else None):
+        # With work, read only the messages that have arrived. Without work, wait for a message, but
+        # check regularly whether a process of the model has died, which is reported as work.
+        for kind, *values in inbox.receive(0 if service.has_work() else _IDLE_POLL_S):
             if kind == "stop":
                 return 0
             service.handle(kind, values)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses models and settings that do not work with tensor parallelism, before loading begins."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+from nereid_backend.checkpoint import check_files, model_class, read_config
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
+from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError, UnsupportedModelError
+
+# The last part of the names of the linear layers that compute keys, alone or with other outputs.
+_KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def check_settings(config: EngineConfig, device: torch.device) -> None:
+    """Check the settings of the engine and the number of GPUs.
+
+    Args:
+        config: the settings. tensor_parallel_size is larger than 1.
+        device: the device of rank 0.
+
+    Raises:
+        ConfigError: if a setting cannot be combined with tensor_parallel_size, or if there are too
+            few GPUs.
+    """
+    size = config.tensor_parallel_size
+    are_changed = {
+        "weight_dtype": config.weight_dtype != "auto",
+        "compile_forward": config.compile_forward,
+        "measure_attention": config.measure_attention,
+        "async_scheduling": config.async_scheduling,
+        "lora_adapters": bool(config.lora_adapters),
+    }
+    for name, is_changed in are_changed.items():
+        if is_changed:
+            raise ConfigError(
+                f"{name}: this setting cannot be combined with tensor_parallel_size={size}. Remove "
+                f"{name}, or set tensor_parallel_size=1."
+            )
+    if device.type == "cpu":
+        if torch.cuda.is_available():
+            raise ConfigError(
+                f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
+                "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
+                "variable CUDA_VISIBLE_DEVICES."
+            )
+        return
+    if config.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device: the value must be auto or cuda if tensor_parallel_size is {size}, but it is "
+            f"{config.device}. To select GPUs, set the environment variable CUDA_VISIBLE_DEVICES."
+        )
+    if size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size: the value is {size}, but torch finds "
+            f"{torch.cuda.device_count()} GPUs."
+        )
+
+
+def check_checkpoint(config: EngineConfig) -> None:
+    """Check that transformers can divide the model of a checkpoint. No weight is read.
+
+    Raises:
+        ModelError: if the checkpoint is damaged.
+        UnsupportedModelError: if the architecture cannot be divided, or the weights are quantised.
+        ConfigError: if the number of heads is not a multiple of tensor_parallel_size.
+    """
+    size = config.tensor_parallel_size
+    folder = Path(checkpoint_folder(config.model))
+    check_files(folder)
+    model_config = read_config(folder, config.trust_remote_code)
+    if (folder / GGUF_LINK).is_file() or quantisation_settings(model_config) is not None:
+        raise UnsupportedModelError(
+            f"quantised weights cannot be combined with tensor_parallel_size={size}. Use a "
+            "checkpoint that is not quantised, or set tensor_parallel_size=1."
+        )
+    architecture = (getattr(model_config, "architectures", None) or [model_config.model_type])[0]
+    plan = _tensor_parallel_plan(model_config)
+    unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
+    if not plan or unknown_styles:
+        reason = f"a plan with the unknown styles {unknown_styles}" if plan else "no plan"
+        raise UnsupportedModelError(
+            f"{architecture} cannot be combined with tensor_parallel_size={size}, because "
+            f"transformers {transformers.__version__} has {reason} for dividing this architecture "
+            "(base_model_tp_plan). Set tensor_parallel_size=1."
+        )
+    _check_heads(model_config.get_text_config(decoder=True), plan, size)
+
+
+def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
+    """Return the plan of a model: the style in which each layer or weight is divided, by name.
+
+    Example of an item: "model.layers.*.self_attn.q_proj" has the style "colwise". The plan is empty
+    if transformers has no plan or no class for the model.
+    """
+    found_class = model_class(config)
+    if found_class is None:
+        return {}
+    with torch.device("meta"):
+        model: Any = found_class(config)
+    # Every architecture has a plan for its output layer, even if it has no other plan.
+    plan: dict[str, str] = model.tp_plan
+    return plan if set(plan) - {"lm_head"} else {}
+
+
+def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
+    """Raise a ConfigError if the heads of attention cannot be divided into `size` equal parts."""
+    colwise = {name.rsplit(".", 1)[-1] for name, style in plan.items() if style == "colwise"}
+    counts: dict[str, object] = {}
+    if colwise & {*_KEY_LAYERS, "q_proj", "q_b_proj"}:
+        counts["num_attention_heads"] = getattr(config, "num_attention_heads", None)
+    if colwise & set(_KEY_LAYERS):
+        counts["num_key_value_heads"] = getattr(config, "num_key_value_heads", None)
+    for name, count in counts.items():
+        if isinstance(count, int) and count % size:
+            raise ConfigError(
+                f"tensor_parallel_size: the value must divide the model's {name}, which is "
+                f"{count}, but it is {size}. Each GPU computes an equal number of heads."
+            )

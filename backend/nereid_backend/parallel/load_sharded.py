@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a model that is divided over several processes.
+
+The ranks load and probe their parts of the model at the same time. From then on, only rank 0 runs
+the code of the engine. Each forward pass of rank 0 is also computed by the other ranks:
+
+    rank 0   plan, send | forward pass | sampling     (ShardedPath)
+    rank n     receive  | forward pass |              (rank_process.py)
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.checkpoint import Checkpoint, Progress, choose_device, load_checkpoint
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import StepPlan
+from nereid_backend.errors import UnsupportedModelError, first_line
+from nereid_backend.model.choose_image_path import ImageSupport
+from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
+from nereid_backend.model.limits import kv_cache_budget, model_limit, usable_cpus
+from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
+from nereid_backend.model.weight_memory import check_weight_memory
+from nereid_backend.parallel.check_support import check_checkpoint, check_settings
+from nereid_backend.parallel.plan_messages import PlanEncoder
+from nereid_backend.parallel.ranks import Ranks
+from nereid_backend.parallel.shard import Shard, load_shard
+from nereid_backend.paths.model_call import Sizes, UnfitError
+from nereid_backend.runner import ForwardPath
+
+
+class ShardedPath:
+    """The forward path `packed` of rank 0, which the other ranks compute at the same time."""
+
+    def __init__(self, path: ForwardPath, ranks: Ranks) -> None:
+        """Create the path from rank 0's own path. The other ranks have built their own paths."""
+        self._path = path
+        self._ranks = ranks
+        self._encoder = PlanEncoder()
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute the logits of a step on all ranks; see `ForwardPath.forward`.
+
+        Raises:
+            LostRankError: if a rank has ended or has failed.
+        """
+        with self._ranks.computing():
+            self._ranks.send("step", self._encoder.encode(plan))
+            return self._path.forward(plan, sampled)
+
+    def clear(self, sequence: Sequence) -> None:
+        """Set the blocks of a sequence to zero on all ranks; see `ForwardPath.clear`."""
+        self._ranks.send("clear", sequence.block_table)
+        self._path.clear(sequence)
+
+
+def load_sharded(
+    config: EngineConfig, hook: AttentionHook, progress: Progress
+) -> tuple[Loaded, Ranks]:
+    """Load a model with tensor parallelism.
+
+    Args:
+        config: the settings. tensor_parallel_size is larger than 1.
+        hook: the engine's entry in transformers' attention interface.
+        progress: called with one line for each slow operation.
+
+    Returns:
+        The loaded model, and the processes of the other ranks, which the caller must close.
+
+    Raises:
+        ConfigError: if the machine or the model does not support the settings.
+        ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
+        EngineError: if another rank has failed.
+    """
+    device = choose_device(config.device)
+    check_settings(config, device)
+    check_checkpoint(config)
+    config = _settings_of_ranks(config, device)
+    # The undivided model is loaded into the main memory for the check of the logits.
+    check_weight_memory(config, device)
+    progress(f"tensor parallelism: starting {config.tensor_parallel_size - 1} more processes")
+    ranks = Ranks(config, device)
+    try:
+        return load(config, hook, progress, partial(_open_sharded, ranks)), ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return the settings of each rank.
+
+    The ranks share the CPUs and the memory of the KV cache. Rearranged weights, CUDA graphs and
+    LoRA adapters are not used, because they work only with whole layers.
+    """
+    size = config.tensor_parallel_size
+    memory = config.kv_cache_bytes
+    return replace(
+        config,
+        device=device.type,
+        num_threads=config.num_threads or max(1, usable_cpus() // size),
+        kv_cache_memory=None if memory is None else max(1, memory // size),
+        prepack=False,
+        cuda_graphs=False,
+        lora_memory=0,
+    )
+
+
+def _open_sharded(
+    ranks: Ranks, config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
+) -> OpenedModel:
+    """Load rank 0's part of the model, and check the logits that all ranks compute together."""
+    with ranks.loading():
+        shard = load_shard(config, hook, ranks.rank, progress)
+    clock.end("weights")
+    chosen = _check_logits(ranks, shard, config, hook, progress)
+    clock.end("self-check")
+    progress(_describe_heads(shard, ranks.rank.size))
+    return OpenedModel(
+        shard.checkpoint,
+        chosen,
+        adaptable={},
+        images=ImageSupport(
+            name="",
+            reason=f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
+            config=shard.checkpoint.model.config,
+            add=lambda path: path,
+        ),
+        cache_budget=partial(_smallest_budget, ranks, config),
+    )
+
+
+def _check_logits(
+    ranks: Ranks, shard: Shard, config: EngineConfig, hook: AttentionHook, progress: Progress
+) -> ChosenPath:
+    """Compare the logits of the divided model with those of the undivided model.
+
+    Raises:
+        UnsupportedModelError: if the logits differ.
+    """
+    checkpoint = shard.checkpoint
+
+    def build(sizes: Sizes) -> ForwardPath:
+        ranks.send("build", sizes)
+        return ShardedPath(shard.spec.build(sizes), ranks)
+
+    spec = replace(shard.spec, build=build)
+    progress("comparing the logits of the divided model with those of the undivided model")
+    undivided = _load_undivided(config, hook, checkpoint.model.dtype)
+    trials = Trials(undivided, config)
+    try:
+        spec, difference = try_variants(checkpoint, iter([spec]), trials)
+    except UnfitError as error:
+        raise UnsupportedModelError(
+            f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
+            f"{ranks.rank.size}: {first_line(error)}. Set tensor_parallel_size=1."
+        ) from error
+    progress(f"path: {spec.name}, divided over {ranks.rank.size} processes.")
+    trial = trials.get(spec.layers, is_generated=False)
+    return ChosenPath(spec, difference, model_limit(checkpoint.text_config), trial)
+
+
+def _load_undivided(config: EngineConfig, hook: AttentionHook, dtype: torch.dtype) -> Checkpoint:
+    """Return the undivided model on the CPU, whose logits are the expected ones."""
+    return load_checkpoint(
+        config.model,
+        dtype=str(dtype).removeprefix("torch."),
+        device=torch.device("cpu"),
+        attention=hook.name,
+        progress=lambda _line: None,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
+    """Return the memory for the KV cache of one rank in bytes.
+
+    All ranks have the same number of blocks, so the rank with the least free memory decides.
+
+    Args:
+        ranks: the other ranks.
+        config: the settings of a rank.
+        activations: the memory of one step in bytes.
+    """
+    device = ranks.rank.device
+    ranks.send("budget", activations)
+    budget = ranks.rank.smallest(kv_cache_budget(config, device, activations))
+    if device.type == "cpu" and config.kv_cache_bytes is None:
+        # The ranks take their shares from the same memory.
+        budget //= ranks.rank.size
+    return budget
+
+
+def _describe_heads(shard: Shard, size: int) -> str:
+    """Return one line for the log that describes how attention is divided."""
+    heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
+    described = " or ".join(f"{kv} KV heads and {query} query heads" for kv, query in sorted(heads))
+    num_heads = getattr(shard.checkpoint.text_config, "num_attention_heads", None)
+    note = ""
+    if any(query == num_heads for _, query in heads):
+        note = " The plan of transformers does not divide all attention layers of this model."
+    return (
+        f"tensor parallelism: each of the {size} processes computes {described} in a layer.{note} "
+        "The following sizes are those of one process."
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step plans as messages from rank 0 to the other ranks.
+
+A message contains only what a forward pass needs, and only what the receiver does not know yet.
+Example: a sequence has the block table [7, 2]. After 32 tokens, it gets the block 9. The message of
+the next step contains the sequence's row, the new token, and the block 9.
+"""
+
+from typing import NamedTuple
+
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.step_batch import tokens_of
+
+
+class ChunkMessage(NamedTuple):
+    """A chunk of a step.
+
+    Attributes:
+        row: the row of the chunk's sequence.
+        start: the index of the first token of the chunk in the sequence.
+        token_ids: the tokens of the chunk, followed by its draft tokens.
+        is_first: whether the sequence has just got its row.
+        num_logits: the number of tokens at the end of the chunk whose logits are needed.
+        new_blocks: the blocks at the end of the block table that no earlier message contained.
+        num_dropped_blocks: the number of leading blocks that were freed.
+    """
+
+    row: int
+    start: int
+    token_ids: list[int]
+    is_first: bool
+    num_logits: int
+    new_blocks: list[int]
+    num_dropped_blocks: int
+
+
+class StepMessage(NamedTuple):
+    """The chunks of a step, and the pairs of blocks that are copied before the step."""
+
+    chunks: list[ChunkMessage]
+    copies: list[tuple[int, int]]
+
+
+class PlanEncoder:
+    """Converts the plans of rank 0 into messages."""
+
+    def __init__(self) -> None:
+        """Create an encoder. No block has been sent yet."""
+        # The number of blocks of each row that the messages have contained so far.
+        self._num_sent: dict[int, int] = {}
+
+    def encode(self, plan: StepPlan) -> StepMessage:
+        """Return the message of a plan. The messages must be decoded in the same order."""
+        assert not plan.pending, "asynchronous plans cannot be sent to other ranks"
+        return StepMessage([self._encode(chunk) for chunk in plan.chunks], plan.copies)
+
+    def _encode(self, chunk: Chunk) -> ChunkMessage:
+        sequence = chunk.sequence
+        row = sequence.row
+        assert row is not None
+        num_sent = 0 if chunk.is_first else self._num_sent[row]
+        # A block table only grows. Its freed blocks are replaced by the null block, and the number
+        # of freed blocks is in the message.
+        self._num_sent[row] = max(num_sent, len(sequence.block_table))
+        return ChunkMessage(
+            row,
+            chunk.start,
+            tokens_of(chunk),
+            chunk.is_first,
+            chunk.num_logits,
+            sequence.block_table[num_sent:],
+            sequence.num_dropped_blocks,
+        )
+
+
+class PlanDecoder:
+    """Converts messages back into plans whose forward passes equal those of rank 0."""
+
+    def __init__(self) -> None:
+        """Create a decoder without sequences."""
+        self._sequences: dict[int, Sequence] = {}
+
+    def decode(self, message: StepMessage) -> StepPlan:
+        """Return the plan of a message. Its sequences have only the state of the forward pass."""
+        chunks = [self._decode(chunk) for chunk in message.chunks]
+        return StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks), message.copies)
+
+    def _decode(self, message: ChunkMessage) -> Chunk:
+        if message.is_first:
+            self._sequences[message.row] = empty_sequence()
+        sequence = self._sequences[message.row]
+        sequence.row = message.row
+        sequence.block_table += message.new_blocks
+        sequence.num_dropped_blocks = message.num_dropped_blocks
+        # The tokens before a chunk are unknown if their keys and values are in the prefix cache. No
+        # forward pass reads these tokens.
+        num_missing = message.start - len(sequence.token_ids)
+        sequence.token_ids += [0] * num_missing
+        sequence.token_ids[message.start :] = message.token_ids
+        return Chunk(
+            sequence,
+            message.start,
+            len(message.token_ids),
+            samples=message.num_logits > 0,
+            is_first=message.is_first,
+            num_logits=message.num_logits,
+        )
+
+
+def empty_sequence() -> Sequence:
+    """Return a sequence without tokens and blocks."""
+    return Sequence("", [], SamplingParams(), max_total_tokens=0)

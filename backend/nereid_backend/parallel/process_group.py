@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that compute one model together, as a group of torch.distributed.
+
+The data of a group travels over NCCL between GPUs, and over gloo between processes on CPUs.
+"""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from transformers.integrations import accelerate
+
+# The longest time that a rank waits for the other ranks. The ranks read different parts of the
+# weights, which can take minutes longer on one rank than on another.
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process of a group.
+
+    Attributes:
+        number: the number of the process, from 0.
+        size: the number of processes in the group.
+        device_type: "cpu" or "cuda".
+        store: a file through which the processes find each other.
+    """
+
+    number: int
+    size: int
+    device_type: str
+    store: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the process: the CPU, or the GPU with the number of the process."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.number)
+
+    def join(self) -> None:
+        """Add this process to the group, and wait until all processes have been added."""
+        is_on_gpu = self.device_type == "cuda"
+        if is_on_gpu:
+            torch.cuda.set_device(self.device)
+        else:
+            # All processes run on this machine, so no other network interface is used.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if is_on_gpu else "gloo",
+            store=dist.FileStore(self.store, self.size),  # type: ignore[attr-defined]  # not in __all__
+            rank=self.number,
+            world_size=self.size,
+            timeout=_TIMEOUT,
+            device_id=self.device if is_on_gpu else None,
+        )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let transformers load this rank's part of a model in the context."""
+        # transformers requires the library accelerate for each device map. It calls accelerate only
+        # for maps with several devices, but the map of a rank has one device.
+        with (
+            mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
+            mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
+        ):
+            yield
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest number that a rank passes. All ranks must call this method."""
+        tensor = torch.tensor([number], device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        return int(tensor.item())

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a rank other than rank 0. It computes the forward passes that rank 0 sends.
+
+    python -m nereid_backend.parallel.rank_process FD
+
+FD is the inherited end of a socket pair. The messages are in ranks.py.
+"""
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from nereid_backend.fast_imports import importing
+
+with importing():
+    import torch
+
+    from nereid_backend.attention.interface import AttentionHook
+    from nereid_backend.config import EngineConfig
+    from nereid_backend.errors import NereidError
+    from nereid_backend.model.limits import kv_cache_budget
+    from nereid_backend.parallel.plan_messages import PlanDecoder, empty_sequence
+    from nereid_backend.parallel.process_group import Rank
+    from nereid_backend.parallel.shard import Shard, load_shard
+    from nereid_backend.runner import ForwardPath
+
+log = logging.getLogger("nereid")
+
+
+class RankService:
+    """Computes the work that rank 0 sends.
+
+    Args:
+        config: the settings.
+        rank: this process.
+        shard: this rank's part of the model.
+    """
+
+    def __init__(self, config: EngineConfig, rank: Rank, shard: Shard) -> None:
+        self._config = config
+        self._rank = rank
+        self._shard = shard
+        self._path: ForwardPath | None = None
+        self._decoder = PlanDecoder()
+
+    def handle(self, kind: str, *values: Any) -> None:  # noqa: ANN401 - depends on the message
+        """Handle a message of rank 0."""
+        if kind == "build":
+            self._path = None  # The memory of the previous path must be free.
+            self._path = self._shard.spec.build(*values)
+            self._decoder = PlanDecoder()
+            return
+        if kind == "budget":
+            self._rank.smallest(kv_cache_budget(self._config, self._rank.device, *values))
+            return
+        assert self._path is not None, "the first message builds the path"
+        if kind == "step":
+            self._path.forward(self._decoder.decode(*values))
+        else:
+            sequence = empty_sequence()
+            (sequence.block_table,) = values
+            self._path.clear(sequence)
+
+
+def main() -> NoReturn:
+    """Load this rank's part of the model, and compute until rank 0 ends this process."""
+    # Ctrl-C reaches all processes of the group, but only rank 0 decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Rank 0 logs the same warnings.
+    logging.getLogger().setLevel(logging.ERROR)
+    connection = Connection(int(sys.argv[1]))
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
+    config, rank = messages.get()
+    try:
+        connection.send("started")
+        torch.set_num_threads(config.num_threads)
+        rank.join()
+        shard = load_shard(config, AttentionHook(), rank, lambda _line: None)
+        service = RankService(config, rank, shard)
+        with torch.inference_mode():
+            while True:
+                service.handle(*messages.get())
+    except Exception as error:  # noqa: BLE001 - the process ends here, and rank 0 logs the reason
+        text = str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
+        connection.send(f"failed: {text}")
+    # Exit without Python's cleanup, which would wait for the other ranks.
+    os._exit(1)
+
+
+def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
+    """Queue the messages of rank 0. Exit when rank 0 sends "stop" or has ended.
+
+    A separate thread receives, so that the process also exits while it waits for another rank.
+    """
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        if message == ("stop",):
+            os._exit(0)
+        messages.put(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of the ranks 1, 2, ... and sends them the work of rank 0.
+
+Rank 0 is the engine process. It has the scheduler and the sampler. The other ranks only compute the
+forward passes that rank 0 sends (rank_process.py):
+
+    rank 0 -> rank n    (config, rank), then ("build", sizes), ("step", message), ("clear", blocks),
+                        ("budget", activations), ("stop",)
+    rank n -> rank 0    "started", then nothing, or the reason why the rank has failed
+
+A rank that has lost another rank cannot continue, because each layer needs the results of all
+ranks. If a rank ends, the group cannot be repaired: every later step raises a LostRankError.
+"""
+
+import contextlib
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError, EngineError, LostRankError
+from nereid_backend.parallel.process_group import Rank
+
+_MODULE = "nereid_backend.parallel.rank_process"
+_STARTED = "started"
+_EXIT_TIMEOUT_S = 5.0
+# The longest time in seconds from an error in rank 0 until the death of another rank is noticed.
+_NOTICE_TIMEOUT_S = 2.0
+
+
+class Ranks:
+    """Rank 0's view of the processes that compute a model together.
+
+    Attributes:
+        rank: rank 0, which is this process.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        """Start the other ranks, and wait until all ranks form a group.
+
+        Args:
+            config: the settings. tensor_parallel_size is the number of ranks.
+            device: the device of rank 0.
+
+        Raises:
+            ConfigError: if this process already belongs to a group of torch.distributed.
+            EngineError: if a process cannot be started.
+        """
+        if dist.is_initialized():
+            raise ConfigError(
+                "tensor_parallel_size: this process already uses torch.distributed. Close the "
+                "other engine before you create an engine with tensor parallelism."
+            )
+        self._folder = tempfile.mkdtemp(prefix="nereid-ranks-")
+        size = config.tensor_parallel_size
+        self.rank = Rank(0, size, device.type, os.path.join(self._folder, "store"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._failure = ""
+        self._has_failed = threading.Event()
+        self._is_closing = False
+        try:
+            for number in range(1, size):
+                self._start(config, Rank(number, size, device.type, self.rank.store))
+            for number, connection in enumerate(self._connections, 1):
+                self._await_start(number, connection)
+            threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+            self.rank.join()
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, *message: object) -> None:
+        """Send a message to all other ranks. Do nothing if a rank has ended.
+
+        The caller notices the end of a rank at its next step.
+        """
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(packed)
+
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether another rank has failed or ended."""
+        return bool(self._failure)
+
+    def check(self) -> None:
+        """Raise a LostRankError if a rank has ended."""
+        if self._failure:
+            raise LostRankError(self._failure)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run a forward pass that all ranks compute at the same time.
+
+        Raises:
+            LostRankError: if the forward pass fails. The ranks may then have computed different
+                layers, so they cannot compute another step together.
+        """
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            self._has_failed.wait(_NOTICE_TIMEOUT_S)
+            own = f"rank 0 of the model failed: {type(error).__name__}: {error}"
+            raise LostRankError(self._failure or own) from error
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Run a part of loading that all ranks run at the same time.
+
+        Raises:
+            EngineError: if rank 0 fails because another rank has failed. Errors of rank 0 itself
+                are raised unchanged.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._has_failed.wait(_NOTICE_TIMEOUT_S)
+            # If all ranks fail for the same reason, the error of rank 0 contains this reason.
+            if self._failure and not self._failure.endswith(str(error)):
+                raise EngineError(self._failure) from error
+            raise
+
+    def close(self) -> None:
+        """End the other ranks, and remove this process from the group."""
+        self._is_closing = True
+        self.send("stop")
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_EXIT_TIMEOUT_S)
+        for connection in self._connections:
+            connection.close()
+        if dist.is_initialized():
+            if self._failure:
+                distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, config: EngineConfig, rank: Rank) -> None:
+        """Start the process of a rank."""
+        parent_end, child_end = socket.socketpair()
+        # An embedded Python may not know its path.
+        python = sys.executable or shutil.which("python3") or "python3"
+        process = subprocess.Popen(
+            [python, "-m", _MODULE, str(child_end.fileno()), f"rank {rank.number}"],
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        child_end.close()
+        connection = Connection(parent_end.detach())
+        self._processes.append(process)
+        self._connections.append(connection)
+        connection.send((config, rank))
+
+    def _await_start(self, number: int, connection: Connection) -> None:
+        """Wait until a rank has imported its libraries. Raise an EngineError if it ends."""
+        try:
+            message = connection.recv()
+        except EOFError:
+            message = self._death(number)
+        if message != _STARTED:
+            raise EngineError(f"rank {number} of the model {message}")
+
+    def _watch(self) -> None:
+        """Wait until a rank fails or ends, and record the reason."""
+        numbers = {connection: number for number, connection in enumerate(self._connections, 1)}
+        with contextlib.suppress(OSError):
+            (connection, *_) = multiprocessing.connection.wait(self._connections)
+            assert isinstance(connection, Connection)
+            try:
+                reason = str(connection.recv())
+            except (EOFError, OSError):
+                reason = "" if self._is_closing else self._death(numbers[connection])
+            if self._is_closing:
+                return
+            self._failure = f"rank {numbers[connection]} of the model {reason}"
+            self._has_failed.set()
+            if self.rank.device_type == "cuda":
+                # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
+                distributed_c10d._abort_process_group()
+
+    def _death(self, number: int) -> str:
+        """Return how the process of a rank has ended, such as "ended (signal 9)"."""
+        try:
+            code = self._processes[number - 1].wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"

@@ -12,7 +12,8 @@ METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
 ARGS ?=
 MINUTES ?= 10
-TEST_PROCESSES ?= 2
+# One more than two cores, because tests wait for servers. Each process and its servers use up to 4 GB of memory.
+TEST_PROCESSES ?= 3
 CALL ?= checks
 WHEELS ?=
 # The GPU benchmarks need no .venv. PYTHON=... on the command line selects another interpreter.
@@ -48,7 +49,7 @@ $(STAMP): $(MANIFESTS)
 serve: setup ## Serve the demo models, or the chat model in MODEL=/path, with the Triton server and the OpenAI frontend
 	@exec $(BIN)/nereid serve $(if $(MODEL),--model $(MODEL)) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
 
-test: setup ## Run the tests that need no GPU, including those with a real Triton server, in two processes
+test: setup ## Run the tests that need no GPU, including those with a real Triton server, in three processes
 	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-long: setup ## Run what `make test` leaves out because of its duration: all kernel shapes, all architectures, a soak

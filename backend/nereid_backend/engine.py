@@ -29,6 +29,7 @@ from nereid_backend.disk_tier import DiskTier, open_disk_tier
 from nereid_backend.errors import CapacityError, ConfigError, ModelError, RequestError
 from nereid_backend.model.startup import Loaded, load
 from nereid_backend.offline import generate
+from nereid_backend.runner import ForwardPath
 from nereid_backend.sampling.logits_processor import check_token_ids
 from nereid_backend.step_loop import StepLoop
 from nereid_backend.text.load_decoder import load_decoder
@@ -119,7 +120,7 @@ class Engine:
             max_step_failures=config.max_step_failures,
             is_async=config.async_scheduling and obstacle is None,
         )
-        self._disk = self._open_disk(loaded, report)
+        self._disk = self._open_disk(loaded.path, report)
         for name, path in config.lora_adapters.items():
             self._load_configured(name, path)
 
@@ -482,7 +483,7 @@ class Engine:
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
             self._pending_grammars.wait(_GUIDE_WAIT_S)
 
-    def _open_disk(self, loaded: Loaded, report: Callable[[str], None]) -> DiskTier | None:
+    def _open_disk(self, path: ForwardPath, report: Callable[[str], None]) -> DiskTier | None:
         """Return the prefix cache on disk; None if it is not configured or not possible.
 
         Raises:
@@ -500,7 +501,7 @@ class Engine:
             report(f"The prefix cache on disk (prefix_cache_disk) is off, because {reason}.")
             return None
         try:
-            return open_disk_tier(config, self.info, cache, loaded.path)
+            return open_disk_tier(config, self.info, cache, path)
         except OSError as error:
             self._hook.remove()
             raise ConfigError(

@@ -102,6 +102,21 @@ class KVCache:
         for tensor in self.tensors():
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
+    def read_block(self, block: int) -> bytes:
+        """Return the content of a block, with the bytes of all tensors one after another."""
+        parts = [tensor[block].reshape(-1).view(torch.uint8) for tensor in self.tensors()]
+        return torch.cat(parts).cpu().numpy().tobytes()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Set the content of a block, which `read_block` has returned. Mutates: this cache."""
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        start = 0
+        for tensor in self.tensors():
+            part = tensor[block]
+            end = start + part.numel() * part.element_size()
+            part.copy_(data[start:end].clone().view(tensor.dtype).view(part.shape))
+            start = end
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill some blocks with zeros. Mutates: this cache."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)

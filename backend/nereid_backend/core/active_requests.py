@@ -81,14 +81,15 @@ class ActiveRequests:
         if is_prepared:
             self._enqueue(request)
 
-    def start(self, request_id: str, guide: Guide) -> None:
+    def start(self, request_id: str, guide: Guide | None) -> None:
         """Attach a guide to a request and put the request into the waiting queue.
 
         Do nothing if the request has ended.
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            guide: the guide of the first sequence. Every other sequence gets a fork of `guide`.
+            guide: the guide of the first sequence; None if the request has no grammar. Every other
+                sequence gets a fork of `guide`.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -96,7 +97,7 @@ class ActiveRequests:
         request.is_prepared = True
         leader, *others = request.sequences.values()
         for other in others:
-            other.guide = guide.fork()
+            other.guide = None if guide is None else guide.fork()
         leader.guide = guide
         self._enqueue(request)
 

@@ -16,6 +16,10 @@ class PendingGrammars:
     def __len__(self) -> int:
         return len(self._futures)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether the grammar of a request has not been taken by `take_done`."""
+        return request_id in self._futures
+
     def add(self, request_id: str, future: Future[Any]) -> None:
         """Store the future of the guide of a request."""
         self._futures[request_id] = future

@@ -16,6 +16,7 @@ those that the model would compute, so the cache does not change answers.
 
 import hashlib
 from array import array
+from collections.abc import Callable
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.sequence import Sequence
@@ -52,6 +53,11 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.snapshots = snapshots
+        # The hashes of blocks that are not on disk yet; None if there is no cache on disk.
+        self.unsaved: dict[bytes, None] | None = None
+        # The hashes of blocks whose content has turned out to be invalid.
+        self.invalid: list[bytes] = []
+        self._before_reuse: Callable[[bytes, int], object] | None = None
         self._pool = pool
         self._block_size = block_size
         self._attention_window = attention_window
@@ -90,6 +96,50 @@ class PrefixCache:
         sequence.branch_position = num_cached * self._block_size
         return found
 
+    def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
+        """Record in `unsaved` which blocks are new from now on.
+
+        Args:
+            before_reuse: called with the hash and the id of an unsaved block before the pool
+                allocates the block for other tokens.
+        """
+        self.unsaved = {}
+        self._before_reuse = before_reuse
+        if self.snapshots is not None:
+            self.snapshots.unsaved = {}
+
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of the full blocks of a sequence, without the last token's block."""
+        return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """Return the cached block with the given hash; None if no cached block has this hash."""
+        return self._blocks.get(block_hash)
+
+    def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
+        """Allocate blocks for tokens that were computed earlier, and add the blocks to the cache.
+
+        The caller must write the content of the blocks before the next step.
+
+        Args:
+            hashes: the hashes of the leading blocks of a sequence. Blocks that are cached already
+                are not evicted for the new blocks.
+
+        Returns:
+            The hash and the id of each new block. The list ends where no block is free.
+        """
+        held = [self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks]
+        self._pool.hold(held)
+        missing = [block_hash for block_hash in hashes if block_hash not in self._blocks]
+        missing = missing[: self._pool.num_free]
+        new = list(zip(missing, self._pool.allocate(len(missing)), strict=True))
+        for block_hash, block in new:
+            self._blocks[block_hash] = block
+            self._hashes[block] = block_hash
+            self._pool.mark_cached(block)
+        self._pool.release([*held, *(block for _, block in new)])
+        return new
+
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
         """Return the ids of the cached blocks that have one of the given hashes."""
         return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
@@ -108,12 +158,17 @@ class PrefixCache:
                 self._blocks[hashes[index]] = block
                 self._hashes[block] = hashes[index]
                 self._pool.mark_cached(block)
+                if self.unsaved is not None:
+                    self.unsaved[hashes[index]] = None
         sequence.num_findable_blocks = num_full
         if self.snapshots is not None:
             self.snapshots.add(sequence)
 
     def forget(self, block: int) -> None:
         """Remove a block from the cache, and mark the block as not cached in the pool."""
+        if self.unsaved is not None and block in self._hashes:
+            self.unsaved.pop(self._hashes[block], None)
+            self.invalid.append(self._hashes[block])
         self._drop(block)
         self._pool.unmark_cached(block)
 
@@ -150,6 +205,10 @@ class PrefixCache:
     def _drop(self, block: int) -> None:
         block_hash = self._hashes.pop(block, None)
         if block_hash is not None:
+            if self.unsaved is not None and block_hash in self.unsaved:
+                del self.unsaved[block_hash]
+                assert self._before_reuse is not None
+                self._before_reuse(block_hash, block)
             del self._blocks[block_hash]
             if self.snapshots is not None:
                 self.snapshots.delete(block_hash)

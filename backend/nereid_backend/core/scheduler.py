@@ -181,8 +181,8 @@ class Scheduler:
         self._num_added += 1
         self._requests.add(sequences, is_prepared=is_prepared)
 
-    def start(self, request_id: str, guide: Guide) -> None:
-        """Attach a guide to a request and put the request into the waiting queue.
+    def start(self, request_id: str, guide: Guide | None) -> None:
+        """Attach a guide, if there is one, to a request and put the request into the waiting queue.
 
         Do nothing if the request has ended.
         """
@@ -405,6 +405,8 @@ class Scheduler:
         if self._snapshots is not None:
             for block_hash in sequence.block_hashes:
                 self._snapshots.delete(block_hash)
+            if self.cache is not None and self.cache.unsaved is not None:
+                self.cache.invalid += sequence.block_hashes
 
     def _purge(self, blocks: set[int]) -> None:
         """Remove blocks with invalid content from the prefix cache and from all block tables.

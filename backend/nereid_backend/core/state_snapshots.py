@@ -42,7 +42,7 @@ _MIN_DISTANCE = 8
 class StateSnapshots:
     """The snapshots that exist, by the hash of the last block that each snapshot covers.
 
-    The execution path stores the copies of the states under the ids of the snapshots.
+    The forward path stores the copies of the states under the ids of the snapshots.
     """
 
     def __init__(self, num_states: int, block_size: int) -> None:
@@ -60,7 +60,12 @@ class StateSnapshots:
         # The ids by hash. The snapshot that was not used for the longest time comes first.
         self._ids: OrderedDict[bytes, int] = OrderedDict()
         self._num_saved = 0
-        # The ids of deleted snapshots that the execution path still stores.
+        self._max_snapshots = num_states
+        # The hashes of the snapshots that are not on disk yet. Snapshots of a running answer are
+        # missing, because the next snapshot of the answer replaces them. None if there is no cache
+        # on disk.
+        self.unsaved: dict[bytes, None] | None = None
+        # The ids of deleted snapshots that the forward path still stores.
         self._deleted: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -114,7 +119,7 @@ class StateSnapshots:
         """
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
-        max_snapshots = self._num_states - num_running
+        max_snapshots = self._max_snapshots = self._num_states - num_running
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if chunk.is_first and sequence.snapshot_id is not None:
@@ -130,7 +135,7 @@ class StateSnapshots:
         return SnapshotPlan(loads, saves, deleted)
 
     def add(self, sequence: Sequence) -> None:
-        """Make the snapshot findable that the last step has saved for a sequence.
+        """Let requests find the snapshot that the last step has saved for a sequence.
 
         The hash of the block before the snapshot must be in `sequence.block_hashes`.
         """
@@ -145,6 +150,8 @@ class StateSnapshots:
             self._ids.move_to_end(block_hash)
         else:
             self._ids[block_hash] = snapshot_id
+        if self.unsaved is not None and position <= sequence.num_prompt_tokens:
+            self.unsaved[block_hash] = None
         previous = sequence.num_snapshot_tokens
         if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
             # The next turn of the chat needs only the last snapshot of the answer.
@@ -152,10 +159,38 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete the snapshot that a step was about to save for a sequence, if there is one."""
+        """Delete the snapshot that a step was about to save for a sequence, if there is one.
+
+        The last snapshot of the sequence's answer will not be replaced any more.
+        """
+        is_answer = sequence.num_snapshot_tokens > sequence.num_prompt_tokens
+        if self.unsaved is not None and is_answer:
+            num_blocks = sequence.num_snapshot_tokens // self._block_size
+            self.unsaved[sequence.block_hashes[num_blocks - 1]] = None
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
+
+    def id_of(self, block_hash: bytes) -> int | None:
+        """Return the id of the snapshot of the block with this hash; None if there is none."""
+        return self._ids.get(block_hash)
+
+    def insert(self, block_hash: bytes) -> int | None:
+        """Add a snapshot that was saved earlier, and return its id.
+
+        The caller must store the state under this id before the next step.
+
+        Returns:
+            None if running sequences use the whole memory for states.
+        """
+        if self._max_snapshots < 1:
+            return None
+        while len(self._ids) >= self._max_snapshots:
+            _, snapshot_id = self._ids.popitem(last=False)
+            self._deleted.append(snapshot_id)
+        self._ids[block_hash] = self._num_saved
+        self._num_saved += 1
+        return self._ids[block_hash]
 
     def delete(self, block_hash: bytes) -> None:
         """Delete the snapshot of the block with this hash, if there is one."""

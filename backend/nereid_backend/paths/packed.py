@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution path `packed`: the model computes each step as one row of tokens."""
+"""The forward path `packed`: the model computes each step as one row of tokens."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -37,7 +37,7 @@ def has_images(plan: StepPlan) -> bool:
 
 
 class PackedPath:
-    """An execution path for models whose only state is the keys and values of attention.
+    """A forward path for models whose only state is the keys and values of attention.
 
     The object owns the KV cache and the block tables.
 
@@ -79,6 +79,11 @@ class PackedPath:
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
         self.images: ImageSteps | None = None
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The blocks of the path."""
+        return self._cache
 
     @property
     def has_kernels(self) -> bool:
@@ -135,7 +140,7 @@ class PackedPath:
         return self._run_model(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
-        """Return the attention of a step over the KV cache of the path."""
+        """Return the attention of a step over the KV cache of this forward path."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:

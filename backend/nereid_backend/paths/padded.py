@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution path `padded`, for models whose own attention code reads keys from a cache.
+"""The forward path `padded`, for models whose own attention code reads keys from a cache.
 
 The path passes a cache object to the model. The object writes new keys and values into the blocks
 of the KV cache, and returns a copy of all keys and values of the batch. Shorter sequences are
@@ -80,7 +80,7 @@ def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
         if not isinstance(layer, DynamicLayer):
             raise UnfitError(
                 f"the model's cache has layers of the class {type(layer).__name__}, which this "
-                "execution path does not support"
+                "forward path does not support"
             )
         has_keys = layer.keys is not None
         layout.keys.append(len(layout.layers) if has_keys else None)
@@ -120,7 +120,7 @@ def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' laye
 
 
 class PaddedPath:
-    """An execution path for models with their own attention code. The object owns the KV cache."""
+    """A forward path for models with their own attention code. The object owns the KV cache."""
 
     def __init__(
         self,
@@ -156,6 +156,11 @@ class PaddedPath:
             for index, chunk, rows in zip(group, chunks, self._run(chunks), strict=True):
                 parts[index] = rows[len(rows) - chunk.num_logits :]
         return join_logits(parts, self._vocab_size)
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The blocks of the path."""
+        return self._cache
 
     def clear(self, sequence: Sequence) -> None:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""

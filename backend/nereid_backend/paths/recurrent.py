@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution path `rows`, for models that keep a recurrent state for each sequence.
+"""The forward path `rows`, for models that keep a recurrent state for each sequence.
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
 chunk is computed in a forward pass of its own. Attention uses the engine's attention hook and block
-tables, as on the execution path `packed`.
+tables, as on the forward path `packed`.
 
     decodes   [a]   keys and values: in blocks
               [b]   states: one cache for the batch
@@ -61,7 +61,7 @@ class _BatchCache(NamedTuple):
 
 
 class RowsPath:
-    """An execution path for models that keep a state for each sequence.
+    """A forward path for models that keep a state for each sequence.
 
     The object owns the states and the KV cache.
     """
@@ -137,6 +137,16 @@ class RowsPath:
         for index in sorted(set(range(len(plan.chunks))).difference(decodes)):
             parts[index] = self._prefill(plan.chunks[index])
         return join_logits(parts, self._vocab_size)
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """The KV cache of this forward path; None if the model has no attention."""
+        return None if self._paged is None else self._paged[0]
+
+    @property
+    def snapshots(self) -> dict[int, State]:
+        """The states of the snapshots by id."""
+        return self._snapshots
 
     def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of files with a size limit. Each file contains the bytes that belong to one key.
+
+    header    one line of JSON: format, model, dtype and layout; key, size and checksum of the bytes
+    content   the bytes
+
+A file is used only if its header is exactly the expected header, so files that are damaged and
+files of another model, data type or layout are ignored. Each file is first written under a
+temporary name, so a crash never leaves half a file under its final name. If the folder is full, the
+file that was not used for the longest time is deleted. Files with other names are never touched.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_SUFFIX = ".prefix"
+_TEMPORARY_SUFFIX = ".prefix-part"
+# Bytes that wait to be written. Further writes are refused, so that a slow disk does not fill the
+# memory.
+_MAX_PENDING_BYTES = 256 * 2**20
+
+
+class DiskStore:
+    """Bytes by key in a folder. A thread writes the files in the background.
+
+    The methods may be called by several threads.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, identity: Mapping[str, str]) -> None:
+        """Open a folder, and create the folder if it does not exist.
+
+        Args:
+            folder: the folder.
+            max_bytes: the largest size of all files together.
+            identity: what the bytes depend on besides their keys, such as the model. Two stores
+                with different identities can share a folder, but not the files.
+
+        Raises:
+            OSError: if the folder cannot be created, read or written.
+        """
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._identity = {"format": str(_FORMAT), **identity}
+        self._name_key = hashlib.blake2b(
+            json.dumps(self._identity).encode(), digest_size=16
+        ).digest()
+        self._lock = threading.Lock()
+        # The sizes of the files by name. The file that was not used for the longest time is first.
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._num_bytes = 0
+        # The bytes that the writer thread has not written yet, by name. None deletes the file.
+        self._pending: dict[str, bytes | None] = {}
+        self._num_pending_bytes = 0
+        self._has_warned = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._scan()
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._writer = threading.Thread(target=self._write_files, name="prefix-disk", daemon=True)
+        self._writer.start()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the folder has a file for a key, or will have one soon."""
+        name = self._name(key)
+        with self._lock:
+            if name in self._pending:
+                return self._pending[name] is not None
+            return name in self._sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files together in bytes."""
+        return self._num_bytes
+
+    def read(self, key: bytes) -> bytes | None:
+        """Return the bytes of a key; None if there is no valid file."""
+        name = self._name(key)
+        with self._lock:
+            if name in self._pending:
+                pending = self._pending[name]
+                return None if pending is None else pending.partition(b"\n")[2]
+            if name not in self._sizes:
+                return None
+            self._sizes.move_to_end(name)
+        path = self._folder / name
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except OSError as error:
+            self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
+            self._forget(name)
+            return None
+        header, separator, content = data.partition(b"\n")
+        if separator and header == self._header(key, content):
+            return content
+        self._warn(
+            f"The file {path} of the prefix cache is damaged or belongs to another model, so it is "
+            "deleted and its tokens are computed again. Further such files are not reported."
+        )
+        path.unlink(missing_ok=True)
+        self._forget(name)
+        return None
+
+    def write(self, key: bytes, content: bytes) -> bool:
+        """Write a file in the background.
+
+        Returns:
+            False if too many bytes are waiting to be written already. Nothing is written then.
+        """
+        name = self._name(key)
+        data = self._header(key, content) + b"\n" + content
+        with self._lock:
+            if self._num_pending_bytes + len(data) > max(_MAX_PENDING_BYTES, len(data)):
+                return False
+            self._num_pending_bytes += len(data) - len(self._pending.get(name) or b"")
+            self._pending[name] = data
+        self._queue.put(name)
+        return True
+
+    def delete(self, key: bytes) -> None:
+        """Delete the file of a key in the background, if there is one."""
+        name = self._name(key)
+        with self._lock:
+            self._num_pending_bytes -= len(self._pending.get(name) or b"")
+            self._pending[name] = None
+        self._queue.put(name)
+
+    def flush(self, timeout_s: float) -> None:
+        """Write all waiting files, and stop the writer thread, within `timeout_s` seconds."""
+        self._queue.put(None)
+        self._writer.join(timeout_s)
+
+    def _scan(self) -> None:
+        """Read the sizes of the files of earlier processes, and delete unfinished files."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(_TEMPORARY_SUFFIX):
+                    Path(entry.path).unlink(missing_ok=True)
+                elif entry.name.endswith(_SUFFIX) and entry.is_file():
+                    stat = entry.stat()
+                    found.append((stat.st_mtime_ns, entry.name, stat.st_size))
+        for _, name, size in sorted(found):
+            self._sizes[name] = size
+            self._num_bytes += size
+
+    def _write_files(self) -> None:
+        """Write and delete files until the queue contains None."""
+        while (name := self._queue.get()) is not None:
+            with self._lock:
+                if name not in self._pending:
+                    continue
+                data = self._pending[name]
+            try:
+                self._apply(name, data)
+            except OSError as error:
+                self._warn(
+                    f"The prefix cache cannot write to the folder {self._folder}: {error}. "
+                    "Further such errors are not reported."
+                )
+            with self._lock:
+                # A newer write of the same key is in the queue again.
+                if name in self._pending and self._pending[name] is data:
+                    del self._pending[name]
+                    self._num_pending_bytes -= len(data or b"")
+
+    def _apply(self, name: str, data: bytes | None) -> None:
+        """Write the file `name`, or delete the file if `data` is None."""
+        path = self._folder / name
+        if data is None:
+            path.unlink(missing_ok=True)
+            self._forget(name)
+            return
+        if len(data) > self._max_bytes:
+            return
+        self._make_room(len(data))
+        temporary = path.with_suffix(_TEMPORARY_SUFFIX)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        self._forget(name)
+        with self._lock:
+            self._sizes[name] = len(data)
+            self._num_bytes += len(data)
+
+    def _make_room(self, size: int) -> None:
+        """Delete the files that were not used for the longest time until `size` bytes fit."""
+        while True:
+            with self._lock:
+                if self._num_bytes + size <= self._max_bytes or not self._sizes:
+                    return
+                name, old_size = self._sizes.popitem(last=False)
+                self._num_bytes -= old_size
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(name, 0)
+
+    def _header(self, key: bytes, content: bytes) -> bytes:
+        """Return the header of a file. The header contains no newline."""
+        checksum = hashlib.blake2b(content, digest_size=16).hexdigest()
+        about = {"key": key.hex(), "size": len(content), "checksum": checksum}
+        return json.dumps({**self._identity, **about}).encode()
+
+    def _name(self, key: bytes) -> str:
+        """Return the name of the file of a key, which also depends on the identity."""
+        return hashlib.blake2b(key, digest_size=20, key=self._name_key).hexdigest() + _SUFFIX
+
+    def _warn(self, message: str) -> None:
+        """Log a message, but only the first one of this store."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(message)

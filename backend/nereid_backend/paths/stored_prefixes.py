@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts the blocks and snapshots of a forward path to bytes and back."""
+
+import io
+from typing import Any
+
+import torch
+
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.paths.recurrent import RowsPath
+
+
+class StoredPrefixes:
+    """The blocks and snapshots of a forward path, as bytes.
+
+    Attributes:
+        has_blocks: whether the blocks contain keys and values. False for a model without attention.
+        layout: a description of the bytes. Bytes of one layout have no meaning in another layout.
+    """
+
+    def __init__(self, path: Any) -> None:  # noqa: ANN401 - any path with the attribute kv_cache
+        """Read from and write to `path`, which has the attribute `kv_cache`."""
+        self._cache: KVCache | None = path.kv_cache
+        self._snapshots = path.snapshots if isinstance(path, RowsPath) else {}
+        self.has_blocks = self._cache is not None
+        tensors = [] if self._cache is None else self._cache.tensors()
+        shapes = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
+        self.layout = f"{type(path).__name__}, {type(self._cache).__name__}, {'; '.join(shapes)}"
+
+    def read_block(self, block: int) -> bytes:
+        """Return the keys and values of a block."""
+        return b"" if self._cache is None else self._cache.read_block(block)
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Set the keys and values of a block, which `read_block` has returned."""
+        if self._cache is not None:
+            self._cache.write_block(block, content)
+
+    def read_snapshot(self, snapshot_id: int) -> bytes:
+        """Return the state of a snapshot."""
+        buffer = io.BytesIO()
+        torch.save(self._snapshots[snapshot_id], buffer)
+        return buffer.getvalue()
+
+    def write_snapshot(self, snapshot_id: int, content: bytes) -> None:
+        """Set the state of a snapshot, which `read_snapshot` has returned."""
+        self._snapshots[snapshot_id] = torch.load(io.BytesIO(content), weights_only=True)

@@ -62,7 +62,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
     rows: list[int] = []
     counts: list[int] = []
     end = 0
-    for sequence, _, _, samples, _, num_logits in plan.chunks:
+    # Unpacking a chunk is faster than reading its fields by name.
+    for sequence, _start, _num_tokens, samples, _is_first, num_logits in plan.chunks:
         end += num_logits
         if not samples:
             continue

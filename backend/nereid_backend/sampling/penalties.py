@@ -19,7 +19,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
-# The number of distinct tokens for which each row has memory at first.
+# Each row initially has memory for this number of distinct tokens.
 _FIRST_WIDTH = 64
 
 

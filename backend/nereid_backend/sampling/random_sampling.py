@@ -20,6 +20,7 @@ from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.random_numbers import uniform_numbers
 from nereid_backend.sampling.sampling_table import SamplingRows
+from nereid_backend.sampling.weighted_selection import select_indices
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
@@ -36,10 +37,6 @@ _LIKELIEST_SECOND = 2048
 # The second attempt is made only if the tokens of the first attempt have at least this total
 # probability.
 _MIN_TOTAL_PROB = 0.4
-
-# If a row has at least _MIN_BLOCKS blocks of _BLOCK tokens, the row is searched block by block.
-_BLOCK = 512
-_MIN_BLOCKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +139,16 @@ def sample_or_defer(
     if is_filtered.all():
         token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
     else:
+        # Sample the rows with filters and the rows without filters separately.
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        filtered_index = upload(filtered, logits.device)
-        filtered_ids, is_certain = _sample_filtered(
-            logits[filtered_index], batch.rows(filtered), defers=defers
+        index = upload(filtered, logits.device)
+        token_ids[index], is_certain = _sample_filtered(
+            logits[index], batch.rows(filtered), defers=defers
         )
-        token_ids[filtered_index] = filtered_ids
         unfiltered = np.flatnonzero(~is_filtered)
-        unfiltered_index = upload(unfiltered, logits.device)
-        token_ids[unfiltered_index] = _sample_unfiltered(
-            logits[unfiltered_index], batch.rows(unfiltered)
-        )
-    if is_certain is None:
-        return token_ids, None
-    return token_ids, UncertainRows(filtered, is_certain)
+        index = upload(unfiltered, logits.device)
+        token_ids[index] = _sample_unfiltered(logits[index], batch.rows(unfiltered))
+    return token_ids, None if is_certain is None else UncertainRows(filtered, is_certain)
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -298,68 +291,8 @@ def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """Select an index in each row with the row's random number.
-
-    The result is the first index at which the cumulative weights exceed the random number times the
-    sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
-    number 0.5 gives the target 2, so the result is 2. The random number 0.2 gives the target 0.8,
-    so the result is 0.
-
-    A wide row is divided into blocks. Cumulative sums are computed only over the sums of the
-    blocks, and over the weights of the block with the result. This is faster than the cumulative
-    sums of the whole row.
-
-    Args:
-        weights: [n, width], not negative.
-        batch: the random numbers of the rows. The function reads no other field.
-
-    Returns:
-        Indices [n] int64.
-    """
-    uniform = _column(batch.uniform, weights)
-    if weights.shape[1] // _BLOCK >= _MIN_BLOCKS:
-        return _select_by_blocks(weights, uniform)
-    cumulated = weights.cumsum(-1)
-    return _search(cumulated, _scaled_to_total(uniform, cumulated))
-
-
-def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the same indices as `_select`, for wide rows.
-
-    Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
-    """
-    num_blocks = weights.shape[1] // _BLOCK
-    # Sum the weights of each block. The last block also contains the remainder of the row.
-    blocks = weights[:, : num_blocks * _BLOCK]
-    sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
-    sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
-    # Find the block with the result.
-    cumulated = sums.cumsum(-1)
-    target = _scaled_to_total(uniform, cumulated)
-    block = _search(cumulated, target)[:, None]
-    sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # Read the weights of the block. Each row reads as many weights as the last block has, because
-    # all rows of a tensor have the same length. Weights beyond the end of another block become 0.
-    last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
-    columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
-    block_weights = weights.gather(1, columns)
-    block_weights[:, _BLOCK:] *= block == num_blocks - 1
-    # Find the result in the block.
-    return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
-
-
-def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
-    """Return the random number of each row times the row's total weight, [n, 1] float32."""
-    return (uniform * cumulated[:, -1:].double()).float()
-
-
-def _search(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
-    total = cumulated[:, -1:]
-    # Rounding could make the target equal to the total, but no cumulative sum is above the total.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
-    return index.clamp_(max=cumulated.shape[1] - 1)
+    """Select an index in each row of `weights` with the row's random number, [n] int64."""
+    return select_indices(weights, _column(batch.uniform, weights))
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:

@@ -158,13 +158,12 @@ class PendingTokens:
         sampled = _SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
         sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
-        for part, ranked_copy, is_certain_copy in zip(
-            self._parts, self._ranked_copies, self._is_certain_copies, strict=True
-        ):
+        for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
             if part.ranked is not None and ranked_copy is not None:
                 reports = part.ranked.read(*ranked_copy.wait())
                 indices = [part.inputs.start + index for index in part.inputs.ranked]
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
+        for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
                 uncertain_rows = part.uncertain.rows[~is_certain.numpy()].tolist()

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# The bits of the float32 number 1, which is the largest weight.
+BITS_OF_ONE = tl.constexpr(0x3F800000)
 
 
 @triton.jit
@@ -40,8 +42,9 @@ def fixed_point(bits):
 
     The result is int64, rounded down. Example: the weight 0.5 gives 2 ** 39.
     """
-    # The mantissa with its leading 1, shifted so that the weight 1 becomes 2 ** 40.
-    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
+    # A float32 number has 23 bits of mantissa after its leading 1, and an exponent plus 127. The
+    # mantissa is shifted so that the weight 1 becomes 2 ** 40.
+    mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << (40 - 23)
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 
 
@@ -92,8 +95,8 @@ def search(
         The threshold, the number of tokens that it keeps, and the sum of their weights.
     """
     # During the search, the threshold `low` keeps enough tokens and the threshold `high` keeps too
-    # few. No weight is greater than 1, whose bits are 0x3F800000.
-    high = tl.full([], 0x3F800001, tl.int32)
+    # few. A threshold above the largest weight keeps no token.
+    high = tl.full([], BITS_OF_ONE + 1, tl.int32)
     too_few = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
     high = tl.where(is_enough, high, low + 1)

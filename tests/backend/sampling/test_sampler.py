@@ -4,7 +4,7 @@ import torch
 from backend.sampling.one_token import sample
 from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.sampling import random_sampling, sampler
+from nereid_backend.sampling import random_sampling, sampler, weighted_selection
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.random_numbers import uniform_numbers
 
@@ -187,8 +187,8 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_counter():
 
 @pytest.mark.parametrize("block", [3, 7, 25, 50, 512])
 def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatch, block):
-    monkeypatch.setattr(random_sampling, "_BLOCK", block)
-    monkeypatch.setattr(random_sampling, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(weighted_selection, "_BLOCK", block)
+    monkeypatch.setattr(weighted_selection, "_MIN_BLOCKS", 1)
     torch.manual_seed(4)
     numbers = np.concatenate([[0.0, np.nextafter(1.0, 0.0)], np.random.default_rng(0).random(200)])
     count = len(numbers)

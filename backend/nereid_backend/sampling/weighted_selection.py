@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects an index in each row of a matrix of weights with a random number."""
+
+import torch
+from torch import Tensor
+
+# If a row has at least _MIN_BLOCKS blocks of _BLOCK tokens, the row is searched block by block.
+_BLOCK = 512
+_MIN_BLOCKS = 32
+
+
+def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Select an index in each row with the row's random number.
+
+    The result is the first index at which the cumulative weights exceed the random number times the
+    sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
+    number 0.5 gives the target 2, so the result is 2. The random number 0.2 gives the target 0.8,
+    so the result is 0.
+
+    A wide row is divided into blocks. Cumulative sums are computed only over the sums of the
+    blocks, and over the weights of the block with the result. This is faster than the cumulative
+    sums of the whole row.
+
+    Args:
+        weights: [n, width], not negative.
+        uniform: [n, 1] float64, the random numbers, in [0, 1).
+
+    Returns:
+        Indices [n] int64.
+    """
+    if weights.shape[1] // _BLOCK >= _MIN_BLOCKS:
+        return _select_by_blocks(weights, uniform)
+    cumulated = weights.cumsum(-1)
+    return _search(cumulated, _scaled_to_total(uniform, cumulated))
+
+
+def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the same indices as `select_indices`, for wide rows.
+
+    Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
+    """
+    num_blocks = weights.shape[1] // _BLOCK
+    # Sum the weights of each block. The last block also contains the remainder of the row.
+    blocks = weights[:, : num_blocks * _BLOCK]
+    sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
+    sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
+    # Find the block with the result.
+    cumulated = sums.cumsum(-1)
+    target = _scaled_to_total(uniform, cumulated)
+    block = _search(cumulated, target)[:, None]
+    sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # Read the weights of the block. Each row reads as many weights as the last block has, because
+    # all rows of a tensor have the same length. Weights beyond the end of another block become 0.
+    last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
+    columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
+    block_weights = weights.gather(1, columns)
+    block_weights[:, _BLOCK:] *= block == num_blocks - 1
+    # Find the result in the block.
+    return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
+
+
+def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
+    """Return the random number of each row times the row's total weight, [n, 1] float32."""
+    return (uniform * cumulated[:, -1:].double()).float()
+
+
+def _search(cumulated: Tensor, target: Tensor) -> Tensor:
+    """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
+    total = cumulated[:, -1:]
+    # Rounding could make the target equal to the total, but no cumulative sum is above the total.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
+    return index.clamp_(max=cumulated.shape[1] - 1)

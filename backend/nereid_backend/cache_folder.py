@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of built kernels, compiled models and chat formats.
+    """Return the folder for built kernels, compiled models and chat formats.
 
     The folder is `nereid` in the folder XDG_CACHE_HOME, or in ~/.cache if that is not set.
     """

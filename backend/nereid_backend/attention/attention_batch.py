@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata that attention needs for one step: where the keys and values of each token are.
+"""The metadata of one step for attention: the places of all keys and values in the KV cache.
 
 A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
 attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
@@ -82,7 +82,7 @@ class DecodeGroup:
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the visible blocks as rows of the cache of a layer with `num_heads` key heads."""
+        """Return the cache rows of the visible blocks, for a layer with `num_heads` key heads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(

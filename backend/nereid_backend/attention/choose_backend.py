@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the class of the KV cache, and thereby the attention code, for a device.
+"""Chooses the KV cache class for a device. The class determines the attention code.
 
 Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
 The GPU kernels are used only if `cache_type` returns `GpuKVCache`.
@@ -46,8 +46,8 @@ _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     cpu_attention.CpuKVCache: {"int8": CpuInt8KVCache, "fp8": Float8KVCache},
     KVCache: {"int8": Int8KVCache, "fp8": Float8KVCache},
 }
-# The compute capability of the first GPUs with asynchronous copies and bfloat16 matrix products,
-# which the kernels need.
+# The kernels need asynchronous copies and bfloat16 matrix products. GPUs have both from this
+# compute capability on.
 _MIN_CAPABILITY = (8, 0)
 
 

@@ -75,7 +75,7 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's prefills, of which there must be at least one."""
+    """Return the attention of a step's prefills. The step must have at least one prefill."""
     query = inputs[0]
     spec = layer[1]
     parts: list[Tensor] = []

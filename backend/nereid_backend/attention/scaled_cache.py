@@ -16,7 +16,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """A KV cache that stores vectors in 8 bits, each with the factor that restores it.
+    """A KV cache that stores each vector as 8-bit numbers and the factor that restores the vector.
 
     Attributes:
         stored_dtype: the data type of the stored tensors. Zero must consist of zero bits.

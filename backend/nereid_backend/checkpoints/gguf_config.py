@@ -84,7 +84,7 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# Metadata values that other values determine, or that do not change the output.
+# These metadata values follow from other values, or do not change the output.
 _REDUNDANT = (
     "vocab_size",
     "rope.dimension_count",

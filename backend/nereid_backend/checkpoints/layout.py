@@ -71,7 +71,7 @@ class Format:
 
 
 class UnknownVariantError(Exception):
-    """Raised if the settings name a variant of a method that is not supported.
+    """Raised if the settings name an unsupported variant of a quantisation method.
 
     The message completes the sentence "the weights cannot be read, because ...".
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
-# The bytes of one number by data type, in the spelling of safetensors.
+# The number of bytes of a number, by the name of its data type in safetensors.
 _NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
 
 

@@ -109,7 +109,7 @@ class ActiveRequests:
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the other sequences of a request, whose prompt was computed, into the waiting queue.
+        """Put the followers of a request into the queue, after the leader has computed the prompt.
 
         `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
@@ -190,7 +190,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Return the number of sequences of a request that are neither running nor in the queue."""
+    """Return how many sequences of a request are neither running nor in the queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.is_split else len(request.followers)

@@ -136,7 +136,7 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the leading blocks of a running sequence that no later token attends to.
+        """Free the leading blocks that no later token of a running sequence attends to.
 
         Example: block_size is 4, the sliding window has 4 tokens, and 10 tokens are computed. The
         next token, at position 10, attends to positions 7 to 10, which start in the second block.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PendingGrammars:
-    """The futures of the guides of requests, by request id."""
+    """For each request id, the future of the request's guide."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Any]] = {}

@@ -17,7 +17,8 @@ from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.vocabulary import Vocabulary
 
-# The fields of a structural tag's schema that change the text of its JSON. Only xgrammar has them.
+# Fields beside a JSON schema in a structural tag. They change the text of the JSON, and only
+# xgrammar supports them.
 _XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
 
 

@@ -30,12 +30,13 @@ _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
 # The distance between an excluded bound and the inclusive bound that replaces it.
 _BOUND_DISTANCE = 1e-9
-# The largest number of characters of a library's message in an error.
+# A message of the library is cut to this number of characters in an error.
 _MAX_MESSAGE = 300
 # To find the part of a schema that is not valid, at most this number of its inner schemas is
 # compiled.
 _MAX_LOCATED = 200
-# The number of characters before the source text in each line of the library's error excerpts.
+# In each line of the library's error excerpts, the source text begins after this number of
+# characters.
 _EXCERPT_INDENT = 3
 _LENGTHS = frozenset(
     f"{bound}{word}"

@@ -140,7 +140,7 @@ class TrialCompiler:
                 self._send(job_id, "cancel", job_id)
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
-        """Store the outcomes in their futures, until the process ends."""
+        """Store the outcome of each job in the job's future, until the process ends."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 job_id, outcome, text = connection.recv()

@@ -45,7 +45,7 @@ _LEGACY_POOLERS = {
 # The files with the settings of the transformers model. Their names contain the architecture, such
 # as sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
-# The settings of the tokenizer that are stored together with the variables of the chat template.
+# These settings of the tokenizer are stored together with the variables of the chat template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 

@@ -380,7 +380,7 @@ class PoolingModel:
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:
-    """Return the size that vectors of the size `size` have after `layers`."""
+    """Return the size of the output vectors of `layers` for input vectors of the size `size`."""
     for layer in layers:
         if layer.out_features is not None:
             size = layer.out_features

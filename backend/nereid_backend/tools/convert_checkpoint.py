@@ -103,7 +103,7 @@ def _converted(
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers. Return the tensors of compressed-tensors for it, by suffix."""
+    """Round a weight to integers. Return the tensors for compressed-tensors by name suffix."""
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}

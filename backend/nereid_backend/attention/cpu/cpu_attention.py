@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in C++ kernels for CPUs. The kernels read keys and values from their blocks.
+"""Paged attention in C++ kernels for CPUs. The kernels read the blocks of the KV cache directly.
 
 The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so each has a
 kernel of its own.
@@ -104,7 +104,8 @@ class CpuKVCache(KVCache):
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the arguments of `native` and the struct that was built from them.
+        # For each layer, the arguments of `native` and the struct that was built from these
+        # arguments.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
         # A view of another shape is enough to change the layout, because the memory contains only
@@ -229,7 +230,8 @@ def attend(
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        # The first call has stored the keys and values of all tokens. The later calls store none.
+        # The first call has stored the keys and values of all tokens. The later calls must not
+        # store them again.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # The folder with the libraries that a wheel contains.
 _PRECOMPILED = Path(__file__).with_name("precompiled")
-# The library of the functions that cpu_shim.cpp calls.
+# cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 
 

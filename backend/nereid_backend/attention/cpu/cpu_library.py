@@ -116,7 +116,7 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """Return the library of kernels, which is built and loaded once in a process.
+    """Return the library of kernels. The library is built and loaded once in a process.
 
     Raises:
         KernelBuildError: if the kernels cannot be built on this machine.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of attention libraries by measurement when a model is loaded.
+"""Chooses the fastest attention libraries by measuring them when a model is loaded.
 
 For each kind of attention work, a library replaces the project's kernels only if its results equal
 the results of the reference, and if it is faster on a step of typical size.

@@ -183,13 +183,13 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings for which `arrays` contains the tiles."""
+        """The tilings whose tiles are uploaded with each step."""
         return self._tilings
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays of a step, which were uploaded ahead of time.
+    """The arrays of a step after their upload to the device.
 
     Attributes:
         layout: the layout that created the arrays.
@@ -292,5 +292,5 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _num_keys(position: int, window: LayerWindow) -> int:
-    """Return about how many keys a token at a position attends to."""
+    """Estimate how many keys the token at a position attends to."""
     return position if window.limit is None else min(position, window.limit)

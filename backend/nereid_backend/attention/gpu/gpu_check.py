@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check at load time that the GPU kernels compute the same as the reference on this GPU.
+"""Checks at load time that the GPU kernels and the reference give the same results on this GPU.
 
 The engine's self-check runs the whole model over short sequences. This check runs one attention
 layer over longer sequences, so that it also covers sequences that are divided into parts, the
@@ -252,7 +252,7 @@ def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
-    """Return a float32 cache with the content of a cache."""
+    """Return a copy of a cache in float32, without scales."""
     copy = KVCache(
         [spec],
         num_blocks=cache.null_block,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Functions that the attention kernels in the Triton language share: scores of a tile, and softmax.
+"""Functions that several attention kernels call: the scores of a tile, and the running softmax.
 
 Scores are multiplied by log2(e), so that 2^score replaces e^score: the hardware has an instruction
 for powers of 2, but none for powers of e.

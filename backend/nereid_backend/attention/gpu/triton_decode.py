@@ -55,8 +55,8 @@ def part_tokens(
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
-# These arguments differ between steps. Triton would otherwise compile further kernels for special
-# values, such as 1 and multiples of 16.
+# These arguments differ between steps, so the kernel is not specialised for their values.
+# Otherwise, Triton would compile further kernels for special values, such as 1 and multiples of 16.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
@@ -72,7 +72,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr, READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS query heads that share a key head, over one part of a sequence.
+    """Compute the attention of ROWS query heads with one key head, over one part of a sequence.
 
     Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
     with the first tile that the token attends to, so keys before the window are not read. Each part

@@ -88,7 +88,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS // HEADS tokens of one sequence, for HEADS query heads that share a key head.
+    """Compute the attention of ROWS // HEADS tokens, for HEADS query heads that share a key head.
 
     Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), with all heads of a tile side by side.
     Row `token * HEADS + head` of a tile belongs to one token and one head, so that all heads of a

@@ -76,7 +76,7 @@ class AdapterCalls:
         return sender, self.listing()
 
     def refuse(self, call_id: str) -> Any:  # noqa: ANN401 - the server's own type
-        """Return the sender of a request that the engine process refuses; None if none waits."""
+        """Return the sender of a refused request; None if no request with this id waits."""
         return self._waiting.pop(call_id, (None,))[0]
 
     def listing(self) -> Tensors:

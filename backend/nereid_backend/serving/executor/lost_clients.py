@@ -63,7 +63,7 @@ class LostClientDetector:
         return bool(stream.unconsumed) and stream.unconsumed[0] < newest
 
     def _observe(self, stream: Stream) -> None:
-        """Remove the steps from `stream.unconsumed` that the postprocessor has consumed."""
+        """Remove the steps that the postprocessor has consumed from `stream.unconsumed`."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

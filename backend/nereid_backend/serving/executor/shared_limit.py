@@ -35,7 +35,7 @@ class SharedLimit:
         return self._by_client[client]
 
     def allows(self, client: str, amount: int) -> bool:
-        """Return whether a client may use `amount` more.
+        """Return whether a client may use `amount` in addition to what it uses now.
 
         A client that uses nothing yet may use everything that is free. The share of a client is
         limited only if the client has a name.

@@ -96,7 +96,7 @@ class Outcome:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
-        """Return the outcome with the values that the method `row` returned."""
+        """Return the outcome that `row` converted into these values."""
         kind, shape, values, counts, weights, num_tokens = row
         return cls(
             kind,

@@ -134,7 +134,7 @@ class Choice:
             token_ids: the new tokens.
             delta: the other data of the step about this choice.
         """
-        # Several deltas can contain the number of cached tokens. Deltas without it contain 0.
+        # Several deltas can contain the number of cached tokens. The other deltas contain 0.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams that the postprocessor has open, by the slot that the executor assigned to them."""
+"""The open streams of the postprocessor, by the slots that the executor has assigned."""
 
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.wire import StepState

@@ -40,7 +40,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
-    """Return the refusal of a field that this server has under another name."""
+    """Return the refusal of a field that this server supports under another name."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 

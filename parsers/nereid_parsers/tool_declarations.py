@@ -35,7 +35,9 @@ class Keys:
     order: tuple[str, ...] = ("name", "arguments")
 
     def __post_init__(self) -> None:
-        paths = [self.name, self.arguments, *self.also, *([self.id] if self.id else [])]
+        paths = [self.name, self.arguments, *self.also]
+        if self.id:
+            paths.append(self.id)
         for path in paths:
             if not all(path.split(".")):
                 raise FormatError(

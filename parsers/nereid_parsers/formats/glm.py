@@ -93,16 +93,16 @@ _ON_ONE_LINE = _section("")
 _SUFFIX = ":opensource"
 
 
-def _grouped(separator: str) -> ToolSection:
+def _grouped(tag_after_name: str) -> ToolSection:
     """Return the declaration of Hunyuan's tool calls, which are between `<tool_calls>` markers.
 
     Args:
-        separator: The name of the tag after the function's name, or "" if there is no such tag.
+        tag_after_name: The name of the tag after the function's name, or "" without such a tag.
     """
 
     def call(suffix: str) -> Call:
         """Return the declaration of a tool call whose tags end with `suffix`."""
-        after_name = f"<{separator}{suffix}>\n" if separator else "\n"
+        after_name = f"<{tag_after_name}{suffix}>\n" if tag_after_name else "\n"
         return Call(
             TaggedArguments(
                 f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>",

@@ -138,7 +138,7 @@ class CallReader:
         self._open_call = None
         self._writer.forget_reports()
         if not self._writer.num_started:
-            self._is_in_section = False
+            self._is_in_section = False  # The opening marker of the section is content, too.
         self._text.reject_tentative(self._buffer.take(num_chars), fault)
         only_content = self._calls_first and self._text.has_content
         return State.CONTENT_ONLY if only_content else State.CONTENT

@@ -65,7 +65,8 @@ class ExpectedCall:
                 return NEED_MORE
             if not isinstance(head, Head):
                 continue
-            if not (plan.is_orphan and tools.is_known and head.name not in tools):
+            is_offered = not tools.is_known or head.name in tools
+            if is_offered or not plan.is_orphan:
                 return MatchedCall(plan, head, self.is_certain)
         return NO_MATCH
 

@@ -73,6 +73,7 @@ class OpenCall:
         buffer.pos = body.read(buffer.text, start)
         if self._writer.is_open:
             text = buffer.text[start : buffer.pos]
+            # `end_at_stored_marker` may cut stored arguments, so that their end is read again.
             self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
         else:
             self._classify_outside_call(start, was_open)

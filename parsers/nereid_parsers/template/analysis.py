@@ -189,7 +189,11 @@ def _recognise(
 
 
 def _infer(frame: TurnFrame) -> TemplateAnalysis:
-    """Make all comparisons, infer the format and check the format."""
+    """Make all comparisons, infer the format and check the format.
+
+    The check parses renderings with the format. If a tool call is parsed wrongly, the format of the
+    tool calls is dropped, so that tool calls are returned as content.
+    """
     reasoning = find_reasoning(frame)
     content = compare_content(frame, reasoning)
     frame.end_markers = content.end_markers

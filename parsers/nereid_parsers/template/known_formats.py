@@ -264,12 +264,14 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
     Args:
         known_markers: The markers in a template's text or in a model's vocabulary.
     """
-    candidates: dict[ToolSection, int] = {}
+    known = set(known_markers)
+    num_markers: dict[ToolSection, int] = {}  # of each section whose markers are all known
     for section in _registered_sections():
         section_markers = _markers_of(section)
-        if section_markers and section_markers <= set(known_markers):
-            candidates[section] = len(section_markers)
-    best = [section for section, count in candidates.items() if count == max(candidates.values())]
+        if section_markers and section_markers <= known:
+            num_markers[section] = len(section_markers)
+    most_markers = max(num_markers.values(), default=0)
+    best = [section for section, number in num_markers.items() if number == most_markers]
     return best[0] if len(best) == 1 else None
 
 

@@ -5,7 +5,7 @@ Requests of one group have the same prompt and must have the same answer through
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,26 +36,31 @@ class Load:
     known: Mapping[str, str] = field(default_factory=dict)
 
 
-def demo(rng: random.Random, variety: int) -> Load:
+def demo(rng: random.Random, variety: int, lengths: Sequence[int] = (40, 80, 160)) -> Load:
     """Return the load for the demo model: few sequences, a small token budget, a small cache.
 
     With these settings, requests wait in the queue, need many steps for their prefill, and are
     preempted, and their cached prefixes are evicted.
+
+    Args:
+        rng: the source of all random choices.
+        variety: the number of different prompts of each kind.
+        lengths: the possible numbers of tokens of the long answers.
     """
     environment = {
         "NEREID_MAX_NUM_SEQS": "8",
         "NEREID_MAX_NUM_BATCHED_TOKENS": "64",
         "NEREID_KV_CACHE_MEMORY": "12MiB",
     }
-    return Load(environment, 24, list(_demo_groups(rng, variety)))
+    return Load(environment, 24, list(_demo_groups(rng, variety, lengths)))
 
 
-def _demo_groups(rng: random.Random, variety: int) -> Iterator[list[Ask]]:
+def _demo_groups(rng: random.Random, variety: int, lengths: Sequence[int]) -> Iterator[list[Ask]]:
     shared = _story(rng, 12)
     for _ in range(variety):
         yield _through_all(LONG, _story(rng, 40), {"max_tokens": 24})
         yield _through_all("shared prefix", shared + _story(rng, 12), {"max_tokens": 24})
-        long = {"max_tokens": rng.choice((40, 80, 160)), "ignore_eos": True}
+        long = {"max_tokens": rng.choice(lengths), "ignore_eos": True}
         yield _through_all("decoding", _story(rng, 1), long)
         regex = {"regex": f"[a-z ]{{{rng.randint(20, 60)}}}", "max_tokens": 80}
         yield _through_all("grammar", _story(rng, 1), regex)

@@ -97,19 +97,20 @@ def _openai(kind: str, path: str, **body: Any) -> Ask:  # noqa: ANN401 - JSON
     return Ask("openai", path, body, kind=kind)
 
 
-def _schema() -> Json:
+def _schema(num_items: int) -> Json:
     items = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = {"type": "array", "items": items, "minItems": 300, "maxItems": 300}
+    schema = {"type": "array", "items": items, "minItems": num_items, "maxItems": num_items}
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
 
 
-def generating() -> list[Ask]:
-    """Return requests that run for some seconds on the demo's language model, and an embedding."""
-    long = {"max_tokens": 700, "ignore_eos": True}
+def generating(num_tokens: int) -> list[Ask]:
+    """Return requests of about `num_tokens` tokens for the language model, and an embedding."""
+    long = {"max_tokens": num_tokens, "ignore_eos": True}
+    schema = _schema(num_tokens * 3 // 7)  # an item has two tokens
     return [
         *(_chat("stream", f"What is {n} + 4?", stream=True, **long) for n in range(3)),
         _chat("whole answer", "Hello!", **long),
-        _chat("structured stream", "Numbers!", stream=True, response_format=_schema()),
+        _chat("structured stream", "Numbers!", stream=True, response_format=schema),
         generate_stream("Once", {"temperature": 0, **long}),
         _openai("embedding", "/v1/embeddings", model="embed", input=["Hugo", "Pinemark"]),
     ]
@@ -165,7 +166,7 @@ def faults() -> list[EngineFault]:
 
 
 async def measure_one(
-    served: Served, asker: Asker, fault: EngineFault, num_texts: int = 1200
+    served: Served, asker: Asker, fault: EngineFault, num_texts: int = 1200, num_tokens: int = 700
 ) -> Row:
     """Inject one fault while the requests for its process run, and return the results.
 
@@ -175,10 +176,12 @@ async def measure_one(
         fault: the fault.
         num_texts: the number of texts in each request for the embedding model. The 1200 texts of
             the default need a few seconds.
+        num_tokens: the number of tokens of each answer of the language model. The 700 tokens of
+            the default need a few seconds.
     """
     if fault.role == "engine":
         probe = _chat("probe", "Hello!", max_tokens=2)
-        return await measure(served, asker, fault, generating(), probe)
+        return await measure(served, asker, fault, generating(num_tokens), probe)
     probe = _openai("probe", "/v1/embeddings", model="embed", input=["x"])
     return await measure(served, asker, fault, embedding(num_texts), probe)
 

@@ -39,8 +39,9 @@ def judge(storm):
         assert kinds & {"given up", "given up half-way"}, door
 
 
-def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing():
-    storm, watch = blow(cancel_storm_requests.demo(random.Random(SEED), variety=1))
+@pytest.mark.parametrize("lengths", [(40,), pytest.param((160,), marks=pytest.mark.long)])
+def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing(lengths):
+    storm, watch = blow(cancel_storm_requests.demo(random.Random(SEED), 1, lengths))
     judge(storm)
     if not watch.outages:  # server 2.51 can crash; what it had counted is lost then
         # Few on a busy machine, where clients leave before their requests are in there.

@@ -52,7 +52,7 @@ def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeyp
     async def measure():
         asker = make_asker(serving, limit_s=240.0)
         try:
-            return await measure_one(serving, asker, fault, num_texts=400)
+            return await measure_one(serving, asker, fault, num_texts=400, num_tokens=400)
         finally:
             await asker.close()
 

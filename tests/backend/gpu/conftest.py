@@ -76,7 +76,8 @@ def engine_of(folder_of, monkeypatch):
     """A function that opens an engine over a kind of cache, with graphs where capture is given."""
     from backend.exactness import open_engine
     from backend.gpu.engines import SkippingCache, sizes_of_engine
-    from nereid_backend.model import path_variants
+    from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+    from nereid_backend.model import choose_path, path_variants
     from nereid_backend.paths.cuda_graphs import DecodeGraphs
 
     opened = []
@@ -85,6 +86,10 @@ def engine_of(folder_of, monkeypatch):
         monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
         # The kernels' own check takes long in the interpreter, and has tests of its own.
         monkeypatch.setattr(path_variants, "proven_type", lambda kind, *_: kind)
+        if kind is GpuKVCache:
+            # The check of the path takes more than half of the time of such a test.
+            # test_engine_on_kernels.py tests this check with the kernels.
+            monkeypatch.setattr(choose_path, "check_path", lambda *_, **__: 0.0)
         # Packed products are called past torch, where the stand-in does not see them.
         settings = {"device": "cpu", "max_model_len": 128, **settings}
         engine = open_engine(folder_of(name), prepack=False, **settings)

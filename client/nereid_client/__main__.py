@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # garbage collector ignores them, so that its passes are short and do not delay streams.
     gc.collect()
     gc.freeze()
-    # Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    _raise_descriptor_limit()
     log_config: dict[str, Any] = {}
     if settings.log_format == "json":
         log_config["log_config"] = uvicorn_log_config(settings.log_level)
@@ -63,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeout_graceful_shutdown=5,
     )
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow the largest possible number of file descriptors.
+
+    Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 if __name__ == "__main__":

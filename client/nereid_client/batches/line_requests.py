@@ -168,6 +168,7 @@ class LineSender:
 
 
 def _scope(path: str, num_bytes: int, client: Client) -> Scope:
+    """Return the ASGI scope of a POST request with a JSON body of `num_bytes` bytes."""
     headers = {"content-type": "application/json", "content-length": str(num_bytes)}
     return {
         "type": "http",

@@ -152,20 +152,27 @@ class ResponseBuilder:
         events = []
         call = self._current_item
         if not isinstance(call, CallItem) or call.call_index != piece["index"]:
-            if piece["index"] < self._num_calls:
-                raise BackendError(
-                    "INTERNAL",
-                    f"The Triton server sent arguments of tool call {piece['index']} after this "
-                    "call had ended",
-                )
-            self._num_calls = piece["index"] + 1
-            name = piece.get("name", "")
-            namespace, name = self._namespace_functions.get(name, (None, name))
-            call = CallItem(self._next_index, piece["index"], piece.get("id", ""), name, namespace)
+            call = self._new_call(piece)
             events += self._start_item(call)
         if arguments := piece.get("arguments"):
             events.append(self._numbered(call.add(arguments)))
         return events
+
+    def _new_call(self, piece: ToolCallPiece) -> CallItem:
+        """Return the item for a tool call, from the first piece of the tool call.
+
+        Raises: BackendError if the tool call with this index has ended.
+        """
+        if piece["index"] < self._num_calls:
+            raise BackendError(
+                "INTERNAL",
+                f"The Triton server sent arguments of tool call {piece['index']} after this call "
+                "had ended",
+            )
+        self._num_calls = piece["index"] + 1
+        chat_name = piece.get("name", "")
+        namespace, name = self._namespace_functions.get(chat_name, (None, chat_name))
+        return CallItem(self._next_index, piece["index"], piece.get("id", ""), name, namespace)
 
     @property
     def _next_index(self) -> int:

@@ -86,7 +86,8 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         text = delta.get("text", "")
         choice = {"index": number, **_choice(text, delta)}
         if self._options.logprobs:
-            entries, is_last = delta.get("logprobs", ()), "finish_reason" in delta
+            entries = delta.get("logprobs", ())
+            is_last = "finish_reason" in delta
             part = self._logprobs[number].add(text, entries, is_last=is_last)
             choice["logprobs"] = part if entries else None
         return [self.chunk(choice | _token_ids(self._options, delta, delta))]

@@ -80,7 +80,7 @@ def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
 
 
 class HostCopy:
-    """Copies of tensors to the CPU. Later work on the GPU may overwrite the copied tensors."""
+    """Copies of tensors to the CPU. Later work on the GPU may overwrite the original tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies on the current stream."""

@@ -35,9 +35,9 @@ _NAMES: dict[type[KVCache], str] = {
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
 # The reference implementation can read the layout of these classes.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# The classes that store rounded keys and values, by the class that stores them unrounded and the
-# value of kv_cache_dtype. The CPU kernels do not support fp8, so the reference implementation
-# computes it on a CPU.
+# For each class with unrounded keys and values, the classes that replace it. The key of a
+# replacement is the value of kv_cache_dtype. The CPU kernels do not support fp8, so the reference
+# implementation reads fp8 caches on a CPU.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
         "int8": gpu_attention.GpuInt8KVCache,

@@ -169,7 +169,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError if the file contains sizes that differ from the head size.
+    """Raise an UnsupportedModelError if rotary embeddings or values have another head size.
 
     Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
     have another size than keys (attention.value_length). Both cases are not supported.

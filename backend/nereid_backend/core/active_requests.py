@@ -167,13 +167,13 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put the sequences that wait for the prompt of a request into the waiting queue."""
+        """Put the followers of a request, which wait for the prompt, into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from the followers, which share the prompt of the request.
+        """Remove a sequence from the followers of its request.
 
         If no follower is left, release the blocks of the prompt.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step plans for async scheduling, which are made while the previous step is still running.
+"""Step plans for async scheduling. A plan is made while the previous step is still running.
 
     plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...

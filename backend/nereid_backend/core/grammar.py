@@ -33,7 +33,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields, as other processes send it.
+        """Create a specification from the list of fields that another process has sent.
 
         Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after="").
 
@@ -84,7 +84,7 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields, as other processes send it.
+        """Create a specification from the list of fields that another process has sent.
 
         Example: ["<think>", "</think>", [7], True, 100] means that the prompt ends inside
         reasoning, and that token 7 is forced after 100 reasoning tokens.

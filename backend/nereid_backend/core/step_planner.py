@@ -243,7 +243,7 @@ class StepPlanner:
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Preempt sequences of other clients that leave too few rows or blocks for `sequence`.
+        """Preempt sequences of other clients if too few rows or blocks are left for `sequence`.
 
         See `_fair_victim` for the sequences that may be preempted.
         """

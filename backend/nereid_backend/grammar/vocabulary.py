@@ -141,7 +141,7 @@ class Vocabulary:
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
-        """The ids of the plain tokens, which are not special and have bytes, by their bytes."""
+        """The ids of the tokens that have bytes and are not special, by their bytes."""
         return {
             data: number
             for number, data in enumerate(self.tokens)
@@ -152,7 +152,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Return a vocabulary that encodes texts without the tokenizer, which cannot be pickled."""
+    """Return a vocabulary that can be pickled, because it encodes texts without the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())

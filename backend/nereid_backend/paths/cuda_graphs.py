@@ -255,7 +255,7 @@ class StaticStep:
         )
 
     def _attention(self) -> AttentionBatch:
-        """Return the attention batch, which reads from the tensors of this step."""
+        """Return an attention batch that reads from the tensors of this step."""
         _, _, slots, lens = self._numbers
         decodes = DecodeGroup(None, self._table, lens, self._block_size)
         return AttentionBatch(slots, self._num_rows, [decodes], [], self._block_size)

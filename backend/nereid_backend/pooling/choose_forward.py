@@ -166,7 +166,7 @@ def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Return the logits of texts, computed one by one by the whole model with its own attention.
+    """Run the whole model, with its own attention, on each text alone, and return the logits.
 
     Shapes: returns float32 [num_texts, num_labels].
     """

@@ -34,7 +34,7 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _CountedTokens:
-    """The tokens of one request that have been counted.
+    """The counted tokens of one request, and where the counts are stored.
 
     Attributes:
         owner: the request.

@@ -84,7 +84,7 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
 def _read_configs(
     repository: Path, environ: Mapping[str, str]
 ) -> dict[str, EngineConfig | PoolingConfig]:
-    """Return the settings of each model that is served, by the name of its setting for GPU memory.
+    """Return the settings of each served model, by the name of the model's setting for GPU memory.
 
     Example of a name: "embedding_gpu_memory_utilization".
     """

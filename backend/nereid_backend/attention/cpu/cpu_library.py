@@ -101,7 +101,8 @@ class KernelTimes(ctypes.Structure):
 
 
 _LOGITS = (c_int, c_void_p, c_int64, c_int64, c_int64)
-# The argument types of the functions in cpu_kernels.h and cpu_shim.cpp, which return nothing.
+# The argument types of the functions in cpu_kernels.h and cpu_shim.cpp. The functions return
+# nothing.
 _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
     "nereid_attend": (*[c_void_p] * 3, c_int),
     "nereid_attend_prefills": (c_void_p, c_void_p, c_int64, c_void_p, c_int),

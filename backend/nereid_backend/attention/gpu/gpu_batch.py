@@ -109,7 +109,7 @@ class GpuBatch:
 
 
 class Tiling(NamedTuple):
-    """The division of prefills into tiles, which all layers with the same window and kernel share.
+    """The division of prefills into tiles. It is equal for layers with the same window and kernel.
 
     Attributes:
         num_queries: the largest number of new tokens of a tile.

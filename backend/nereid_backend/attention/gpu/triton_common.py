@@ -30,7 +30,7 @@ def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the rows of the cache (viewed as [..., dim]) in which tokens of a sequence are stored.
+    """Return the cache rows of some tokens of a sequence. The cache is viewed as [..., dim].
 
     blocks [n] are the block numbers of the positions places [n].
     """

@@ -19,7 +19,7 @@ from nereid_backend.attention.gpu.triton_common import (
 def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token attends to, and the start of its tile.
+    """Return the first position that the last token attends to, and the start of that tile.
 
     Example: with a length of 100, a window of 40 and tiles of 16 tokens, the result is 60 and 48.
     """

@@ -210,12 +210,16 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
 
 
 def _common_types(first: object, second: object) -> str | list[str]:
-    """Return the types that both values of `type` allow. An integer is a number, too."""
-    types = [set(value) if isinstance(value, list) else {value} for value in (first, second)]
-    for one, other in (types, types[::-1]):
-        if "number" in one and "number" not in other and "integer" in other:
-            one.add("integer")
-    common = sorted(types[0] & types[1])
+    """Return the types that both values of `type` allow. An integer is a number, too.
+
+    Example: `"number"` and `["integer", "null"]` have the type `"integer"` in common.
+    """
+    first_types: set[Any] = set(first) if isinstance(first, list) else {first}
+    second_types: set[Any] = set(second) if isinstance(second, list) else {second}
+    for types, other_types in ((first_types, second_types), (second_types, first_types)):
+        if "number" in types and "number" not in other_types and "integer" in other_types:
+            types.add("integer")
+    common = sorted(first_types & second_types)
     if not common:
         raise _CannotMergeError
     return common[0] if len(common) == 1 else common

@@ -58,8 +58,8 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
 def _field(text: str, match: re.Match[str], follows_field: bool) -> Slot:
     """Return the field that `match` found in the pattern `text`.
 
-    The field {rest} may follow another field directly, because {rest} may be empty: the other field
-    then ends at the first character that cannot belong to it.
+    The field {rest} may directly follow another field. The other field then ends before the first
+    character that its regex does not match.
 
     Raises:
         FormatError: The field is unknown, or follows another field without text between them.

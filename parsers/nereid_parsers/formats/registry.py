@@ -244,7 +244,7 @@ def _combine(
     """Return the format that consists of a reasoning entry, a tool entry, or both.
 
     Raises:
-        FormatError: One entry describes whole messages, and the other entry differs from it.
+        FormatError: One entry describes whole messages, and the other entry describes other text.
     """
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))

@@ -48,10 +48,10 @@ class Tools:
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and isinstance(function, Mapping):
-                schema = function.get("parameters", function.get("input_schema"))
-                self.parameters[name] = schema if isinstance(schema, Mapping) else {}
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                continue
+            schema = function.get("parameters", function.get("input_schema"))
+            self.parameters[function["name"]] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters

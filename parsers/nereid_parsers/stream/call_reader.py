@@ -349,15 +349,16 @@ class CallReader:
     def _end_section(self, close: str) -> State:
         """Leave the tool section, and read its closing marker.
 
-        If the section contains no tool call, its markers are content. They are removed if the
-        closing marker is a special token, because ordinary content never contains such a token. The
-        policy CALLS_FIRST removes no markers of an empty section. Examples: both markers of
+        The markers of a section without tool calls are content, unless the closing marker is a
+        special token, because ordinary content never contains such a token. With the policy
+        CALLS_FIRST, special tokens are content too. Examples: both markers of
         `<tool_calls></tool_calls>` are content. Both markers of `<|calls_begin|><|calls_end|>` are
         removed.
         """
         self._is_in_section = False
         is_empty = bool(self._text.tentative)  # The opening marker is still tentative.
-        if is_empty and (self._calls_first or not is_special_token(close)):
+        can_be_content = self._calls_first or not is_special_token(close)
+        if is_empty and can_be_content:
             return self.reject(len(close), _EMPTY_SECTION)
         if is_empty:
             self._text.accept_tentative()

@@ -124,7 +124,7 @@ class RequestMetrics:
 
 
 class CountRequests:
-    """Middleware that counts each request by its route and the status of its response, and logs it.
+    """Middleware that counts and logs each request with its route and the status of its response.
 
     The requests of `nereid serve`, which checks the frontend several times a second while it
     starts, are not counted.

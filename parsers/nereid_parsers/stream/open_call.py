@@ -80,7 +80,7 @@ class OpenCall:
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify a part of the body after which no tool call is open.
+        """Classify text of the body, if no tool call is open at the end of this text.
 
         Args:
             start: The position in the buffer at which the text starts.

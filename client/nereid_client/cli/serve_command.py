@@ -42,6 +42,7 @@ _ENGINE_FLAGS = {
     "--max-num-batched-tokens": "N",
 }
 # Flags of the frontend: (name in Settings, metavar). --host is the address of all servers.
+    "--tensor-parallel-size": "N",
 _FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
     "--max-concurrent-requests": ("max_concurrent_requests", "N"),

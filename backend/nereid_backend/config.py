@@ -34,8 +34,8 @@ class EngineConfig:
     path in `config.pbtxt` is relative to the model repository."""
 
     tensor_parallel_size: PositiveInt = 1
-    """The number of GPUs that compute the model together. Each GPU has a part of the weights and of
-    the KV cache, and an own process. On a machine without GPUs, the processes use the CPU."""
+    """The number of GPUs (or of processes on a CPU) that compute the model together. Each has a part
+    of the weights and of the KV cache."""
 
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
@@ -119,12 +119,11 @@ class EngineConfig:
     tokens."""
 
     prefix_cache_disk: str | None = None
-    """A folder in which the prefix cache also stores its blocks, so that a restarted server finds
-    them. Only this user can read the files."""
+    """A folder that stores the prefix cache, which then survives a restart. Only the owner can read
+    the files."""
 
     prefix_cache_disk_bytes: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] = 10 * 2**30
-    """The largest size of the files in `prefix_cache_disk`. The files that were not used for the
-    longest time are deleted first."""
+    """The largest size of all files in `prefix_cache_disk`."""
 
     async_scheduling: bool = False
     """Whether a step starts before the tokens of the previous step are read, so that a GPU does

@@ -6,6 +6,7 @@ The data of a group travels over NCCL between GPUs, and over gloo between proces
 
 import datetime
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Rank:
         number: the number of the process, from 0.
         size: the number of processes in the group.
         device_type: "cpu" or "cuda".
-        store: a file through which the processes find each other.
+        store: a file through which the processes find each other. The file is in a folder of its
+            own.
     """
 
     number: int
@@ -59,6 +61,10 @@ class Rank:
             timeout=_TIMEOUT,
             device_id=self.device if is_on_gpu else None,
         )
+
+    def remove_store(self) -> None:
+        """Delete the folder of `store`, if it exists. The group cannot be used after this call."""
+        shutil.rmtree(os.path.dirname(self.store), ignore_errors=True)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ with importing():
     from nereid_backend.parallel.shard import Shard, load_shard
     from nereid_backend.runner import ForwardPath
 
-log = logging.getLogger("nereid")
+_STOP = ("stop",)
 
 
 class RankService:
@@ -98,13 +98,18 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
 
     A separate thread receives, so that the process also exits while it waits for another rank.
     """
+    rank: Rank | None = None
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
+            message = _STOP
+        if message == _STOP:
+            if rank is not None:
+                rank.remove_store()
             os._exit(0)
-        if message == ("stop",):
-            os._exit(0)
+        if rank is None:
+            _, rank = message
         messages.put(message)
 
 

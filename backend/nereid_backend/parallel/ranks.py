@@ -64,9 +64,9 @@ class Ranks:
                 "tensor_parallel_size: this process already uses torch.distributed. Close the "
                 "other engine before you create an engine with tensor parallelism."
             )
-        self._folder = tempfile.mkdtemp(prefix="nereid-ranks-")
         size = config.tensor_parallel_size
-        self.rank = Rank(0, size, device.type, os.path.join(self._folder, "store"))
+        folder = tempfile.mkdtemp(prefix="nereid-ranks-")
+        self.rank = Rank(0, size, device.type, os.path.join(folder, "store"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._failure = ""
@@ -153,7 +153,7 @@ class Ranks:
                 distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.rank.remove_store()
 
     def _start(self, config: EngineConfig, rank: Rank) -> None:
         """Start the process of a rank."""
@@ -194,6 +194,7 @@ class Ranks:
                 return
             self._failure = f"rank {numbers[connection]} of the model {reason}"
             self._has_failed.set()
+            self.rank.remove_store()
             if self.rank.device_type == "cuda":
                 # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
                 distributed_c10d._abort_process_group()

@@ -130,8 +130,10 @@ class DiskTier:
             ),
             len(read.hashes),
         )
-        for block_hash, block in self._cache.insert(read.hashes[:num_usable]):
-            self._prefixes.write_block(block, contents[block_hash])
+        new = self._cache.insert(read.hashes[:num_usable])
+        self._prefixes.write_blocks(
+            [block for _, block in new], [contents[block_hash] for block_hash, _ in new]
+        )
         is_complete = all(self._cache.block_of(one) is not None for one in read.hashes)
         if read.state is not None and is_complete:
             self._insert_snapshot(read.hashes[-1], read.state)

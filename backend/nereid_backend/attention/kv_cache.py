@@ -107,14 +107,16 @@ class KVCache:
         parts = [tensor[block].reshape(-1).view(torch.uint8) for tensor in self.tensors()]
         return torch.cat(parts).cpu().numpy().tobytes()
 
-    def write_block(self, block: int, content: bytes) -> None:
-        """Set the content of a block, which `read_block` has returned. Mutates: this cache."""
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Set the contents of some blocks, which `read_block` has returned. Mutates: this cache."""
+        joined = bytearray().join(contents)
+        rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1).to(self.device)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         start = 0
         for tensor in self.tensors():
-            part = tensor[block]
-            end = start + part.numel() * part.element_size()
-            part.copy_(data[start:end].clone().view(tensor.dtype).view(part.shape))
+            end = start + tensor[0].numel() * tensor.element_size()
+            part = rows[:, start:end].contiguous().view(tensor.dtype)
+            tensor.index_copy_(0, index, part.view(len(blocks), *tensor.shape[1:]))
             start = end
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 """Converts the blocks and snapshots of a forward path to bytes and back."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ class StoredPrefixes:
         """Return the keys and values of a block."""
         return b"" if self._cache is None else self._cache.read_block(block)
 
-    def write_block(self, block: int, content: bytes) -> None:
-        """Set the keys and values of a block, which `read_block` has returned."""
-        if self._cache is not None:
-            self._cache.write_block(block, content)
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Set the keys and values of some blocks, which `read_block` has returned."""
+        if self._cache is not None and blocks:
+            self._cache.write_blocks(blocks, contents)
 
     def read_snapshot(self, snapshot_id: int) -> bytes:
         """Return the state of a snapshot."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerates the execution path `packed` with a compiled forward pass and with CUDA graphs.
+"""Accelerates the forward path `packed` with a compiled forward pass and with CUDA graphs.
 
 Before an acceleration is used, its logits are compared with those of the unmodified model. If the
 logits differ, or if the acceleration fails, the path runs without this acceleration.
 """
 
 from dataclasses import replace
+
+import torch
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress
@@ -29,10 +31,10 @@ def use_compiled_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> CompiledForward | None:
-    """Compile the forward pass of a path, and use it if its logits equal the expected logits.
+    """Compile the forward pass of a model, and use it if its logits equal the expected logits.
 
     Args:
-        path: the execution path with the sizes of the engine. Mutated.
+        path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
         hook: the engine's entry in transformers' attention interface.
         chosen: the choice of the path, with the test sequences and the logits of the unmodified
@@ -48,23 +50,19 @@ def use_compiled_forward(
     try:
         if not isinstance(path, PackedPath):
             raise UnfitError(
-                "torch.compile supports only the execution path packed, but this model uses the "
-                f"execution path {chosen.spec.name}"
+                "torch.compile supports only the forward path packed, but this model uses the "
+                f"forward path {chosen.spec.name}"
             )
         compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
         test_path = chosen.spec.build(chosen.trial.sizes)
         assert isinstance(test_path, PackedPath)
         test_path.use(compiled)
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
-    except Exception as error:
-        # torch's compiler can raise any exception. The path then runs without compiling.
-        reason = first_line(error)
-        if is_lost(checkpoint.device):
-            raise ConfigError(
-                f"compile_forward: the compiled forward pass failed, and {checkpoint.device} "
-                f"cannot be used any more ({reason}). Set compile_forward=false."
-            ) from error
-        progress(f"the forward pass is not compiled: {reason}")
+    except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
+        _check_device(
+            checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
+        )
+        progress(f"the forward pass is not compiled: {first_line(error)}")
         if checkpoint.device.type == "cuda":
             use_fused_norms(checkpoint, chosen, progress)
         return None
@@ -110,7 +108,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     Do nothing on a device that is not a GPU.
 
     Args:
-        path: the execution path with the sizes of the engine. Mutated.
+        path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
         chosen: the choice of the path, with the test sequences and the logits of the unmodified
             model for these sequences.
@@ -129,15 +127,9 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     try:
         test_capture = capture_on(device)
         _check_graphs(checkpoint, chosen, compiled, sizes, test_capture)
-    except Exception as error:
-        # Capturing a model's code can raise any exception. The path then runs without graphs.
-        reason = first_line(error)
-        if is_lost(device):
-            raise ConfigError(
-                f"cuda_graphs: replaying a captured step failed, and {device} cannot be used any "
-                f"more ({reason}). Set cuda_graphs=false."
-            ) from error
-        progress(f"decode steps are not replayed from captured graphs: {reason}")
+    except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
+        _check_device(device, error, "cuda_graphs", "replaying a captured step failed")
+        progress(f"decode steps are not replayed from captured graphs: {first_line(error)}")
         return
     assert isinstance(path, PackedPath)
     path.graphs = DecodeGraphs(path.run, capture, sizes, device)
@@ -165,21 +157,32 @@ def use_piecewise_graphs(  # noqa: PLR0913 - as above
     """
     try:
         _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
-    except Exception as error:
-        # Capturing a model's code can raise any exception. The steps then run without graphs.
-        reason = first_line(error)
-        if is_lost(checkpoint.device):
-            raise ConfigError(
-                f"cuda_graphs: replaying a captured part of a step failed, and {checkpoint.device} "
-                f"cannot be used any more ({reason}). Set cuda_graphs=false."
-            ) from error
-        progress(f"steps with prefills are not replayed from captured graphs: {reason}")
+    except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
+        problem = "replaying a captured part of a step failed"
+        _check_device(checkpoint.device, error, "cuda_graphs", problem)
+        progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
     path.pieces = path.piecewise_graphs(capture.pieces, sizes, progress)
     path.pieces.capture_all()
     # If a capture fails, `capture_all` itself reports the reason.
     if path.pieces.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
+
+
+def _check_device(device: torch.device, error: Exception, setting: str, problem: str) -> None:
+    """Raise a ConfigError if a device cannot be used any more after an error.
+
+    Args:
+        device: the device.
+        error: the error of the attempt.
+        setting: the setting that turns the attempt off if it is false.
+        problem: a clause that describes the attempt, for the message.
+    """
+    if is_lost(device):
+        raise ConfigError(
+            f"{setting}: {problem}, and {device} cannot be used any more ({first_line(error)}). "
+            f"Set {setting}=false."
+        ) from error
 
 
 def use_fastest_attention(
@@ -244,7 +247,7 @@ def _check_graphs(
     path = chosen.spec.build(test_sizes)
     if not isinstance(path, PackedPath) or not path.has_kernels or capture is None:
         raise UnfitError(
-            "CUDA graphs require the execution path packed and the GPU kernels for attention"
+            "CUDA graphs require the forward path packed and the GPU kernels for attention"
         )
     if compiled is not None:
         path.use(compiled)

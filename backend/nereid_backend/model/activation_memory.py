@@ -12,6 +12,7 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
+from nereid_backend.runner import ForwardPath
 
 # The largest number of tokens in the measured step on a CPU, where a long step of a large model
 # takes seconds.
@@ -32,7 +33,7 @@ def measure_activations(
 
     Args:
         checkpoint: the model. Its attention implementation must be that of the path.
-        spec: the execution path of the model.
+        spec: the forward path of the model.
         num_tokens: the largest number of tokens in one step.
         num_seqs: the largest number of sequences that are sampled in one step.
         block_size: the number of tokens in one block.
@@ -44,22 +45,30 @@ def measure_activations(
     on_gpu = checkpoint.device.type == "cuda"
     num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
     num_blocks = -(-num_measured // block_size)
-    path = spec.build(Sizes(num_blocks, block_size, 1, num_measured))
+    path = spec.build(Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured))
     plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured, num_blocks)
-    if on_gpu:
-        torch.cuda.synchronize(checkpoint.device)
-        before = torch.cuda.memory_allocated(checkpoint.device)
-        torch.cuda.reset_peak_memory_stats(checkpoint.device)
-        path.forward(plan)
-        used = torch.cuda.max_memory_allocated(checkpoint.device) - before
-    else:
-        before_bytes = _reset_peak()
-        if before_bytes is None:
-            return None
-        path.forward(plan)
-        peak_bytes = _status_bytes("VmHWM") or 0
-        used = max(0, peak_bytes - before_bytes) * num_tokens // num_measured
-    return used + num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
+    used = _measure_on_gpu(path, plan, checkpoint.device) if on_gpu else _measure_on_cpu(path, plan)
+    if used is None:
+        return None
+    return used * num_tokens // num_measured + num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
+
+
+def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> int:
+    """Run a step, and return how many bytes of the GPU's memory the step needed."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    path.forward(plan)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
+    """Run a step, and return how many bytes of main memory it needed; None if this is unknown."""
+    before = _reset_peak()
+    if before is None:
+        return None
+    path.forward(plan)
+    return max(0, (_status_bytes("VmHWM") or 0) - before)
 
 
 def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the execution path of a model: the first of four paths that computes correct logits.
+"""Chooses the forward path of a model: the first of four paths that computes correct logits.
 
-An execution path is a way to run the forward passes of a model:
+A forward path is a way to run the forward passes of a model:
 
     packed    one row with all tokens, keys and values in blocks     models with only attention
     rows      one row for each sequence, state outside of blocks     convolutions, recurrences
@@ -43,10 +43,10 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class ChosenPath:
-    """The execution path that was chosen for a model.
+    """The forward path that was chosen for a model.
 
     Attributes:
-        spec: the execution path.
+        spec: the forward path.
         difference: the relative difference between the logits of the path and the logits of the
             unmodified model.
         limit: the length of a sequence up to which the logits of the path are correct.
@@ -62,7 +62,7 @@ class ChosenPath:
 def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> ChosenPath:
-    """Choose the first execution path whose logits equal those of the unmodified model.
+    """Choose the first forward path whose logits equal those of the unmodified model.
 
     The attention of the model is set to the attention that this path needs.
 
@@ -89,13 +89,13 @@ def choose_path(
         trial = trials.get(spec.layers, is_generated=spec.is_generated)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
-        f"{checkpoint.architecture} is not supported, because none of the execution paths computes "
+        f"{checkpoint.architecture} is not supported, because none of the forward paths computes "
         f"the same logits as the model's own code: {'; '.join(reasons)}."
     )
 
 
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
-    """Return a line for the log about the chosen path and the reasons against the earlier paths.
+    """Return a log line about the chosen forward path and the reasons against the earlier ones.
 
     Example: "path: padded (packed: it does not use transformers' attention interface)."
     """
@@ -158,7 +158,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first variant of a path with correct logits, and the difference of its logits.
+    """Return the first correct variant of a forward path, and the difference of its logits.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.
@@ -175,8 +175,8 @@ def try_variants(
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
             if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The first check has shown that the path is correct without rounding. The second
-                # check covers the rounding of the 8-bit cache.
+                # The first check has shown that the forward path is correct without rounding. The
+                # second check includes the rounding of the 8-bit cache.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
             return _with_measurements(spec, path, trial, difference, dtype), difference
@@ -195,7 +195,7 @@ def _with_measurements(
     `rows`, it is also whether sequences can continue from snapshots of their states.
 
     Args:
-        spec: the execution path.
+        spec: the forward path.
         path: the path that has computed the test sequences of `trial`.
         trial: the test sequences.
         difference: the relative difference of the logits of `path`.

@@ -37,7 +37,7 @@ from nereid_backend.runner import ForwardPath
 
 @dataclass(frozen=True, slots=True)
 class PathSpec:
-    """The description of an execution path for one model.
+    """The description of a forward path for one model.
 
     Attributes:
         name: "packed", "rows", "padded" or "single".
@@ -76,7 +76,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each path, in the order in which they are tried.
+    """Return the name and the variants of each forward path, in the order in which they are tried.
 
     Args:
         checkpoint: a loaded model.
@@ -123,7 +123,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
 def _packed(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the only variant of the path `packed`.
+    """Yield the only variant of the forward path `packed`.
 
     The function is a generator, as the functions of the other paths, so that nothing is run before
     the path is tried.
@@ -136,7 +136,7 @@ def _packed(
         if max_model_len is None or max_model_len > limit.num_tokens:
             raise UnfitError(
                 f"the model uses sparse attention for more than {limit.num_tokens} tokens "
-                f"({limit.reason}), which this execution path supports only if max_model_len is at "
+                f"({limit.reason}), which this forward path supports only if max_model_len is at "
                 f"most {limit.num_tokens}"
             )
         # Up to this length, sparse attention selects every token, so a mask that hides no token is
@@ -159,7 +159,7 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
-    """Yield the variants of the path `rows`, from the fastest to the slowest.
+    """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
     The first variant divides prompts into chunks. The second variant computes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before.
@@ -197,12 +197,12 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
 
 
 def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the only variant of the path `padded`."""
+    """Yield the only variant of the forward path `padded`."""
     yield _padded_spec(checkpoint, "padded")
 
 
 def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of the path `single`, from the fastest to the slowest.
+    """Yield the variants of the forward path `single`, from the fastest to the slowest.
 
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.

@@ -61,7 +61,7 @@ def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are
     if isinstance(layer, DummyLayer):
         return layer
     raise UnfitError(
-        f"the model's cache has layers of the class {type(layer).__name__}, which this execution "
+        f"the model's cache has layers of the class {type(layer).__name__}, which this forward "
         "path does not support"
     )
 

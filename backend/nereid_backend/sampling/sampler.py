@@ -158,19 +158,27 @@ class PendingTokens:
         sampled = _SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
         sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
+        self._read_top(sampled_tokens)
+        self._replace_uncertain(sampled_tokens)
+        self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
+        return sampled_tokens, device_token_ids
+
+    def _read_top(self, sampled_tokens: SampledTokens) -> None:
+        """Wait for the log-probabilities that requests asked for. Mutates: `sampled_tokens`."""
         for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
             if part.ranked is not None and ranked_copy is not None:
                 reports = part.ranked.read(*ranked_copy.wait())
                 indices = [part.inputs.start + index for index in part.inputs.ranked]
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
+
+    def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
+        """Sample the uncertain rows of all slices again. Mutates: `sampled_tokens`."""
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
                 uncertain_rows = part.uncertain.rows[~is_certain.numpy()].tolist()
                 if uncertain_rows:
                     self._sample_again(part, uncertain_rows, sampled_tokens)
-        self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
-        return sampled_tokens, device_token_ids
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
         """Store the reason for each position at which no token could be sampled.

@@ -85,6 +85,17 @@ def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_sha
     assert spent.attention_ns > 0
 
 
+def test_a_library_serves_only_checkpoints_with_equal_short_vectors(checkpoint):
+    # torch's compiler writes such vectors into the code, such as these sinks of four heads.
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"))
+    layer = model.model.layers[0]
+    name = compiled_forward._fingerprint(model, {})
+    torch.nn.init.normal_(layer.self_attn.q_proj.weight)
+    assert compiled_forward._fingerprint(model, {}) == name
+    torch.nn.init.normal_(layer.self_attn.sinks)
+    assert compiled_forward._fingerprint(model, {}) != name
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_model_that_cannot_be_traced_runs_as_it_is_and_says_why(checkpoint, monkeypatch):
     path = checkpoint("llama")
@@ -118,9 +129,7 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
 def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
     bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4})
     found, said = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
-    expected = (
-        "supports only the execution path packed, but this model uses the execution path padded"
-    )
+    expected = "supports only the forward path packed, but this model uses the forward path padded"
     assert expected in said
     assert all(len(tokens) == 12 for tokens in found)
 

@@ -271,13 +271,7 @@ class Choice:
         unsent = self._unsent
         if unsent.logprobs:
             delta["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]
-        # The context contains the prompt's tokens only if the request asks for token ids.
-        prompt_token_ids = self.context.prompt_token_ids
-        if prompt_token_ids is not None:
-            if unsent.token_ids:
-                delta["token_ids"] = unsent.token_ids
-            if self._index == 0 and not self._has_sent_output:
-                delta["prompt_token_ids"] = list(prompt_token_ids)
+        delta |= self._token_id_fields()
         if unsent.prompt_logprobs is not None:
             delta["prompt_logprobs"] = prompt_entries(unsent.prompt_logprobs, self._token_texts)
         if self._finish_reason is not None:
@@ -287,6 +281,18 @@ class Choice:
                 delta["stop_reason"] = self._stop_reason
         delta["usage"] = self._totals.usage(self.context.num_prompt_tokens)
         return delta
+
+    def _token_id_fields(self) -> dict[str, list[int]]:
+        """Return the fields with token ids; {} if the request does not ask for token ids."""
+        prompt_token_ids = self.context.prompt_token_ids
+        if prompt_token_ids is None:
+            return {}
+        fields = {}
+        if self._unsent.token_ids:
+            fields["token_ids"] = self._unsent.token_ids
+        if self._index == 0 and not self._has_sent_output:
+            fields["prompt_token_ids"] = list(prompt_token_ids)
+        return fields
 
 
 def _without_stop_token(token_ids: list[int], ending: Ending | None) -> list[int]:

@@ -55,7 +55,7 @@ def use_cached_index() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module `_MODULE`, whose loader then replaces the module's slow function."""
+    """Finds the module `_MODULE`, and gives it a loader that replaces the slow function."""
 
     def find_spec(
         self,

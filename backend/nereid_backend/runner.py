@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """The interface of a forward path, which owns the KV cache and other state of the model."""
+    """The interface of a forward path. It owns the KV cache and other state of the model."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the forward pass of a plan that has at least one chunk.

@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 # The number changes if the content of the folder changes, so that old folders are not used.
 _VERSION = 1
 _TOKENIZER = "tokenizer.ggml."
-# The name of each special token in the transformers library, and its metadata field.
+# The names of the special tokens in transformers, and their metadata fields in GGUF files.
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",

@@ -44,7 +44,7 @@ def byte_fallback(text: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte of each character of the byte-level alphabet, such as 32 for "Ġ".
+    """Return the byte for each character of the byte-level alphabet. Example: "Ġ" gives 32.
 
     Printable characters of Latin-1 are written as themselves. The other bytes, in order, are
     written as the characters from U+0100 on. Source: bytes_to_unicode of GPT-2.

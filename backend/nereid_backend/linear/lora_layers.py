@@ -176,7 +176,7 @@ class LoraLayers:
         self._join(adapters)
 
     def _num_rows(self, adapters: tuple[Adapter, ...]) -> int:
-        """Return the sum of the ranks of some adapters over all layers."""
+        """Return the total rank of some adapters, summed over all layers."""
         return sum(
             len(pair.down) for adapter in adapters for pair in self._weights[adapter].values()
         )

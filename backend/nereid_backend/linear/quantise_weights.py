@@ -23,7 +23,8 @@ GROUP_SIZES = {4: 32, 8: 64}
 # The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
 # this scale, so that no number is divided by zero.
 _MIN_SCALE = 2.0**-24
-# The largest integers: weights of 8 bits are signed, and weights of 4 bits are unsigned.
+# The largest integers of 8 and 4 bits. Integers of 8 bits are signed, and integers of 4 bits are
+# not.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
 # The number of rows that are quantised at a time. It limits the memory for float32 copies.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a checkpoint that is larger than the free memory before its weights are read."""
+"""Refuses a checkpoint that does not fit into the free memory, before reading its weights."""
 
 import json
 from pathlib import Path

@@ -270,7 +270,7 @@ class _Step:
 
 
 class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A layer of a model's cache that stores its tokens in blocks, for one forward pass."""
+    """A cache layer that stores its tokens in blocks. It is used for one forward pass."""
 
     is_croppable = False
 

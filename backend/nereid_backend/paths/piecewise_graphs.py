@@ -162,7 +162,7 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # The step of `attend` has no sequences, so `attend` does nothing.
+        # This step has no sequences, so `attend` computes nothing during the capture.
         self._attention = static.attention()
         # The first run, which is not captured, gives the expected logits.
         expected = self._run(static.batch(), self._split(static, _without_cut))

@@ -282,7 +282,7 @@ class BatchBuilder:
 
 
 def _consecutive(starts: Integers, counts: Integers) -> Integers:
-    """Return `counts[i]` consecutive numbers from `starts[i]` on, for each i, as one array.
+    """Return an array with `counts[i]` consecutive numbers that begin at `starts[i]`, for each i.
 
     Example: the starts [20, 0] and the counts [1, 3] give [20, 0, 1, 2].
     """

@@ -207,7 +207,7 @@ def _special_ids(encoder: Encoder) -> set[int]:
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest of the rows' relative differences (see row_errors)."""
+    """Return the largest relative difference of a row (see row_errors)."""
     return row_errors(actual, expected).max().item()
 
 

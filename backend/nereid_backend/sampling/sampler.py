@@ -139,7 +139,7 @@ class PendingTokens:
             sampled = _SampledRows(*map(torch.cat, columns))
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # For each slice, the copies of the tensors that only some slices have.
+        # The copies of the tensors that only some slices have; None for the other slices.
         self._ranked_copies = [
             None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
         ]
@@ -181,7 +181,7 @@ class PendingTokens:
                     self._sample_again(part, uncertain_rows, sampled_tokens)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
-        """Store the reason for each position at which no token could be sampled.
+        """Find the positions at which no token could be sampled, and store the reasons.
 
         Args:
             has_allowed: for each position, whether any token was allowed.

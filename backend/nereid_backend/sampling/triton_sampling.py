@@ -188,8 +188,8 @@ def sample_token(
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 
 
-# The number of rows changes from step to step. Specialisation would compile a kernel for one row,
-# one for multiples of 16, and one for other numbers.
+# The number of rows changes from step to step. With specialisation, Triton would compile separate
+# kernels for one row, for multiples of 16 rows, and for other numbers of rows.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, has_allowed,

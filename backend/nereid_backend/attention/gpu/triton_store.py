@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
-# Adding 1.5 * 2**23 to a float32 number and subtracting it again rounds the number to the nearest
-# integer, and halves to the even integer.
+# If 1.5 * 2**23 is added to a float32 number and subtracted again, the number is rounded to the
+# nearest integer. Halves are rounded to the even integer.
 ROUNDING = tl.constexpr(12582912.0)
 
 

@@ -88,7 +88,7 @@ class AdapterCalls:
         }
 
     def history(self) -> list[list[str]]:
-        """Return the messages that repeat all changes in a new engine process.
+        """Return the messages with which a new engine process repeats all changes.
 
         Adapters that the new process does not have need not be unloaded.
         """

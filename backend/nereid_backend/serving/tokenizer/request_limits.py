@@ -169,7 +169,7 @@ class RequestLimits:
                     raise self.depth_error(name)
 
     def check_text(self, text: str) -> None:
-        """Refuse the text of a prompt that is certainly too long.
+        """Refuse a prompt whose text is certainly too long.
 
         Raises:
             RequestError: the text has more than max_prompt_bytes.

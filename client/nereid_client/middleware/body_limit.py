@@ -13,6 +13,7 @@ from nereid_client.middleware.shared_budget import SharedBudget
 
 UPLOAD_PATH = "/v1/files"
 _ERROR_HEADERS = {"Connection": "close"}  # the rest of the body is not read
+_MAX_DIGITS = 20  # of a Content-Length that is converted to an integer
 
 
 class BodyLimit:
@@ -49,12 +50,8 @@ class BodyLimit:
         if scope["type"] != "http" or _is_upload(scope):
             await self._app(scope, receive, send)
             return
-        content_length = Headers(scope=scope).get("content-length", "0")
-        # A number with more than 20 digits is not converted, because that takes quadratic time.
-        is_number = content_length.isdecimal() and content_length.isascii()
-        digits = content_length.lstrip("0")
-        if is_number and (len(digits) > 20 or int(digits or "0") > self._max_bytes):
-            error = self._error(digits[:20])
+        error = self._length_error(Headers(scope=scope).get("content-length", "0"))
+        if error is not None:
             self._metrics.count_refusal(error)
             await error_response(error, scope)(scope, receive, send)
             return
@@ -88,6 +85,18 @@ class BodyLimit:
             await self._app(scope, receive_counted, send)
         finally:
             self._total.remove(client, num_received)
+
+    def _length_error(self, content_length: str) -> ApiError | None:
+        """Return the error for a header Content-Length that exceeds the limit, or None.
+
+        A very long number is not converted to an integer, because that takes quadratic time.
+        """
+        if not (content_length.isdecimal() and content_length.isascii()):
+            return None
+        digits = content_length.lstrip("0") or "0"
+        if len(digits) <= _MAX_DIGITS and int(digits) <= self._max_bytes:
+            return None
+        return self._error(digits[:_MAX_DIGITS])
 
     def _error(self, size: str) -> ApiError:
         return ApiError(

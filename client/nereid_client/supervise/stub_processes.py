@@ -73,9 +73,12 @@ class StubWatch:
             self._rescan()
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            if process is not None and process.state != "Z":
+            is_running = process is not None and process.state != "Z"  # "Z" is a zombie.
+            if is_running:
                 continue
-            if process is None and (self._can_unload or not self.are_models_loaded):
+            # The server itself ends a stub when it unloads a model, or when a model cannot load.
+            may_vanish = self._can_unload or not self.are_models_loaded
+            if process is None and may_vanish:
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
                 continue

@@ -48,22 +48,31 @@ class HeaderReader:
         text is required.
         """
         buffer = self._buffer
-        # At the start of the output, the model omits the marker if the prompt contains the marker.
         has_read_marker = bool(self._text.tentative)
-        marker = self._plan.message_start
-        if not has_read_marker and buffer.starts_with(marker):
-            return self.start(marker)
-        if not has_read_marker and not buffer.is_final and buffer.is_prefix_of(marker):
-            return None
+        if not has_read_marker:
+            # This is the start of the output. The marker is optional, because the prompt may
+            # already contain the marker.
+            marker = self._plan.message_start
+            if buffer.starts_with(marker):
+                return self.start(marker)
+            if not buffer.is_final and buffer.is_prefix_of(marker):
+                return None
         for route in self._plan.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
                 return self._enter_message(route, head)
             if head == NEED_MORE:
                 return None
-        if buffer.is_final and self._has_header_started():
+        return self._drop_or_reject()
+
+    def _drop_or_reject(self) -> State:
+        """Handle text that is not a whole header. Return the next state.
+
+        If the message ends inside a header, the header is removed. Any other text is content.
+        """
+        if self._buffer.is_final and self._has_header_started():
             self._text.accept_tentative()
-            self._text.write_markup(buffer.take_unread())
+            self._text.write_markup(self._buffer.take_unread())
             return State.CONTENT
         return self._calls.reject(0, _NO_HEADER)
 

@@ -58,7 +58,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may create the folder at the same time. The first process that renames its
-    # unfinished folder provides the folder for all.
+    # unfinished folder provides the folder for all processes.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(file, unfinished)

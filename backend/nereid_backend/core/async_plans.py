@@ -74,7 +74,7 @@ class PendingPlans:
                 sequence.token_ids.pop()
         if not plan.chunks:
             return plan
-        # The index of each sampled token in the running step, by the sequence of the token.
+        # For each sequence, the index of its sampled token in the running step.
         sources = {sequence: source for source, sequence in enumerate(sampling)}
         planned = [chunk.sequence for chunk in plan.chunks]
         plan.pending.extend(

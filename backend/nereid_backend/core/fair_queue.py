@@ -54,7 +54,7 @@ class FairQueue:
             del self._num_sequences[client], self._service[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add the tokens that a step computes for a sequence to the service of its client."""
+        """Record that a client gets service, because a step computes tokens of its sequence."""
         params = sequence.params
         self._service[params.client_id] += num_tokens / params.client_weight
 

@@ -34,7 +34,7 @@ class ByteCache(Generic[T]):
             return entry[0]
 
     def put(self, key: Hashable, value: T, num_bytes: int) -> None:
-        """Store a value of `num_bytes`, and drop the least recently used values above the limit.
+        """Store a value of `num_bytes` bytes. Drop the least recently used values above the limit.
 
         A value that is larger than the whole cache is not stored.
         """

@@ -87,7 +87,7 @@ def shared_weights(model: nn.Module) -> set[int]:
 
 
 def free_weight(layer: nn.Linear) -> None:
-    """Replace the weight of a layer by a tensor of NaN of the same shape that takes no memory.
+    """Replace a layer's weight by NaN values of the same shape, which take no memory.
 
     Mutates: layer.
     """

@@ -31,7 +31,7 @@ from nereid_backend.linear.lora_layers import AdapterWeights, LayerPair
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# The settings that describe the training, or that this module reads.
+# These settings describe only the training, or this module reads them.
 _HARMLESS_SETTINGS = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),

@@ -210,7 +210,7 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
         # Snapshots also get a part of the memory for blocks, if one sequence does not need it.
         spare_blocks = max(0, num_blocks - blocks_per_sequence)
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
-    # More blocks than all running sequences together can use would be wasted.
+    # The cache gets no more blocks than all running sequences together can use.
     num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
     block_bytes = (num_blocks + 1) * bytes_per_block
     num_states = 0

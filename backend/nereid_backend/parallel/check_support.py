@@ -15,7 +15,8 @@ from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, UnsupportedModelError
 
-# The last part of the names of the linear layers that compute keys, alone or with other outputs.
+# The names of the linear layers that compute keys, possibly with other outputs, end with these
+# texts.
 _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
 
 

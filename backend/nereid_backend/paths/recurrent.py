@@ -173,7 +173,7 @@ class RowsPath:
             self._snapshots.pop(snapshot_id, None)
 
     def _copy_state(self, row: int) -> State:
-        """Return a copy of the state of a row, which later steps do not change."""
+        """Return a copy of a row's state. Later steps do not change the copy."""
         if self._batch_cache is not None and row in self._batch_cache.rows:
             rows, cache = self._batch_cache
             return row_state(cache, rows.index(row), len(rows))

@@ -77,7 +77,7 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
 
 
 def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
-    """Return a copy of the state of one row of a cache for a batch of `num_rows` rows."""
+    """Return a copy of one row's state, from the cache of a batch with `num_rows` rows."""
     state = [_row_state(layer, row, num_rows) for layer in cache.layers]
     # The cut of a single row is not a copy.
     return copy_state(state) if num_rows == 1 else state

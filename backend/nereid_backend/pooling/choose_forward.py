@@ -89,7 +89,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
             batch = longer_batch
             expected = _vectors_of_single_texts(encoder, batch, name)
     prepack_linears(encoder.model)
-    # The reason why each method is not exact, by the name of the method.
+    # For each method's name, the reason why the method is not exact.
     reasons = {"packed": "it does not use transformers' attention interface"}
     for path, forward in _methods(encoder, hook, is_causal=is_causal):
         difference, reasons[path] = _compare(forward, batch, expected)

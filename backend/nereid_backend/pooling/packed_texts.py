@@ -254,7 +254,7 @@ class _GroupAttention:
         return length
 
     def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether the blocks of `block` queries need masks."""
+        """Return whether attention in blocks of `block` queries needs masks."""
         length = query.shape[2]
         if self.window is not None and length > self.window:
             return True

@@ -78,7 +78,7 @@ class PackedImages:
         return inputs
 
     def _drop_embeddings(self, plan: StepPlan) -> None:
-        """Free the embeddings of the prompts that are computed."""
+        """Free the embeddings of the prompts that were computed completely."""
         for chunk in plan.chunks:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens

@@ -45,7 +45,7 @@ class ForkedProcess:
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
             except OSError:
-                # The fork server has died. Its child processes end when their parent has died.
+                # The fork server has died, and its child processes end with it.
                 self._exit_code = 1
             self._connection.close()
         return self._exit_code

@@ -18,7 +18,7 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # The messages of one read of the socket; None if the other process has ended.
+        # The messages that one read from the socket gave; None if the other process has ended.
         self._batches: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive_all, name="inbox", daemon=True).start()
 

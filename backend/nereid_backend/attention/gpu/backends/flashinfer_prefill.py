@@ -22,7 +22,7 @@ from nereid_backend.attention.gpu.backends.attention_backend import (
 from nereid_backend.attention.layers import LayerSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# The memory for intermediate results that FlashInfer's documentation recommends.
+# The number of bytes for intermediate results, as FlashInfer's documentation recommends.
 _WORKSPACE_BYTES = 128 * 2**20
 
 

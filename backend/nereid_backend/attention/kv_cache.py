@@ -108,7 +108,7 @@ class KVCache:
         return torch.cat(parts).cpu().numpy().tobytes()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Set the contents of some blocks, which `read_block` has returned. Mutates: this cache."""
+        """Write back the contents of blocks that `read_block` returned. Mutates: this cache."""
         joined = bytearray().join(contents)
         rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1).to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)

@@ -73,7 +73,7 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Increment the reference count of each block, because one more block table contains it.
+        """Increment the reference count of each block. One more block table contains these blocks.
 
         Each block must be idle or part of a block table.
         """

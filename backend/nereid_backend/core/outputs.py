@@ -97,7 +97,7 @@ class RequestOutput:
 
 
 class EngineStats(NamedTuple):
-    """The present load of an engine, and counters since its start. The server publishes them.
+    """The present load of an engine, and counters since its start. The server publishes the values.
 
     Attributes:
         num_requests_running: the number of sequences that have a row and blocks of the KV cache.

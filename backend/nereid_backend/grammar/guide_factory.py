@@ -218,7 +218,8 @@ class Guides:
                 self._compiling[key] = compilation
             compilation.num_waiting += 1
         if is_new:
-            # The callback may run at once, and needs the lock, so it is added without the lock.
+            # The callback needs the lock and may run immediately, so the lock must be released
+            # before the callback is added.
             compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
         return compilation
 

@@ -119,7 +119,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:
-        """Mark the tokens before `end` as returned, and keep the latest of them as context.
+        """Mark the tokens before `end` as returned, and keep the latest of these tokens as context.
 
         Example: the window is [5, 6, 7, 8], and its first 2 tokens are returned. After
         `_advance(3)`, the window is [7, 8], and its first token is returned.

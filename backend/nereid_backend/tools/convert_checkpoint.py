@@ -103,7 +103,7 @@ def _converted(
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers. Return the tensors for compressed-tensors by name suffix."""
+    """Round a weight to integers. Return its tensors in compressed-tensors, by name suffix."""
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
@@ -116,7 +116,7 @@ def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def _pack(values: Tensor) -> Tensor:
-    """Return 4-bit integers as 32-bit integers, [rows, columns / 8] for uint8 [rows, columns].
+    """Pack 4-bit integers, uint8 [rows, columns], into 32-bit integers, [rows, columns / 8].
 
     Example: [[0, 1, 2, 3, 4, 5, 6, 7]] becomes [[0x76543210]].
     """

@@ -73,7 +73,7 @@ class AttentionBackend(Protocol):
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return the reason why the library cannot compute a layer, or None if it may be able to.
+        """Return the reason why the library cannot compute a layer; None if none is known.
 
         The reason is a clause without a final period.
 

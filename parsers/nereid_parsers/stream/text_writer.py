@@ -229,6 +229,8 @@ class TextWriter:
     def reject_tentative(self, text: str, fault: str) -> None:
         """Write the tentative text, followed by `text`, as content.
 
+        If both texts contain only white space, store the white space, because a marker may follow.
+
         Args:
             text: The text after the tentative text.
             fault: The reason that the event gives for returning a marker as content.
@@ -241,12 +243,12 @@ class TextWriter:
             self._blanks.append(text)
             return
         text = self._take_blanks() + text
+        self._classify(CONTENT, text)
+        self._events.append(ContentDelta(self._take_removed_blanks() + text, fault))
         self.is_after_marker = False
         self.has_content = True
         self.has_text = True
-        self._classify(CONTENT, text)
         self._is_last_text_content = True
-        self._events.append(ContentDelta(self._take_removed_blanks() + text, fault))
 
     # ---- the text of calls -----------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import signal
 import pytest
 from backend.exactness import PARAMS, PROMPTS, open_engine, reference, run_cached, run_staggered
 from backend.tiny_models import BY_NAME, FAMILIES
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import LostRankError
 
 _LATENT = {
@@ -72,6 +73,20 @@ def test_two_processes_give_the_tokens_of_one_and_a_lost_process_ends_the_engine
         with pytest.raises(LostRankError, match=r"rank 1 of the model ended \(signal 9\)"):
             run_until_idle(engine)
         assert engine.has_work()
+    finally:
+        engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_processes_clear_the_blocks_of_a_failed_sequence(tmp_path):
+    """The architecture has sliding windows."""
+    folder = family("gemma2").save(tmp_path)
+    engine = open_engine(folder, tensor_parallel_size=2)
+    try:
+        sequence = Sequence("failed", [1], PARAMS, max_total_tokens=2)
+        sequence.block_table = [0, 3]
+        engine._runner._path.clear(sequence)
+        assert run_staggered(engine) == reference(folder)
     finally:
         engine.close()
 

@@ -23,7 +23,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
 from nereid_client.batches.lifespan import batches_lifespan
-from nereid_client.client_backend import ClientBackend
 from nereid_client.embeddings.model_choice import pooling_lifespan
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError, FrontendError, to_api_error
@@ -37,7 +36,6 @@ from nereid_client.middleware.running_requests import RunningRequests
 from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.middleware.tracing import Traces
 from nereid_client.openapi import openapi_schema
-from nereid_client.request_context import Context
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
 from nereid_client.routes import (
@@ -52,6 +50,7 @@ from nereid_client.routes import (
     lora,
     messages,
     metrics,
+    model_control,
     models,
     playground,
     pooling,
@@ -63,7 +62,8 @@ from nereid_client.routes import (
     tokenize,
 )
 from nereid_client.settings import Settings
-from nereid_client.triton_backend import Backend, TritonBackend
+from nereid_client.several_models.frontend_models import create_contexts
+from nereid_client.triton_backend import Backend
 
 _DESCRIPTION = """\
 The OpenAI API for a language model, an embedding model and a reranker on a Triton server, with the
@@ -76,7 +76,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize, files, batches),
         *(embeddings, pooling, rerank, score, classify, tei),
-        *(models, lora, health, metrics, abort, template, playground),
+        *(models, model_control, lora, health, metrics, abort, template, playground),
     )
 ]
 
@@ -94,10 +94,8 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        backend = (
-            make_backend() if make_backend else TritonBackend(settings.grpc_url, settings.ensemble)
-        )
-        app.state.context = Context(settings, ClientBackend(backend, app.state.metrics))
+        contexts = create_contexts(settings, app.state.metrics, make_backend)
+        app.state.contexts = contexts
         app.state.responses = Responses(
             Limits(
                 count=settings.max_stored_responses,
@@ -111,7 +109,10 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         async with pooling_lifespan(app), batches_lifespan(app):
             yield
         await app.state.responses.close()
-        await backend.close()
+        if contexts.control is not None:
+            await contexts.control.close()
+        for context in contexts.all:
+            await context.backend.close()
 
     app = FastAPI(
         title="Nereid",

@@ -92,6 +92,33 @@ class TritonCalls:
         except grpc.RpcError:
             return False
 
+    async def load_model(self, name: str) -> None:
+        """Load a model, and the steps if the model is an ensemble.
+
+        Raises: BackendError with the reason why the model cannot be loaded.
+        """
+        request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        await self._control(self._stub.RepositoryModelLoad(request))
+
+    async def unload_model(self, name: str) -> None:
+        """Unload a model, and the steps if the model is an ensemble.
+
+        Raises: BackendError.
+        """
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+        request.parameters["unload_dependents"].bool_param = True
+        await self._control(self._stub.RepositoryModelUnload(request))
+
+    async def _control(self, call: Any) -> None:  # noqa: ANN401 - untyped library
+        """Wait for a call that loads or unloads a model.
+
+        Raises: BackendError.
+        """
+        try:
+            await self._response(call)
+        except grpc.RpcError as error:
+            raise BackendError(error.code().name, error.details() or "no reason is known") from None
+
     async def close(self) -> None:
         """Wait for cancelled calls to end, then close the connection."""
         await asyncio.gather(*self._detached, return_exceptions=True)

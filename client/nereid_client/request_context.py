@@ -18,6 +18,7 @@ from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits
 from nereid_client.settings import Settings
+from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.triton_backend import Backend
 
@@ -31,11 +32,13 @@ class Context:
     """The settings and the backend of an application.
 
     Attributes:
+        aliases: more names of the language model in requests.
         created: the Unix time at which the application started, in seconds.
     """
 
     settings: Settings
     backend: Backend
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -49,15 +52,64 @@ class Context:
         return Adapters(self.backend.change_adapters)
 
 
+@dataclass(frozen=True)
+class Contexts:
+    """The contexts of all language models.
+
+    Attributes:
+        all: the context of each language model. The first model is the default.
+        control: loads and unloads models. None if all models are always loaded.
+    """
+
+    all: tuple[Context, ...]
+    control: ModelControl | None = None
+
+    @property
+    def default(self) -> Context:
+        """The context of the language model for requests that do not name one."""
+        return self.all[0]
+
+    @cached_property
+    def by_name(self) -> dict[str, Context]:
+        """Maps each name of a language model to its context."""
+        return {
+            name: context
+            for context in self.all
+            for name in (context.settings.model_name, *context.aliases)
+        }
+
+
 def name_of_model(request: Request) -> str:
     """Return the name of the model in responses: the selected adapter or the language model."""
     return current_adapter.get() or context_of(request).settings.model_name
 
 
 def context_of(request: Request) -> Context:
-    """Return the context of the application that handles a request."""
-    context: Context = request.app.state.context
+    """Return the context of the language model that a request selects, or of the default one."""
+    context: Context = getattr(request.state, "context", None) or contexts_of(request).default
     return context
+
+
+def contexts_of(request: Request) -> Contexts:
+    """Return the contexts of the application that handles a request."""
+    contexts: Contexts = request.app.state.contexts
+    return contexts
+
+
+def select_context(request: Request, name: object) -> bool:
+    """Select the language model of a request, and return whether there is such a model.
+
+    Args:
+        request: the HTTP request.
+        name: the name of the model. None selects the default model.
+    """
+    contexts = contexts_of(request)
+    context = contexts.default if name is None else None
+    if isinstance(name, str):
+        context = contexts.by_name.get(name)
+    if context is not None:
+        request.state.context = context
+    return context is not None
 
 
 def request_id_of(request: Request) -> str:
@@ -113,6 +165,16 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
             max_model_len; 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
+    if len(contexts_of(request).all) > 1:
+        # Only the body says which language model is requested.
+        raw = await _read_bytes(request)
+        body = _parse_object(raw)
+        select_context(request, body.get("model"))
+        limits = await context_of(request).limits.get()
+        if limits is not None:
+            limits.check_size(len(raw), max_prompts)
+            limits.check_members(body)
+        return body
     limits = await context_of(request).limits.get()
     if limits is None:
         return await read_body(request)

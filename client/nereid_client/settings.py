@@ -120,6 +120,9 @@ class Settings:
     ensemble: _Text = "llm"
     """The name of the language model in the model repository."""
 
+    models_file: str = ""
+    """The path of a TOML file that describes several models."""
+
     served_model_name: str = ""
     """The name of the language model in requests and responses. By default, the
     language model has the name of the checkpoint's folder."""

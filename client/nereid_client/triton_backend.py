@@ -14,11 +14,11 @@ from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
 # The first model of the ensemble, and two of its outputs.
-_TOKENIZER_MODEL = "tokenizer"
+TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
 # The second model of the ensemble, and its output with JSON text.
-_EXECUTOR_MODEL = "executor"
+EXECUTOR_MODEL = "executor"
 _STATE = "state"
 # Parts of messages of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model died; the server must be restarted
@@ -129,11 +129,20 @@ class TritonBackend:
     Args:
         url: host:port of the server's gRPC endpoint.
         ensemble: the name of the ensemble in the model repository.
+        tokenizer, executor: the names of the first two steps of the ensemble.
     """
 
-    def __init__(self, url: str, ensemble: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        ensemble: str,
+        tokenizer: str = TOKENIZER_MODEL,
+        executor: str = EXECUTOR_MODEL,
+    ) -> None:
         self._url = url
         self._ensemble = ensemble
+        self._tokenizer = tokenizer
+        self._executor = executor
         self._calls = TritonCalls(url)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
@@ -173,7 +182,7 @@ class TritonBackend:
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids from the tokenizer model, as described by `Backend.tokenize`."""
-        raw = await self._infer(self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS]))
+        raw = await self._infer(self._request(self._tokenizer, generation, [_PROMPT_TOKEN_IDS]))
         return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
 
     async def detokenize(
@@ -188,7 +197,7 @@ class TritonBackend:
             ("stream", "BOOL", [True]),
             ("input_ids", "INT32", token_ids),
         ]
-        request = infer_request(_TOKENIZER_MODEL, request_id, inputs, [_ENVELOPE])
+        request = infer_request(self._tokenizer, request_id, inputs, [_ENVELOPE])
         request.parameters["return_text"].bool_param = True
         request.parameters["skip_special_tokens"].bool_param = skip_special_tokens
         return str(json.loads(await self._infer(request))["text"])
@@ -200,7 +209,7 @@ class TritonBackend:
         a JSON object with its limits.
         """
         request = infer_request(
-            _TOKENIZER_MODEL, "limits", [("stream", "BOOL", [True])], [_ENVELOPE]
+            self._tokenizer, "limits", [("stream", "BOOL", [True])], [_ENVELOPE]
         )
         request.parameters["return_limits"].bool_param = True
         limits: dict[str, int] = json.loads(await self._infer(request))
@@ -216,7 +225,7 @@ class TritonBackend:
             (_PROMPT_TOKEN_IDS, "INT32", [0]),
             (_ENVELOPE, "UINT8", [0]),
         ]
-        request = infer_request(_EXECUTOR_MODEL, "adapters", inputs, [_STATE])
+        request = infer_request(self._executor, "adapters", inputs, [_STATE])
         for name, value in parameters.items():
             request.parameters[name].string_param = value
         stream = self._calls.stream(request)

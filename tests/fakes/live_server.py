@@ -28,12 +28,15 @@ class Serve:
         log: the log file of the servers.
     """
 
-    def __init__(self, folder: Path, *arguments: str, model: Path | None = None) -> None:
-        checkpoint = model or make_checkpoint(folder)
+    def __init__(
+        self, folder: Path, *arguments: str, model: Path | None = None, **variables: str
+    ) -> None:
         self.log = folder / "serve.log"
         names = ("http", "grpc", "metrics", "openai")
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
-        command = [str(NEREID), "serve", f"--model={checkpoint}", f"--log-file={self.log}"]
+        command = [str(NEREID), "serve", f"--log-file={self.log}"]
+        if not any(argument.startswith("--config") for argument in arguments):
+            command.append(f"--model={model or make_checkpoint(folder)}")
         command += [f"--{name}-port={port}" for name, port in self.ports.items()]
         if not any(argument.startswith("--model-repository") for argument in arguments):
             command.append(f"--model-repository={ECHO_REPOSITORY}")
@@ -43,7 +46,7 @@ class Serve:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment | variables,
         )
         self.lines: list[str] = []
         self.descendants: list[psutil.Process] = []
@@ -115,9 +118,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def serve(folder: Path, *arguments: str, model: Path | None = None) -> Iterator[Serve]:
-    """Run `nereid serve` with these arguments, and end it afterwards."""
-    running = Serve(folder, *arguments, model=model)
+def serve(
+    folder: Path, *arguments: str, model: Path | None = None, **variables: str
+) -> Iterator[Serve]:
+    """Run `nereid serve` with these arguments and environment variables, and end it afterwards."""
+    running = Serve(folder, *arguments, model=model, **variables)
     try:
         yield running
     finally:

@@ -12,7 +12,7 @@ from nereid_client.batches.line_requests import LineSender, LineSlots
 from nereid_client.batches.stored_batches import BatchStore
 from nereid_client.batches.stored_files import FileLimits, FileStore
 from nereid_client.errors import ApiError
-from nereid_client.request_context import Context
+from nereid_client.request_context import Contexts
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     `app.state.batches` is None if the settings turn the Batch API off.
     """
-    context: Context = app.state.context
+    contexts: Contexts = app.state.contexts
+    context = contexts.default
     settings = context.settings
     app.state.batches = None
     if not settings.batch_folder or not settings.max_stored_files:

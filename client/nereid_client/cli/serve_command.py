@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +16,10 @@ from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_pat
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError, complain
 from nereid_client.settings import SCHEMA, VARIABLES, Settings
+from nereid_client.several_models.serve_models import ServedModels, without_model_settings
 from nereid_client.supervise import fork_server, pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.supervise.supervisor import (
     SERVER_EXIT_TIMEOUT_S,
@@ -40,9 +42,9 @@ _ENGINE_FLAGS = {
     "--tool-parser": "NAME",
     "--max-num-seqs": "N",
     "--max-num-batched-tokens": "N",
+    "--tensor-parallel-size": "N",
 }
 # Flags of the frontend: (name in Settings, metavar). --host is the address of all servers.
-    "--tensor-parallel-size": "N",
 _FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
     "--max-concurrent-requests": ("max_concurrent_requests", "N"),
@@ -76,6 +78,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PATH",
         help="The folder of a Hugging Face checkpoint, or a GGUF file. The default is the "
         "demo model beside the model repository. [NEREID_MODEL]",
+    )
+    model.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="A TOML file that describes several models, instead of --model. [NEREID_MODELS_FILE]",
     )
     model.add_argument(
         "--served-model-name",
@@ -195,15 +203,11 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     tritonserver = _find_tritonserver(args.tritonserver)
     repository = _find_repository(args.model_repository)
     startup_checks.check_model_repository(repository)
-    model = args.model or _environment_path("NEREID_MODEL") or repository.parent / "demo" / "chat"
-    model = model.expanduser().absolute()
-    startup_checks.check_checkpoint(model)
-    served_pooling_models = pooling_models.choose(args, repository)
-    name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
-    name = name or model.resolve().name
-    environment = _environment(args, model, name) | pooling_models.environment(
-        served_pooling_models
-    )
+    several = _several_models(args)
+    models = several or _OneLanguageModel(args, repository)
+    environment = _environment(args, models.path, models.name)
+    if several is None:
+        environment |= pooling_models.environment(models.pooling_models)
     settings = startup_checks.check_frontend_settings(environment)
     if not settings.batch_folder:
         environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
@@ -214,8 +218,14 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     host = args.host or "127.0.0.1"
     addresses = {flag: (host, getattr(args, _attribute(flag))) for flag in _PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
-    startup_checks.check_model_settings(repository, environment)
     fork_server_address = fork_server.choose_address(repository, environment)
+    if several is None:
+        startup_checks.check_model_settings(repository, environment)
+    else:
+        several.check_settings(repository, environment)
+        folder = _state_folder() / f"models-{settings.port}"
+        several.write_repository(folder, repository, environment)
+        repository, environment = folder, without_model_settings(environment)
     if fork_server_address:
         environment[fork_server.ADDRESS_VARIABLE] = fork_server_address
     shm_prefix = f"nereid_{os.getpid()}_"
@@ -225,7 +235,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     return ServePlan(
         server=Program(
             "tritonserver",
-            _server_command(args, tritonserver, repository, shm_prefix, settings.log_level),
+            _server_command(args, tritonserver, repository, shm_prefix, settings.log_level)
+            + list(models.server_arguments),
             environment,
         ),
         frontend_program=Program(
@@ -233,9 +244,10 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         ),
         shm_prefix=shm_prefix,
         log_path=args.log_file or _state_folder() / f"serve-{settings.port}.log",
-        model=model,
-        pooling_models=served_pooling_models,
-        frontend=FrontendClient(openai_url, name, settings.api_key),
+        model=models.path,
+        pooling_models=models.pooling_models,
+        probes=models.probes,
+        frontend=FrontendClient(openai_url, models.name, settings.api_key),
         endpoints=[
             ("OpenAI API", f"{openai_url}/v1"),
             ("Triton HTTP", http_url),
@@ -255,6 +267,48 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     )
 
 
+class _OneLanguageModel:
+    """One language model, and at most one embedding model and one reranker.
+
+    Attributes:
+        path: the checkpoint of the language model.
+        name: the name of the language model in the API.
+        pooling_models: the embedding model and the reranker.
+
+    Raises: CliError if a checkpoint is wrong.
+    """
+
+    server_arguments: Sequence[str] = ()
+
+    def __init__(self, args: argparse.Namespace, repository: Path) -> None:
+        path = args.model or _environment_path("NEREID_MODEL")
+        path = path or repository.parent / "demo" / "chat"
+        self.path: Path = path.expanduser().absolute()
+        startup_checks.check_checkpoint(self.path)
+        self.pooling_models = pooling_models.choose(args, repository)
+        name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
+        self.name: str = name or self.path.resolve().name
+
+    @property
+    def probes(self) -> list[Probe]:
+        """The small requests with which hangs of the models are detected."""
+        return [PROBES[kind] for kind in ("llm", *(model.kind for model in self.pooling_models))]
+
+
+def _several_models(args: argparse.Namespace) -> ServedModels | None:
+    """Return the models of --config, or None without this flag.
+
+    Raises: CliError if the file is wrong, or if another flag describes a model.
+    """
+    path = args.config or _environment_path("NEREID_MODELS_FILE")
+    if path is None:
+        return None
+    for flag in ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model"):
+        if getattr(args, _attribute(flag)):
+            raise CliError(f"{flag} has no effect with --config. Describe the model in {path}.")
+    return ServedModels(path.expanduser().absolute())
+
+
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
     """Return the environment variables of the Triton server and of the frontend.
 
@@ -264,6 +318,8 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
     flags = {_engine_variable(flag): flag for flag in _ENGINE_FLAGS}
     flags |= {VARIABLES[setting]: flag for flag, (setting, _) in _FRONTEND_FLAGS.items()}
     flags["NEREID_OPENAI_HOST"] = "--host"
+    if args.config:
+        environment["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
     for variable, flag in flags.items():
         value = getattr(args, _attribute(flag))
         if value is not None:

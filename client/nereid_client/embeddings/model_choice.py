@@ -25,12 +25,16 @@ from nereid_client.errors import ApiError, BackendError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.request_context import (
+    Contexts,
     check_unicode,
     context_of,
+    contexts_of,
     read_body,
+    select_context,
     unique_request_id,
     validate,
 )
+from nereid_client.several_models.controlled import ControlledPooling
 from nereid_client.streaming import sse
 
 R = TypeVar("R", bound=BaseModel)
@@ -45,7 +49,7 @@ _OUTPUTS = {
     "classify": "the probabilities of labels",
 }
 """Descriptions of the kinds of output, for error messages."""
-_LANGUAGE_MODEL = ("the language model", "POST /v1/chat/completions")
+_CHAT_ROUTE = "POST /v1/chat/completions"
 
 
 @asynccontextmanager
@@ -55,9 +59,14 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
     A test may set `app.state.make_pooling`, a function that returns another backend.
     """
     make: Callable[[], PoolingBackend] | None = getattr(app.state, "make_pooling", None)
-    url = app.state.context.settings.grpc_url
-    backend = make() if make else TritonPooling(url)
-    app.state.pooling = PoolingModels(backend)
+    contexts: Contexts = app.state.contexts
+    backend = make() if make else TritonPooling(contexts.default.settings.grpc_url)
+    control = contexts.control
+    app.state.pooling = (
+        PoolingModels(backend)
+        if control is None
+        else PoolingModels(ControlledPooling(backend, control), control.pooling_targets, control)
+    )
     yield
     await backend.close()
 
@@ -89,19 +98,25 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
             503 if the model does not answer.
     """
-    candidates, problems = [], []
-    for kind in kinds:
+    candidates: list[str] = []
+    problems: list[ApiError] = []
+    models = pooling_models_of(request)
+    for target in [target for kind in kinds for target in models.targets if target.kind == kind]:
+        if name is not None and target.names and name not in target.names:
+            candidates.append(target.names[0])  # the model does not have to be loaded to know this
+            continue
         try:
-            model = await pooling_models_of(request).find(kind)
+            model = await models.find(target)
         except (BackendError, TimeoutError) as error:
             problems.append(_problem(error))
             continue
-        if name in (None, model.name):
+        if name is None or name in (model.name, *target.names):
             return model
-        candidates.append(model)
+        candidates.append(model.name)
     if not candidates:
+        # A model that does not answer now is a better reason than a model that is not served.
         raise next((error for error in problems if error.status != 404), problems[0])
-    suitable = " or ".join(repr(model.name) for model in candidates)
+    suitable = " or ".join(map(repr, candidates))
     served_models = await _served_models(request)
     message = _wrong_model_message(name or "", suitable, served_models)
     if name in served_models:
@@ -112,23 +127,35 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 async def check_language_model(request: Request, name: str | None) -> None:
     """Check that a request to the language model does not name another model.
 
-    If the name is that of a LoRA adapter, select the adapter for the request.
+    Select the language model with this name for the request. If the name is that of a LoRA adapter,
+    select the adapter and its language model.
 
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
     """
-    language_model = context_of(request).settings.model_name
-    is_adapter = await context_of(request).adapters.select(name, language_model)
-    if name is not None and name != language_model and not is_adapter:
-        message = _wrong_model_message(name, repr(language_model), await _served_models(request))
-        raise ApiError(404, message, param="model", code="model_not_found")
+    contexts = contexts_of(request)
+    if select_context(request, name):
+        await context_of(request).adapters.select(None, context_of(request).settings.model_name)
+        return
+    pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
+    for context in contexts.all if name not in pooling_names else ():
+        if await context.adapters.select(name, context.settings.model_name):
+            request.state.context = context
+            return
+    suitable = " or ".join(repr(context.settings.model_name) for context in contexts.all)
+    message = _wrong_model_message(name or "", suitable, await _served_models(request))
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
     """Return a map from the name of each served model to its description and its main route."""
     pooling_models = await pooling_models_of(request).all()
     models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
-    return models | {context_of(request).settings.model_name: _LANGUAGE_MODEL}
+    for target in pooling_models_of(request).targets:
+        models |= dict.fromkeys(target.names, (_DESCRIPTIONS[target.kind], _ROUTES[target.kind]))
+    contexts = contexts_of(request)
+    description = "the language model" if len(contexts.all) == 1 else "a language model"
+    return models | dict.fromkeys(contexts.by_name, (description, _CHAT_ROUTE))
 
 
 def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[str, str]]) -> str:
@@ -205,24 +232,34 @@ async def call_model(
         for value in values:
             if isinstance(value, str):
                 check_unicode(value)
-    call = PoolingCall(served.kind, unique_request_id(request), inputs.tensors, options)
+    call = PoolingCall(served.model, unique_request_id(request), inputs.tensors, options)
     try:
         outputs = await sse.unless_disconnected(
             request.receive, pooling_models_of(request).backend.infer(call)
         )
     except BackendError as error:
-        # Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
-        name = re.split(r"\W", error.message, maxsplit=1)[0]
-        if name not in inputs.fields:
-            raise
-        message = inputs.fields[name] + error.message[len(name) :]
-        raise BackendError(error.code, message) from None
-    num_tokens = outputs.arrays.get("num_tokens")
-    if num_tokens is not None:
+        raise _with_field_name(error, inputs.fields) from None
+    if "num_tokens" in outputs.arrays:
         client = current_client.get()
-        client.count_tokens(int(num_tokens.sum()))
-        request.app.state.metrics.count_client_tokens(client.name, int(num_tokens.sum()), 0)
+        num_tokens = int(outputs.arrays["num_tokens"].sum())
+        client.count_tokens(num_tokens)
+        request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
     return outputs
+
+
+def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:
+    """Return the error with the name of a request field instead of the name of a tensor.
+
+    Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
+
+    Args:
+        error: the error of the backend. An error that names no tensor is returned unchanged.
+        fields: the name of the request field of each tensor.
+    """
+    tensor = re.split(r"\W", error.message, maxsplit=1)[0]
+    if tensor not in fields:
+        return error
+    return BackendError(error.code, fields[tensor] + error.message.removeprefix(tensor))
 
 
 def _problem(error: BackendError | TimeoutError) -> ApiError:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from nereid_client.errors import BackendError
+from nereid_client.errors import BackendError, FrontendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.triton_backend import is_outage, unreachable_message
 
@@ -30,12 +30,47 @@ class ServedModel:
         kind: "embedding" or "rerank".
         name: the name of the model in requests and responses.
         info: the model's properties, as described in docs/reference/tensors.md: task, kinds,
-            dimension, max_model_len, labels and others.
+            dimension, max_model_len, labels and others. Empty for a model that is not loaded.
+        model: the name of the model in the model repository.
     """
 
     kind: str
     name: str
     info: Mapping[str, Any]
+    model: str
+
+
+@dataclass(frozen=True)
+class PoolingTarget:
+    """A pooling model in the model repository, which may have no checkpoint.
+
+    Attributes:
+        kind: "embedding" or "rerank".
+        model: the name of the model in the model repository.
+        names: the names of the model in requests. By default, the model itself knows its name.
+    """
+
+    kind: str
+    model: str
+    names: tuple[str, ...] = ()
+
+
+_DEFAULT_TARGETS = (PoolingTarget(EMBEDDING, EMBEDDING), PoolingTarget(RERANK, RERANK))
+
+
+class Residence(Protocol):
+    """Knows which models are loaded, and loads models."""
+
+    async def is_loaded(self, model: str) -> bool:
+        """Return whether a model of the repository is loaded."""
+        ...
+
+    async def prepare(self, model: str) -> None:
+        """Load a model of the repository if necessary.
+
+        Raises: ApiError.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +78,7 @@ class PoolingCall:
     """The inputs of one call of a pooling model.
 
     Attributes:
-        model: "embedding" or "rerank".
+        model: the name of the model in the model repository.
         request_id: the id of the request in the logs of the server.
         tensors: the input tensors: name -> values (strings, numbers or booleans).
         options: the JSON object for the input `options`. Values that are None are left out.
@@ -111,45 +146,62 @@ class TritonPooling:
 
 
 class PoolingModels:
-    """The pooling models that the Triton server serves: the embedding model and the reranker.
+    """The pooling models that the Triton server serves.
 
     The properties of a model are requested once and then cached.
 
     Args:
         backend: calls a model.
+        targets: the pooling models in the model repository.
+        residence: loads models. None if all models are always loaded.
 
     Attributes:
         backend: the same backend.
+        targets: the same pooling models.
     """
 
-    def __init__(self, backend: PoolingBackend) -> None:
+    def __init__(
+        self,
+        backend: PoolingBackend,
+        targets: Sequence[PoolingTarget] = _DEFAULT_TARGETS,
+        residence: Residence | None = None,
+    ) -> None:
         self.backend = backend
+        self.targets = targets
+        self._residence = residence
         self._known: dict[str, ServedModel] = {}
 
-    async def find(self, kind: str) -> ServedModel:
-        """Return the model of a kind.
+    async def find(self, target: PoolingTarget) -> ServedModel:
+        """Return a model with its properties. The model is loaded if necessary.
 
         Raises:
+            ApiError: the model cannot be loaded.
             BackendError: the server does not serve such a model (NOT_FOUND), or the call failed.
             TimeoutError: the model did not answer in time.
         """
-        if kind not in self._known:
-            call = PoolingCall(kind, f"info-{kind}", {"return_info": [True]})
+        model = target.model
+        if model not in self._known:
+            if self._residence is not None:
+                await self._residence.prepare(model)
+            call = PoolingCall(model, f"info-{model}", {"return_info": [True]})
             async with asyncio.timeout(_INFO_TIMEOUT_S):
                 outputs = await self.backend.infer(call)
             info = json.loads(outputs.strings["info"][0])
             if info["task"] == "none":
                 raise BackendError("NOT_FOUND", info["reason"])
-            self._known[kind] = ServedModel(kind, info["name"], info)
-        return self._known[kind]
+            self._known[model] = ServedModel(target.kind, info["name"], info, model)
+        return self._known[model]
 
     async def all(self) -> list[ServedModel]:
         """Return all pooling models that are served. Models that do not answer are left out."""
         models = []
-        for kind in KINDS:
+        for target in self.targets:
+            if self._residence is not None and not await self._residence.is_loaded(target.model):
+                models.append(ServedModel(target.kind, target.names[0], {}, target.model))
+                continue
             try:
-                models.append(await self.find(kind))
-            except (BackendError, TimeoutError):
+                models.append(await self.find(target))
+            except (FrontendError, TimeoutError):
                 continue
         return models
 

@@ -86,6 +86,10 @@ class Timeouts:
             late = _timeout_error(limit_s or 0, is_requested=limit_s == requested_s)
             self._metrics.count_refusal(late)
             await response.end_with(late, scope, receive)
+        except asyncio.CancelledError:
+            # uvicorn cancels the requests that still run when the frontend has to stop.
+            await response.end_with(_stopped_error(), scope, receive)
+            raise
 
     def _report_unread(self, scope: Scope) -> None:
         """Count and log a request that was ended because its client did not read."""
@@ -118,6 +122,16 @@ def _requested_limit(scope: Scope) -> float | None:
             f"request has {text[:80]!r}",
         )
     return seconds
+
+
+def _stopped_error() -> ApiError:
+    """Return the error with the status 503 for a request that the end of the server interrupts."""
+    return ApiError(
+        503,
+        "The server is stopping, and this request did not finish in time. Send the request again.",
+        code="unavailable",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:

@@ -28,7 +28,6 @@ async def chat_completions(request: Request) -> Response:
 
     With `stream`, the response is a stream of server-sent events.
     """
-    context = context_of(request)
     body = await read_prompt_body(request)
     chat = validate(ChatCompletionRequest, body)
     await check_language_model(request, chat.model)
@@ -38,7 +37,7 @@ async def chat_completions(request: Request) -> Response:
         num_choices=chat.num_choices,
     )
     frame = frame_for(request, chat, "chatcmpl")
-    deltas = context.backend.generate(generation)
+    deltas = context_of(request).backend.generate(generation)
     if not chat.stream:
         totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
         return JSONResponse(chat_completion(frame, totals))

@@ -37,19 +37,18 @@ async def completions(request: Request) -> Response:
 
     With `stream`, the response is a stream of server-sent events.
     """
-    context = context_of(request)
-    max_prompts = context.settings.max_prompts
+    max_prompts = context_of(request).settings.max_prompts
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await check_language_model(request, body.model)
-    _check_num_prompts(body.prompt, context.settings.max_prompts)
+    _check_num_prompts(body.prompt, max_prompts)
     generations = _generations(body, unique_request_id(request))
     frame = frame_for(request, body, "cmpl")
     options = _options(body)
     if not body.stream:
-        work = _generate_all(context.backend, generations)
+        work = _generate_all(context_of(request).backend, generations)
         totals = await sse.unless_disconnected(request.receive, work)
         return JSONResponse(completion(frame, options, totals))
-    deltas = _stream(context.backend, generations)
+    deltas = _stream(context_of(request).backend, generations)
     first = await sse.first_of(request, deltas)
     return sse.EventStream(completion_events(frame, options, first, deltas), source=deltas)
 

@@ -33,13 +33,13 @@ async def create_message(request: Request) -> Response:
 
     With `stream`, the response is a stream of server-sent events.
     """
-    context = context_of(request)
     body = await read_prompt_body(request)
     messages_request = validate(MessagesRequest, body)
     await check_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
-    deltas = merged(ANTHROPIC_NAMES.rename_in(context.backend.generate(generation)), by_kind)
+    deltas = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
+    deltas = merged(deltas, by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
         name_of_model(request),

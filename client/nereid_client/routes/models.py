@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.error_responses import uses_anthropic_api
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.request_context import Context, context_of
+from nereid_client.request_context import Context, context_of, contexts_of
 
 router = APIRouter(tags=["Operation"])
 
@@ -21,7 +21,9 @@ async def list_models(request: Request) -> dict[str, Any]:
     if uses_anthropic_api(request.scope):
         models = [_anthropic_model(context, name) for name in names]
         return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return {"object": "list", "data": [_model(context, name) for name in names]}
+    roots = _roots(request)
+    models = [_model(context, name) | {"root": roots.get(name, name)} for name in names]
+    return {"object": "list", "data": models}
 
 
 @router.get("/v1/models/{model_id:path}", summary="Get one served model")
@@ -36,17 +38,32 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    model = _anthropic_model if uses_anthropic_api(request.scope) else _model
-    return model(context_of(request), model_id)
+    if uses_anthropic_api(request.scope):
+        return _anthropic_model(context_of(request), model_id)
+    root = _roots(request).get(model_id, model_id)
+    return _model(context_of(request), model_id) | {"root": root}
 
 
 async def _served_names(request: Request) -> list[str]:
     """Return the names of all served models. The first one is the language model."""
-    pooling_models = await pooling_models_of(request).all()
-    context = context_of(request)
-    pooling_names = [model.name for model in pooling_models]
-    names = [context.settings.model_name, *await _adapter_names(context), *pooling_names]
-    return list(dict.fromkeys(names))
+    contexts = contexts_of(request)
+    adapters = [name for context in contexts.all for name in await _adapter_names(context)]
+    pooling_models = pooling_models_of(request)
+    pooling_names = [model.name for model in await pooling_models.all()]
+    aliases = [name for target in pooling_models.targets for name in target.names]
+    return list(dict.fromkeys([*contexts.by_name, *adapters, *pooling_names, *aliases]))
+
+
+def _roots(request: Request) -> dict[str, str]:
+    """Return a map from each alias to the name of its model."""
+    roots = {
+        alias: context.settings.model_name
+        for context in contexts_of(request).all
+        for alias in context.aliases
+    }
+    for target in pooling_models_of(request).targets:
+        roots |= dict.fromkeys(target.names[1:], *target.names[:1])
+    return roots
 
 
 async def _adapter_names(context: Context) -> list[str]:

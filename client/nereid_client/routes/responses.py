@@ -97,12 +97,11 @@ async def count_input_tokens(request: Request) -> Json:
     """Return the number of tokens in the prompt of a response. Nothing is generated."""
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
-    context = context_of(request)
     await check_language_model(request, responses_request.model)
     items = _conversation(responses_request, _responses(request).store)
     chat = to_json(chat_request(responses_request, body, items))
     try:
-        tokens = await context.backend.tokenize(
+        tokens = await context_of(request).backend.tokenize(
             Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:

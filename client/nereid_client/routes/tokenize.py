@@ -32,7 +32,6 @@ async def tokenize(request: Request) -> dict[str, Any]:
     The messages of a chat are rendered with the chat template first. `max_model_len` is null,
     because the frontend does not read this setting.
     """
-    context = context_of(request)
     body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)
     await check_language_model(request, tokenize_request.model)
@@ -40,7 +39,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
         check_unicode(tokenize_request.prompt)
     chat = tokenize_request.chat_request(body)
     parameters = tokenize_request.sampling_parameters()
-    tokens = await context.backend.tokenize(
+    tokens = await context_of(request).backend.tokenize(
         Generation(
             unique_request_id(request),
             text_input=tokenize_request.prompt,

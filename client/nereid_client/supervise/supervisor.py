@@ -18,7 +18,7 @@ from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_lin
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.fork_server import start_fork_server
 from nereid_client.supervise.frontend_client import FrontendClient
-from nereid_client.supervise.hang_detection import PROBES, HangWatch
+from nereid_client.supervise.hang_detection import HangWatch, Probe
 from nereid_client.supervise.memory_watch import MemoryWatch
 from nereid_client.supervise.pooling_models import PoolingModel, PoolingWarmUp
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
@@ -65,6 +65,7 @@ class ServePlan:
         log_format: "text", or "json" for a log with one JSON object on each line.
         model: the folder of the language model's checkpoint.
         pooling_models: the pooling models to serve.
+        probes: the small requests with which hangs of the models are detected.
         frontend: a client of the frontend.
         endpoints: the name and the address of each endpoint, for the message to the user.
         metrics_url: the URL of the Triton server's metrics.
@@ -85,6 +86,7 @@ class ServePlan:
     log_path: Path
     model: Path
     pooling_models: list[PoolingModel]
+    probes: list[Probe]
     frontend: FrontendClient
     endpoints: list[tuple[str, str]]
     metrics_url: str
@@ -229,8 +231,7 @@ class Supervisor:
             watch.stop()
         self._hang_watches = []
         if plan.hang_timeout_s > 0:
-            models = ("llm", *(model.kind for model in plan.pooling_models))
-            for probe in map(PROBES.__getitem__, models):
+            for probe in plan.probes:
                 watch = HangWatch(
                     plan.frontend, plan.metrics_url, plan.http_url, probe, plan.hang_timeout_s
                 )

@@ -22,16 +22,16 @@ def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
 def count_running(frontend: FrontendClient, page: str | None) -> int:
     """Return the number of requests that run.
 
-    The frontend counts all requests that it received. The executor of the language model counts
-    its own requests, including those that came directly through the Triton server's endpoints. The
-    larger number is returned, because many requests are in both.
+    The frontend counts all requests that it received. The executors of the language models count
+    their own requests, including those that came directly through the Triton server's endpoints.
+    The larger number is returned, because many requests are in both.
 
     Args:
         frontend: the frontend.
         page: the text of the Triton server's metrics, None if they could not be read.
     """
-    gauge = _GAUGE.search(page or "")
-    return max(_count_in_frontend(frontend), int(float(gauge[1])) if gauge else 0)
+    in_executors = sum(int(float(count)) for count in _GAUGE.findall(page or ""))
+    return max(_count_in_frontend(frontend), in_executors)
 
 
 def read_metrics(url: str) -> str | None:

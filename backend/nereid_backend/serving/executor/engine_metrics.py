@@ -16,7 +16,8 @@ from nereid_backend.serving.published_metrics import (
     MetricFamilies,
 )
 
-_LABELS = {"model_name": "llm"}
+_ENSEMBLE = "llm"
+_EXECUTOR = "executor"
 # Counters and histograms are published in every tenth call of `publish`.
 _COUNTER_ROUNDS = 10
 
@@ -66,22 +67,31 @@ _SIZES = {
 
 
 class EngineMetrics:
-    """Publishes metrics. Only the executor's loop may call it."""
+    """Publishes metrics. Only the executor's loop may call it.
 
-    def __init__(self) -> None:
+    Args:
+        executor: the name of the executor model. The ensemble of the executor "chat-executor" has
+            the name "chat", and that of "executor" has the name "llm". The label `model_name` of
+            all metrics is the name of the ensemble.
+    """
+
+    def __init__(self, executor: str = _EXECUTOR) -> None:
         """Create the metrics at the server, with the value 0."""
+        self._labels = {"model_name": executor.removesuffix(f"-{_EXECUTOR}")}
+        if executor == _EXECUTOR:
+            self._labels = {"model_name": _ENSEMBLE}
         families = self._families = MetricFamilies()
         self._gauges = {
-            name: families.gauge(name, text).Metric(_LABELS) for name, text in _GAUGES.items()
+            name: families.gauge(name, text).Metric(self._labels) for name, text in _GAUGES.items()
         }
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = {
-            name: families.histogram(name, text).Metric(_LABELS, buckets=list(bounds))
+            name: families.histogram(name, text).Metric(self._labels, buckets=list(bounds))
             for names, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS))
             for name, text in names.items()
         }
         self._token_gaps = families.histogram_counters(
-            "inter_token_latency_seconds", "Time between two updates of a sequence", _LABELS
+            "inter_token_latency_seconds", "Time between two updates of a sequence", self._labels
         )
         self._outcomes = families.counter(
             "request_success_total", "Ended sequences by finish reason"
@@ -121,9 +131,9 @@ class EngineMetrics:
         """Publish the counters and the histograms of requests."""
         statistics.counts["merged_responses_total"] = statistics.num_merged
         for name, counter in self._counters.items():
-            counter.raise_to(statistics.counts[name], _LABELS)
+            counter.raise_to(statistics.counts[name], self._labels)
         for reason, count in statistics.finished.items():
-            self._outcomes.raise_to(count, {**_LABELS, "finished_reason": reason})
+            self._outcomes.raise_to(count, {**self._labels, "finished_reason": reason})
         for name, values in statistics.observations.items():
             for value in values:
                 self._histograms[name].observe(value)

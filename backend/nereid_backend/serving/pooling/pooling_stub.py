@@ -121,7 +121,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text, which the worker publishes."""
+        """The limit on the size of a text. The worker publishes this limit."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -153,7 +153,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 self._start_worker(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        self._metrics = PoolingMetrics(self.kind)
+        self._metrics = PoolingMetrics(args.get("model_name", self.kind))
         self._tracing = Tracing(self.kind)
         self.start_loop()
 

@@ -1,0 +1,104 @@
+"""Backends that load their model before a request, if the model is not loaded."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+from nereid_client.embeddings.pooling_backend import PoolingBackend, PoolingCall, PoolingOutputs
+from nereid_client.errors import BackendError
+from nereid_client.several_models.model_control import ModelControl
+from nereid_client.streaming.deltas import Delta
+from nereid_client.triton_backend import Backend, Generation
+
+
+class ControlledBackend:
+    """A language model that is loaded before a request.
+
+    Args:
+        backend: the backend of the model.
+        name: the name of the ensemble in the model repository.
+        control: loads the model.
+    """
+
+    def __init__(self, backend: Backend, name: str, control: ModelControl) -> None:
+        self._backend = backend
+        self._name = name
+        self._control = control
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        """Yield the deltas of all choices. See `Backend.generate`."""
+        async with (
+            self._control.using(self._name),
+            aclosing(self._backend.generate(generation)) as deltas,
+        ):
+            async for delta in deltas:
+                yield delta
+
+    async def tokenize(self, generation: Generation) -> list[int]:
+        """Return the token ids of the prompt. See `Backend.tokenize`."""
+        async with self._control.using(self._name):
+            return await self._backend.tokenize(generation)
+
+    async def detokenize(
+        self, request_id: str, token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text of token ids. See `Backend.detokenize`."""
+        async with self._control.using(self._name):
+            return await self._backend.detokenize(
+                request_id, token_ids, skip_special_tokens=skip_special_tokens
+            )
+
+    async def request_limits(self) -> Mapping[str, int]:
+        """Return the limits on the size of a request. The model is not loaded for them.
+
+        Raises: BackendError if the model is not loaded.
+        """
+        if self._control.is_unloaded(self._name):
+            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        return await self._backend.request_limits()
+
+    async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
+        """Return the names of the LoRA adapters after a change. See `Backend.change_adapters`.
+
+        The model is not loaded for this call.
+
+        Raises: BackendError.
+        """
+        if self._control.is_unloaded(self._name):
+            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        return await self._backend.change_adapters(parameters)
+
+    async def is_live(self) -> bool:
+        """Return whether the server answers."""
+        return await self._backend.is_live()
+
+    async def is_ready(self) -> bool:
+        """Return whether the model accepts requests, or would be loaded by a request."""
+        if self._control.is_unloaded(self._name):
+            return await self._backend.is_live()
+        return await self._backend.is_ready()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._backend.close()
+
+
+class ControlledPooling:
+    """Pooling models that are loaded before a request.
+
+    Args:
+        backend: the backend of all pooling models.
+        control: loads the models.
+    """
+
+    def __init__(self, backend: PoolingBackend, control: ModelControl) -> None:
+        self._backend = backend
+        self._control = control
+
+    async def infer(self, call: PoolingCall) -> PoolingOutputs:
+        """Call a model and return its outputs. See `PoolingBackend.infer`."""
+        async with self._control.using(call.model):
+            return await self._backend.infer(call)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._backend.close()

@@ -1,0 +1,52 @@
+"""The contexts of all language models of a frontend."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from nereid_client.client_backend import ClientBackend
+from nereid_client.grpc_calls import TritonCalls
+from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.request_context import Context, Contexts
+from nereid_client.settings import Settings
+from nereid_client.several_models.controlled import ControlledBackend
+from nereid_client.several_models.model_control import ModelControl
+from nereid_client.several_models.models_file import ModelSpec, read_models_file
+from nereid_client.triton_backend import Backend, TritonBackend
+
+
+def create_contexts(
+    settings: Settings, metrics: RequestMetrics, make_backend: Callable[[], Backend] | None
+) -> Contexts:
+    """Return the contexts of the language models that the settings describe.
+
+    The function must be called in a running event loop.
+
+    Args:
+        settings: the settings of the frontend.
+        metrics: counts the tokens of each client.
+        make_backend: creates the backend of the only language model, for tests.
+
+    Raises: SettingsError if the file of the models is wrong.
+    """
+    url = settings.grpc_url
+    if make_backend is not None or not settings.models_file:
+        backend = make_backend() if make_backend else TritonBackend(url, settings.ensemble)
+        return Contexts((Context(settings, ClientBackend(backend, metrics)),))
+    specs = read_models_file(Path(settings.models_file))
+    control = ModelControl(specs, TritonCalls(url))
+    contexts = [_context(settings, metrics, spec, control) for spec in specs if spec.kind == "llm"]
+    return Contexts(tuple(contexts), control)
+
+
+def _context(
+    settings: Settings, metrics: RequestMetrics, spec: ModelSpec, control: ModelControl
+) -> Context:
+    """Return the context of one language model."""
+    steps = spec.steps
+    backend = TritonBackend(
+        settings.grpc_url, spec.triton_name, steps["tokenizer"], steps["executor"]
+    )
+    controlled = ControlledBackend(backend, spec.triton_name, control)
+    own_settings = replace(settings, served_model_name=spec.name, ensemble=spec.triton_name)
+    return Context(own_settings, ClientBackend(controlled, metrics), spec.entry.aliases)

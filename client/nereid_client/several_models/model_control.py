@@ -1,0 +1,222 @@
+"""Loads and unloads models while the server runs, and unloads models that are idle."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nereid_client.embeddings.pooling_backend import PoolingTarget
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.several_models.models_file import ModelSpec
+
+_IDLE_CHECK_EVERY_S = 0.5
+_UNLOAD_CHECK_EVERY_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class Repository(Protocol):
+    """The model repository of a Triton server in explicit mode."""
+
+    async def load_model(self, name: str) -> None:
+        """Load a model and the steps of an ensemble.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def unload_model(self, name: str) -> None:
+        """Unload a model and the steps of an ensemble.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def is_model_ready(self, name: str) -> bool:
+        """Return whether a model accepts requests."""
+        ...
+
+
+@dataclass
+class ModelState:
+    """The state of one model.
+
+    Attributes:
+        is_loaded: whether the model is loaded, as far as the frontend knows. None if a request has
+            shown that the frontend may be wrong.
+        is_unloaded_by_client: whether a client has unloaded the model. Requests then do not load
+            the model again.
+        num_requests: the number of requests that use the model now.
+        last_used: the time of the last end of a request, by time.monotonic().
+        lock: held while the model is loaded or unloaded.
+    """
+
+    spec: ModelSpec
+    is_loaded: bool | None = None
+    is_unloaded_by_client: bool = False
+    num_requests: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ModelControl:
+    """Loads and unloads the models of a models.toml.
+
+    A method's argument `model` is the name of a model in the model repository.
+
+    Args:
+        specs: the models.
+        repository: the model repository of the Triton server.
+    """
+
+    def __init__(self, specs: Sequence[ModelSpec], repository: Repository) -> None:
+        self._repository = repository
+        self._states = {spec.triton_name: ModelState(spec) for spec in specs}
+        self._idle_task: asyncio.Task[None] | None = None
+        if any(spec.entry.idle_unload_s for spec in specs):
+            self._idle_task = asyncio.create_task(self._unload_idle_models())
+
+    @property
+    def specs(self) -> list[ModelSpec]:
+        """The models."""
+        return [state.spec for state in self._states.values()]
+
+    @property
+    def pooling_targets(self) -> list[PoolingTarget]:
+        """The embedding models and rerankers."""
+        return [
+            PoolingTarget(spec.kind, spec.triton_name, spec.names)
+            for spec in self.specs
+            if spec.kind != "llm"
+        ]
+
+    async def prepare(self, model: str) -> None:
+        """Load a model if necessary.
+
+        Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
+        """
+        state = self._states[model]
+        if not state.is_loaded:
+            await self._load_for_request(state)
+
+    def is_unloaded(self, model: str) -> bool:
+        """Return whether the frontend has unloaded a model."""
+        return self._states[model].is_loaded is False
+
+    async def is_loaded(self, model: str) -> bool:
+        """Return whether a model is loaded. Ask the server if the frontend does not know."""
+        state = self._states[model]
+        if state.is_loaded is None:
+            is_ready = await self._repository.is_model_ready(model)
+            return is_ready if state.is_loaded is None else state.is_loaded
+        return state.is_loaded
+
+    @asynccontextmanager
+    async def using(self, model: str) -> AsyncIterator[None]:
+        """Load a model if necessary, and keep the model loaded while the context runs.
+
+        Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
+        """
+        await self.prepare(model)
+        state = self._states[model]
+        state.num_requests += 1
+        try:
+            yield
+        except BackendError as error:
+            if error.code in ("UNAVAILABLE", "NOT_FOUND"):
+                state.is_loaded = None  # the server may have restarted without this model
+            raise
+        finally:
+            state.num_requests -= 1
+            state.last_used = time.monotonic()
+
+    async def load(self, spec: ModelSpec) -> None:
+        """Load a model for a client.
+
+        Raises: BackendError if the model cannot be loaded.
+        """
+        state = self._states[spec.triton_name]
+        async with state.lock:
+            await self._load(state)
+            state.is_unloaded_by_client = False
+
+    async def unload(self, spec: ModelSpec) -> None:
+        """Wait for the requests of a model that run, and unload the model for a client.
+
+        Raises: BackendError.
+        """
+        state = self._states[spec.triton_name]
+        async with state.lock:
+            state.is_unloaded_by_client = True
+            state.is_loaded = False  # further requests wait for the lock, and are then rejected
+            while state.num_requests:
+                await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
+            await self._unload(state)
+
+    async def close(self) -> None:
+        """Stop to unload idle models."""
+        if self._idle_task is not None:
+            self._idle_task.cancel()
+            await asyncio.wait({self._idle_task})
+
+    async def _load_for_request(self, state: ModelState) -> None:
+        """Load a model that a request needs, unless another request has loaded it meanwhile.
+
+        Raises: ApiError.
+        """
+        async with state.lock:
+            if state.is_unloaded_by_client:
+                raise ApiError(
+                    404,
+                    f"The model {state.spec.name!r} is unloaded. POST "
+                    f"/v1/models/{state.spec.name}/load loads it.",
+                    code="model_unloaded",
+                )
+            if state.is_loaded:
+                return
+            if state.is_loaded is None and await self._repository.is_model_ready(
+                state.spec.triton_name
+            ):
+                state.is_loaded = True
+                return
+            try:
+                await self._load(state)
+            except BackendError as error:
+                raise ApiError(
+                    503,
+                    f"The model {state.spec.name!r} cannot be loaded: {error.message}",
+                    code="model_not_loaded",
+                    headers={"Retry-After": "10"},
+                ) from None
+
+    async def _load(self, state: ModelState) -> None:
+        started = time.monotonic()
+        await self._repository.load_model(state.spec.triton_name)
+        state.is_loaded = True
+        state.last_used = time.monotonic()
+        _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
+
+    async def _unload(self, state: ModelState) -> None:
+        state.is_loaded = False
+        await self._repository.unload_model(state.spec.triton_name)
+        _log.info("Unloaded the model %s", state.spec.name)
+
+    async def _unload_idle_models(self) -> None:
+        """Unload each model that had no request for its idle_unload_s, until the task ends."""
+        while True:
+            await asyncio.sleep(_IDLE_CHECK_EVERY_S)
+            for state in self._states.values():
+                limit_s = state.spec.entry.idle_unload_s
+                is_idle = state.num_requests == 0 and time.monotonic() > state.last_used + limit_s
+                if not (limit_s and is_idle) or state.is_loaded is False or state.lock.locked():
+                    continue
+                async with state.lock:
+                    try:
+                        await self._unload(state)
+                    except BackendError as error:
+                        _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
+                        state.is_loaded = None
+                        state.last_used = time.monotonic()

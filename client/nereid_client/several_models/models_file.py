@@ -1,0 +1,141 @@
+"""The file models.toml, in which each table describes one model.
+
+    [chat]                           # the name of the model in requests
+    model = "/models/chat"           # the folder of the checkpoint
+    aliases = ["gpt-4o"]             # more names
+    max_model_len = 8192             # any setting of the model
+
+    [search]
+    kind = "embedding"               # llm (the default), embedding or rerank
+    model = "/models/search"
+    load_at_start = false            # the first request loads the model
+    idle_unload_s = 600              # the model is unloaded after 600 s without requests
+
+The first language model is the model of requests without the field `model`.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from nereid_client.settings import SettingsError
+
+Kind = Literal["llm", "embedding", "rerank"]
+_STEPS = ("tokenizer", "executor", "postprocessor")
+
+
+class ModelEntry(BaseModel):
+    """One table of models.toml. All further keys are settings of the model."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    kind: Kind = "llm"
+    model: Annotated[str, Field(min_length=1)]
+    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    load_at_start: bool = True
+    idle_unload_s: NonNegativeInt = 0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of the model as texts, by their names in lower case."""
+        return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
+
+
+class ModelSpec(BaseModel):
+    """A model of the file, with the names that identify it.
+
+    Attributes:
+        name: the name of the model in requests and responses.
+        triton_name: the name of the model in the model repository.
+        path: the absolute path of the checkpoint.
+        entry: the table of the file.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    triton_name: str
+    path: Path
+    entry: ModelEntry
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the model."""
+        return self.entry.kind
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model in requests."""
+        return (self.name, *self.entry.aliases)
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """Maps the steps of a language model's ensemble to their names in the repository.
+
+        Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
+        """
+        return {step: f"{self.triton_name}-{step}" for step in _STEPS}
+
+
+def read_models_file(path: Path) -> list[ModelSpec]:
+    """Return the models in a file, in order. The first language model is the default model.
+
+    Raises: SettingsError that names the file, the table and the reason.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"models_file: the file {path} cannot be read ({error}).") from None
+    specs = []
+    for name, table in tables.items():
+        try:
+            entry = ModelEntry.model_validate(table)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, (name, *first["loc"])))
+            raise SettingsError(
+                f"models_file: {place} in the file {path} is wrong: {first['msg']}."
+            ) from None
+        checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
+        specs.append(
+            ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
+        )
+    _check_names(specs, path)
+    return specs
+
+
+def _check_names(specs: list[ModelSpec], path: Path) -> None:
+    """Check that all names are different, and that there is a language model.
+
+    Raises: SettingsError.
+    """
+    seen: set[str] = set()
+    triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
+    for name in [name for spec in specs for name in spec.names]:
+        if name in seen:
+            raise SettingsError(f"models_file: the file {path} has the name {name!r} twice.")
+        seen.add(name)
+    if len(set(triton_names)) < len(triton_names):
+        raise SettingsError(
+            f"models_file: the names of the models in the file {path} are too similar. Names must "
+            "differ in letters, digits, '_', '-' or '.', and must not end with a step such as "
+            "'-tokenizer'."
+        )
+    if not any(spec.kind == "llm" for spec in specs):
+        raise SettingsError(f"models_file: the file {path} must have at least one language model.")
+
+
+def _triton_name(name: str) -> str:
+    """Return the name of a model in the repository, which is also the name of a folder.
+
+    Example: "org/chat" returns "org-chat".
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip(".") or "model"
+
+
+def _setting_text(value: object) -> str:
+    """Return the value of a setting as it would be in an environment variable."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,63 @@
+"""Writes a Triton model repository with all models of a models.toml.
+
+The models are copies of those in Nereid's model repository, with other names and settings.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from nereid_client.several_models.models_file import ModelSpec
+
+_NAME = re.compile(r'^name: "\w+"', re.MULTILINE)
+_STEP_NAME = re.compile(r'model_name: "(\w+)"')
+_PARAMETER = re.compile(r"^parameters .*\n?", re.MULTILINE)
+
+
+def write_repository(
+    folder: Path, source: Path, specs: list[ModelSpec], defaults: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Write the model repository.
+
+    Args:
+        folder: the folder of the new repository, which is empty.
+        source: Nereid's model repository.
+        specs: the models.
+        defaults: maps a kind of model to the settings of models that do not set them.
+    """
+    for spec in specs:
+        settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
+        if spec.kind == "llm":
+            steps = spec.steps
+            _copy(folder / spec.triton_name, source / "llm", {}, steps)
+            for step, name in steps.items():
+                _copy(folder / name, source / step, settings, {})
+        else:
+            settings["served_model_name"] = spec.name
+            _copy(folder / spec.triton_name, source / spec.kind, settings, {})
+
+
+def _copy(
+    folder: Path, source: Path, settings: Mapping[str, str], steps: Mapping[str, str]
+) -> None:
+    """Copy one model of the repository.
+
+    Args:
+        folder: the folder of the copy. Its name is the name of the model.
+        source: the folder of the original.
+        settings: the settings, which replace those of the original.
+        steps: the new names of the models in the steps of an ensemble.
+    """
+    folder.mkdir(parents=True)
+    (folder / "1").symlink_to((source / "1").resolve())
+    text = (source / "config.pbtxt").read_text(encoding="utf-8")
+    text = _NAME.sub(f'name: "{folder.name}"', text, count=1)
+    text = _STEP_NAME.sub(lambda match: f'model_name: "{steps[match[1]]}"', text)
+    if settings:
+        text = _PARAMETER.sub("", text)
+    for name, value in settings.items():
+        # A JSON string is also a valid string in the protobuf text format.
+        quoted = json.dumps(value, ensure_ascii=False)
+        text += f'parameters {{ key: "{name}" value {{ string_value: {quoted} }} }}\n'
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")

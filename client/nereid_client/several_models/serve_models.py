@@ -1,0 +1,162 @@
+"""What `nereid serve --config` does differently from `nereid serve` with one language model."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nereid_client.console import CliError
+from nereid_client.settings import SettingsError
+from nereid_client.several_models.models_file import read_models_file
+from nereid_client.several_models.repository import write_repository
+from nereid_client.supervise import startup_checks
+from nereid_client.supervise.hang_detection import PROBES, Probe
+from nereid_client.supervise.pooling_models import PoolingModel
+
+_ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
+_PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
+# Variables of the test engine, which reads them itself.
+_OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
+# Settings of one model that cannot be the default of several models.
+_NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
+
+
+class ServedModels:
+    """The models of a models.toml, as `nereid serve` needs them.
+
+    Args:
+        file: the file.
+
+    Attributes:
+        specs: the models.
+        path: the checkpoint of the default model, which is the first language model.
+        name: the name of the default model.
+
+    Raises: CliError if the file or a checkpoint is wrong.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self.specs = read_models_file(file)
+        except SettingsError as error:
+            raise CliError(str(error).replace("models_file", "--config", 1)) from None
+        for spec in self.specs:
+            try:
+                startup_checks.check_checkpoint(spec.path)
+            except CliError as error:
+                place = f"--config: [{spec.name}] in {file}"
+                raise CliError(str(error).replace("--model", place, 1)) from None
+        self._file = file
+
+        default = next(spec for spec in self.specs if spec.kind == "llm")
+        self.path, self.name = default.path, default.name
+        self._specs_at_start = [
+            spec for spec in self.specs if spec.entry.load_at_start or spec is default
+        ]
+
+    @property
+    def pooling_models(self) -> list[PoolingModel]:
+        """The embedding models and rerankers to load at the start."""
+        return [
+            PoolingModel(spec.kind, spec.path, spec.name)
+            for spec in self._specs_at_start
+            if spec.kind != "llm"
+        ]
+
+    @property
+    def probes(self) -> list[Probe]:
+        """The small requests with which hangs of the models are detected.
+
+        A model that is not loaded answers such a request with an error, so it does not hang.
+        """
+        probes = []
+        for spec in self.specs:
+            probe = PROBES[spec.kind]
+            path = probe.path.replace(f"/{probe.model}/", f"/{spec.triton_name}/")
+            probes.append(replace(probe, model=spec.triton_name, path=path))
+        return probes
+
+    @property
+    def server_arguments(self) -> list[str]:
+        """The arguments of the Triton server that load the models of the start."""
+        names = [f"--load-model={spec.triton_name}" for spec in self._specs_at_start]
+        return ["--model-control-mode=explicit", *names]
+
+    def check_settings(self, repository: Path, environment: Mapping[str, str]) -> None:
+        """Check the settings of each model.
+
+        Args:
+            repository: Nereid's model repository.
+            environment: all environment variables. Those of a kind of model are the defaults.
+
+        Raises: CliError that names the model and the setting.
+        """
+        defaults = _defaults(environment)
+        for spec in self.specs:
+            settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
+            variables = {
+                f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
+            }
+            variables.setdefault("NEREID_MODEL", str(self.path))
+            try:
+                startup_checks.check_model_settings(
+                    repository, without_model_settings(environment) | variables
+                )
+            except CliError as error:
+                raise CliError(f"--config: [{spec.name}] in {self._file}: {error}") from None
+
+    def write_repository(
+        self, folder: Path, repository: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Replace a folder by a model repository with all models.
+
+        Args:
+            folder: the folder.
+            repository: Nereid's model repository.
+            environment: all environment variables. Those of a kind of model are the defaults.
+
+        Raises: CliError if the folder cannot be written.
+        """
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_repository(folder, repository, self.specs, _defaults(environment))
+        except OSError as error:
+            raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
+
+
+def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are not settings of models.
+
+    In a model, an environment variable would replace the setting in models.toml.
+    """
+    engine = {*_engine_variables(), *_NEVER_DEFAULTS}
+    prefixes = (_PREFIXES["embedding"], _PREFIXES["rerank"])
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in engine and not name.startswith(prefixes)
+    }
+
+
+def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the settings in environment variables, for each kind of model.
+
+    Example: NEREID_EMBEDDING_DTYPE=float32 returns {"embedding": {"dtype": "float32"}, ...}.
+    """
+    engine = _engine_variables()
+    found: dict[str, dict[str, str]] = {kind: {} for kind in _PREFIXES}
+    for kind, prefix in _PREFIXES.items():
+        for variable, value in environment.items():
+            name = variable.removeprefix(prefix)
+            is_setting = variable in engine if kind == "llm" else variable.startswith(prefix)
+            is_default = f"NEREID_{name}" not in _NEVER_DEFAULTS
+            if is_setting and is_default and value.strip():
+                found[kind][name.lower()] = value
+    return found
+
+
+def _engine_variables() -> set[str]:
+    """Return the environment variables of the language model's settings."""
+    return set(json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))) - _OF_TEST_ENGINE

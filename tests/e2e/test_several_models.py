@@ -1,0 +1,152 @@
+"""Several models behind one frontend: `nereid serve --config`."""
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from e2e.scripted import DEMO, ROOT
+from fakes.live_frontend import wait_for
+from fakes.live_server import serve
+
+pytestmark = pytest.mark.triton
+
+SCRIPT = [
+    {"when": "slow", "text": "word " * 60, "delay_ms": 30},
+    {"when": "fault", "text": "never", "fault": "the device is lost"},
+    {"when": "", "text": "fast"},
+]
+MODELS = f"""
+[chat]
+model = "{DEMO}"
+aliases = ["gpt-4o"]
+max_num_seqs = 7
+
+[other]
+model = "{DEMO}"
+load_at_start = false
+idle_unload_s = 2
+
+["org/search"]
+kind = "embedding"
+model = "{ROOT / "demo" / "embed"}"
+load_at_start = false
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "models.toml").write_text(MODELS)
+    script = folder / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    with serve(
+        folder,
+        f"--config={folder / 'models.toml'}",
+        f"--model-repository={ROOT / 'model_repository'}",
+        NEREID_ENGINE="scripted",
+        NEREID_SCRIPT=str(script),
+        XDG_STATE_HOME=str(folder / "state"),
+    ) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    url = f"http://127.0.0.1:{server.ports['openai']}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client, model, text="hello", **fields):
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=model, messages=messages, **fields)
+
+
+def states(server):
+    url = f"http://127.0.0.1:{server.ports['http']}/v2/repository/index"
+    return {model["name"]: model.get("state") for model in httpx.post(url).json()}
+
+
+def test_requests_select_a_model_by_its_name_or_alias(client, server):
+    assert [model.id for model in client.models.list()] == ["chat", "gpt-4o", "other", "org/search"]
+    assert client.models.retrieve("gpt-4o").root == "chat"
+    assert states(server).get("other") != "READY"  # the list loads no model
+    for name, model in (("chat", "chat"), ("gpt-4o", "chat"), ("other", "other")):
+        answer = chat(client, name)
+        assert (answer.model, answer.choices[0].message.content) == (model, "fast")
+    assert states(server)["other"] == "READY"
+    tokens = client.post("/tokenize", cast_to=object, body={"model": "other", "prompt": "hello"})
+    assert tokens["count"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("org/search", "'org/search' is an embedding model. Use 'chat' or 'other'"),
+        ("nope", "'nope' does not exist. Use 'chat' or 'other'"),
+    ],
+)
+def test_a_chat_request_for_another_model_says_what_the_model_is(client, model, message):
+    with pytest.raises(openai.NotFoundError, match=message):
+        chat(client, model)
+
+
+def test_an_embedding_request_for_a_language_model_says_what_the_model_is(client):
+    with pytest.raises(openai.BadRequestError, match="'gpt-4o' is a language model"):
+        client.embeddings.create(model="gpt-4o", input="a")
+
+
+def test_a_model_is_unloaded_by_a_client_until_a_client_loads_it(client, server):
+    chat(client, "other")
+    assert client.post("/models/other/unload", cast_to=object)["loaded"] is False
+    wait_for(lambda: states(server)["other-executor"] == "UNAVAILABLE")
+    with pytest.raises(openai.NotFoundError, match="POST /v1/models/other/load"):
+        chat(client, "other")
+    assert client.post("/models/other/load", cast_to=object)["loaded"] is True
+    assert chat(client, "other").choices[0].message.content == "fast"
+
+
+@pytest.mark.long
+def test_an_idle_model_is_unloaded_and_the_next_request_loads_it(client, server):
+    chat(client, "other")
+    wait_for(lambda: states(server)["other-executor"] == "UNAVAILABLE")
+    assert states(server)["chat"] == "READY"
+    assert chat(client, "other").choices[0].message.content == "fast"
+
+
+def test_a_fault_in_one_model_leaves_the_streams_of_another(client):
+    chat(client, "other")
+    texts, failures = [], []
+
+    def stream():
+        for chunk in chat(client, "chat", "slow", stream=True):
+            texts.extend(choice.delta.content or "" for choice in chunk.choices)
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    wait_for(lambda: len(texts) > 5)
+    try:
+        chat(client, "other", "fault")
+    except openai.APIStatusError as error:
+        failures.append(error.status_code)
+    thread.join(timeout=60)
+    assert failures == [500] or failures == [503]
+    assert "".join(texts).split() == ["word"] * 60
+    deadline = time.monotonic() + 60
+    while True:  # the engine of the other model is started again
+        try:
+            assert chat(client, "other").choices[0].message.content == "fast"
+            break
+        except openai.APIStatusError:
+            assert time.monotonic() < deadline
+
+
+def test_settings_of_a_model_are_its_own(server):
+    folder = server.log.parent / "state" / "nereid" / f"models-{server.ports['openai']}"
+    setting = 'key: "max_num_seqs" value { string_value: "7" }'
+    assert setting in (folder / "chat-executor" / "config.pbtxt").read_text()
+    assert setting not in (folder / "other-executor" / "config.pbtxt").read_text()

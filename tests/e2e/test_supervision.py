@@ -65,7 +65,7 @@ def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeyp
 def test_sigterm_lets_a_stream_finish_and_frees_everything(stack):
     """The last test of this server: it ends the server."""
     url = f"http://127.0.0.1:{stack.openai_port}"
-    long = probe().body | {"max_tokens": 800, "ignore_eos": True, "stream": True}
+    long = probe().body | {"max_tokens": 400, "ignore_eos": True, "stream": True}
 
     async def stop_in_the_middle():
         asker = Asker(url, stack.http_url)

@@ -505,7 +505,8 @@ class Engine:
         except OSError as error:
             self._hook.remove()
             raise ConfigError(
-                f"prefix_cache_disk: the folder {config.prefix_cache_disk} cannot be used: {error}."
+                f"prefix_cache_disk: the folder {config.prefix_cache_disk} cannot be used: "
+                f"{error.strerror}. Choose a folder that can be created and written."
             ) from error
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from backend.exactness import PARAMS, open_engine
@@ -138,3 +141,9 @@ def test_a_model_without_a_prefix_cache_says_that_the_disk_is_off(saved, tmp_pat
     )
     engine.close()
     assert "The prefix cache on disk (prefix_cache_disk) is off, because" in caplog.text
+
+
+@pytest.mark.long
+def test_the_answers_are_right_although_the_process_is_killed_again_and_again():
+    program = Path(__file__).with_name("disk_soak.py")
+    subprocess.run([sys.executable, program, "--seconds", "15"], check=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress, choose_device, load_checkpoint
+from nereid_backend.checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
@@ -94,8 +94,9 @@ def load_sharded(
 def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     """Return the settings of each rank.
 
-    The ranks share the CPUs and the memory of the KV cache. Rearranged weights, CUDA graphs and
-    LoRA adapters are not used, because they work only with whole layers.
+    The ranks share the CPUs and the memory of the KV cache. Rearranged weights and LoRA adapters
+    are not used, because they work only with whole layers. CUDA graphs are not used, because all
+    ranks would have to replay a graph at the same time.
     """
     size = config.tensor_parallel_size
     memory = config.kv_cache_bytes
@@ -150,9 +151,8 @@ def _check_logits(
 
     spec = replace(shard.spec, build=build)
     progress("comparing the logits of the divided model with those of the undivided model")
-    undivided = _load_undivided(config, hook, checkpoint.model.dtype)
-    trials = Trials(undivided, config)
     try:
+        trials = _undivided_trials(config, hook, shard)
         spec, difference = try_variants(checkpoint, iter([spec]), trials)
     except UnfitError as error:
         raise UnsupportedModelError(
@@ -164,16 +164,29 @@ def _check_logits(
     return ChosenPath(spec, difference, model_limit(checkpoint.text_config), trial)
 
 
-def _load_undivided(config: EngineConfig, hook: AttentionHook, dtype: torch.dtype) -> Checkpoint:
-    """Return the undivided model on the CPU, whose logits are the expected ones."""
-    return load_checkpoint(
+def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
+    """Return test sequences with the logits of the undivided model, which runs on the CPU.
+
+    Raises:
+        UnfitError: if the logits of the undivided model are not usable.
+    """
+    undivided = load_checkpoint(
         config.model,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(shard.checkpoint.model.dtype).removeprefix("torch."),
         device=torch.device("cpu"),
         attention=hook.name,
         progress=lambda _line: None,
         trust_remote_code=config.trust_remote_code,
     )
+    trials = Trials(undivided, config)
+    # The other ranks wait in the meantime, so this process uses their CPUs.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_threads, usable_cpus() - 1))
+    try:
+        trials.get(shard.spec.layers, is_generated=False)
+    finally:
+        torch.set_num_threads(num_threads)
+    return trials
 
 
 def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from transformers.integrations import accelerate
+from transformers.utils import logging as transformers_logging
 
 # The longest time that a rank waits for the other ranks. The ranks read different parts of the
 # weights, which can take minutes longer on one rank than on another.
@@ -69,13 +70,19 @@ class Rank:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Let transformers load this rank's part of a model in the context."""
+        # transformers warns about rules of a plan that fit only other variants of the architecture.
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         # transformers requires the library accelerate for each device map. It calls accelerate only
         # for maps with several devices, but the map of a rank has one device.
         with (
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
         ):
-            yield
+            try:
+                yield
+            finally:
+                transformers_logging.set_verbosity(verbosity)
 
     def smallest(self, number: int) -> int:
         """Return the smallest number that a rank passes. All ranks must call this method."""

@@ -4,7 +4,6 @@
 from dataclasses import dataclass
 
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging as transformers_logging
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
@@ -43,8 +42,6 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers warns about the rules of a plan that fit only other variants of an architecture.
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with rank.loading():
         checkpoint = load_checkpoint(
             config.model,

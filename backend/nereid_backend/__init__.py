@@ -61,4 +61,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
     if name not in _LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, class_name = _LAZY_NAMES[name]
+    if name in ("Embedder", "Engine", "Reranker"):
+        # These classes import transformers, which imports torchvision if it is installed.
+        import_module("nereid_backend.vision.torchvision_operators").declare_operators()
     return getattr(import_module(module), class_name)

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 
@@ -32,7 +33,11 @@ class StepEngine(Protocol):
         """Load the libraries for grammars in the background."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: ImageInputs | None = None,
     ) -> None:
         """Add a request to the waiting queue."""
 

@@ -134,6 +134,7 @@ class RequestEnvelope:
             means the server's default.
         client_id: the client that sent the request; "" if unknown. `params` contains it, too.
         traceparent: the parent of the request's spans (see tracing.py); "" for none.
+        images: the packed ImageInputs, which only the engine process unpacks; b"" for none.
     """
 
     params: bytes
@@ -144,6 +145,7 @@ class RequestEnvelope:
     queue_timeout_s: float | None = None
     client_id: str = ""
     traceparent: str = ""
+    images: bytes = b""
 
     def pack(self) -> UInt8Array:
         """Return the envelope as a UINT8 array of shape [num_bytes]."""
@@ -246,7 +248,7 @@ class SequenceDelta:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Self:
-        """Return the delta with the values that the method `row` returned."""
+        """Return the delta that `row` converted into these values."""
         *values, ending = row
         return cls(*(*values, ending and Ending(*ending)))
 

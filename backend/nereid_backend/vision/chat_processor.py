@@ -2,6 +2,7 @@
 """Prepares chat messages with images by the checkpoint's own processor."""
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 # Outputs of a processor that describe the text. All other outputs describe the images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
-# Outputs with a value for each token that mark the tokens of images by values other than 0.
+# These outputs have one value for each token. A value other than 0 marks a token of an image.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -60,6 +62,8 @@ class ChatProcessor:
         self.limits = limits or ImageLimits()
         self._processor: Any = load_processor(folder, config)
         self._image_token_ids = _image_token_ids(self._processor, config)
+        # Some models need the kinds of the tokens, but not every processor returns them.
+        self._needs_token_types = _takes_token_types(config)
 
     def prepare(
         self, messages: Sequence[Any], template_arguments: dict[str, Any] | None = None
@@ -87,6 +91,9 @@ class ChatProcessor:
         images = read_images(found, self.limits)
         outputs = self._process(text, images)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
+        if self._needs_token_types and _TOKEN_TYPES[0] not in outputs:
+            types = self._processor.create_mm_token_type_ids([token_ids])
+            outputs[_TOKEN_TYPES[0]] = torch.tensor(types)
         if not images:
             return ImagePrompt(token_ids, None, text)
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
@@ -151,6 +158,13 @@ def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # n
     names = ("image_token_id", "image_token_index")
     values = [getattr(source, name, None) for source in (processor, config) for name in names]
     return {value for value in values if isinstance(value, int)}
+
+
+def _takes_token_types(config: PretrainedConfig) -> bool:
+    """Return whether the model that a config names takes the kinds of the tokens."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    forward = getattr(getattr(transformers, name, None), "forward", None)
+    return forward is not None and _TOKEN_TYPES[0] in inspect.signature(forward).parameters
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers

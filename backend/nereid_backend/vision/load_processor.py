@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the processor of a checkpoint, also where a package for videos is missing."""
+"""Loads the processor of a checkpoint, even if a package for videos is missing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
@@ -59,13 +61,23 @@ class _NoVideo:
         self.__dict__.update(vars(image_processor))
 
 
+def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401
+    """Return the class that processor_config.json names, or else the class of the model type."""
+    try:
+        settings = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    named = getattr(transformers, str(settings.get("processor_class")), None)
+    return named or PROCESSOR_MAPPING[type(config)]
+
+
 def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
     """Return a processor whose video processor is an object without methods.
 
     Raises:
         ImportError: the image processor needs a package that is not installed.
     """
-    processor_class: Any = PROCESSOR_MAPPING[type(config)]
+    processor_class = _processor_class(folder, config)
     image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **arguments)
     loaders: dict[str, Any] = {
         "image_processor": lambda: image_processor,

@@ -114,6 +114,11 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
                 return _to_rgb(upright)
     except RequestError:
         raise
+    except PIL.Image.DecompressionBombError as error:
+        raise RequestError(
+            f"{field}: the image has more than the limit of {limits.max_pixels} pixels. Send a "
+            "smaller image."
+        ) from error
     except PIL.UnidentifiedImageError as error:
         raise RequestError(
             f"{field}: the file is not an image in one of the formats {', '.join(FORMATS)}."

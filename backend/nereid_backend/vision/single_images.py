@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.paths.model_call import join_logits
 from nereid_backend.runner import ForwardPath
 from nereid_backend.vision.own_attention import OwnAttention
@@ -36,7 +36,7 @@ class GeneratedPath:
         return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
-        """Do nothing, because the path has no state."""
+        """Do nothing, because this forward path has no state."""
 
     def _logits(self, chunk: Chunk) -> Tensor | None:
         """Return the logits after the last tokens of a chunk, [num_logits, vocab_size]."""
@@ -98,7 +98,7 @@ class SplitPath:
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan = _select(plan, has_images, is_image=False)
         parts: dict[bool, Tensor] = {}
-        if text_plan.chunks:
+        if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
         with self._attention.used():
             parts[True] = self._images.forward(_select(plan, has_images, is_image=True))
@@ -111,16 +111,35 @@ class SplitPath:
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Return the plan with only the chunks that have images, or only those that have none."""
+    """Return the plan with only the chunks that have images, or only the chunks without images."""
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # Sequences with images have no state in blocks, so only the other plan copies blocks.
     copies = [] if is_image else plan.copies
-    return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies)
+    snapshots = None if is_image else _renumber(plan.snapshots, has_images)
+    return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
+
+
+def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
+    """Return the snapshots of the chunks without images, with the indices of these chunks.
+
+    Example: with has_images [True, False], the index 1 becomes 0.
+    """
+    if snapshots is None:
+        return None
+    numbers = {}
+    for index, has in enumerate(has_images):
+        if not has:
+            numbers[index] = len(numbers)
+    loads, saves = (
+        [(numbers[index], snapshot) for index, snapshot in pairs if index in numbers]
+        for pairs in (snapshots.loads, snapshots.saves)
+    )
+    return SnapshotPlan(loads, saves, snapshots.deleted)
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Return the logits of both paths in the order of the plan's chunks."""
+    """Return the logits of the two forward paths in the order of the plan's chunks."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

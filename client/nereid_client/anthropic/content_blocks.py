@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 _TEXT_ONLY = "the served model reads text only"
 _REFUSED_BLOCKS = {
-    "image": _TEXT_ONLY,
+    "image": "only messages of the user may contain images",
     "document": f"{_TEXT_ONLY}; send the document's text in a text block",
     "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
     "tool_reference": "Nereid has no tool search; send only tools to offer now",
@@ -40,6 +40,12 @@ class _TextBlock(_Block):
     """A text. The field cache_control has no effect, because all prompts are cached."""
 
     text: str
+
+
+class _ImageBlock(_Block):
+    """An image. The server decides whether the served model accepts images."""
+
+    source: dict[str, Any]
 
 
 class _ThinkingBlock(_Block):
@@ -77,7 +83,7 @@ class _Message(RequestBody):
 
 _TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock}
 _BLOCKS: dict[str, dict[str, type[_Block]]] = {
-    "user": {"text": _TextBlock, "tool_result": _ToolResultBlock},
+    "user": {"text": _TextBlock, "image": _ImageBlock, "tool_result": _ToolResultBlock},
     "assistant": {
         "text": _TextBlock,
         "thinking": _ThinkingBlock,
@@ -174,6 +180,8 @@ def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) ->
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is not None:
         read = validated(kind, block, place)
+        if isinstance(read, _ImageBlock):
+            _image_url(read, place)
         if isinstance(read, _ToolResultBlock):
             content = _read_blocks(read.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
             return read.model_copy(update={"content": content})
@@ -268,8 +276,42 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
                 "tool_call_id": block.tool_use_id,
                 "name": names[block.tool_use_id],
             }
-    if any(isinstance(block, _TextBlock) for block in blocks):
+    if any(isinstance(block, _ImageBlock) for block in blocks):
+        yield {"role": "user", "content": _parts(blocks)}
+    elif any(isinstance(block, _TextBlock) for block in blocks):
         yield {"role": "user", "content": _joined_text(blocks)}
+
+
+def _parts(blocks: Sequence[_Block]) -> list[Json]:
+    """Return the texts and images of a user's message as parts of a chat message, in order."""
+    parts: list[Json] = []
+    for block in blocks:
+        if isinstance(block, _ImageBlock):
+            parts.append({"type": "image_url", "image_url": {"url": _image_url(block, "image")}})
+        elif isinstance(block, _TextBlock):
+            parts.append({"type": "text", "text": block.text})
+    return parts
+
+
+def _image_url(block: _ImageBlock, place: str) -> str:
+    """Return the URL of an image block.
+
+    Example: the source {"type": "base64", "media_type": "image/png", "data": "iVBO"} returns
+    "data:image/png;base64,iVBO".
+
+    Raises: FieldError if the source has another type.
+    """
+    source = block.source
+    kind, data, media_type = (source.get(name) for name in ("type", "data", "media_type"))
+    if kind == "base64" and isinstance(data, str) and isinstance(media_type, str):
+        return f"data:{media_type};base64,{data}"
+    if kind == "url" and isinstance(source.get("url"), str):
+        return str(source["url"])
+    raise FieldError(
+        f"{place}.source",
+        f"{place}.source must have the type base64 with media_type and data, or the type url with "
+        f"url, but the request has {shown(kind)}",
+    )
 
 
 def _result_text(block: _ToolResultBlock) -> str:

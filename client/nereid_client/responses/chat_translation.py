@@ -105,8 +105,13 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     """Append a message item to the chat.
 
     Example: an item of the user with two text parts "a" and "b" appends {"role": "user",
-    "content": "ab"}.
+    "content": "ab"}. The parts of a message with images are not joined.
     """
+    if any(part["type"] == "input_image" for part in item["content"]):
+        chat.messages.append(
+            {"role": item["role"], "content": [_chat_part(part) for part in item["content"]]}
+        )
+        return
     text = "".join(part["text"] for part in item["content"])
     if item["role"] != "assistant":
         chat.append(item["role"], text)
@@ -116,6 +121,16 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     last = chat.messages[-1] if chat.messages else {}
     message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
     message["content"] = (message["content"] or "") + text
+
+
+def _chat_part(part: Json) -> Json:
+    """Return a part of a user's message as a content part of a chat message."""
+    if part["type"] == "input_image":
+        return {
+            "type": "image_url",
+            "image_url": {"url": part["image_url"], "detail": part["detail"]},
+        }
+    return {"type": "text", "text": part["text"]}
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:

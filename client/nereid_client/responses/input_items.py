@@ -127,9 +127,26 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
     part: Json = {"type": "input_text"}
     if role == "assistant":
         part = {"type": "output_text", "annotations": [], "logprobs": []}
-    texts = _texts(item.get("content"), f"{place}.content")
-    content = [part | {"text": text} for text in texts]
+    given = item.get("content")
+    if role == "user" and isinstance(given, list):
+        content = [_user_part(value, f"{place}.content[{at}]") for at, value in enumerate(given)]
+    else:
+        content = [part | {"text": text} for text in _texts(given, f"{place}.content")]
     return {"role": role, "status": _status(item, place), "content": content}
+
+
+def _user_part(part: object, place: str) -> Json:
+    """Return one content part of a user's message: a text or an image.
+
+    Example: {"type": "input_image", "image_url": "data:image/png;base64,iVBO"} is returned with
+    "detail": "auto".
+    """
+    if not isinstance(part, Mapping) or part.get("type") != "input_image":
+        return {"type": "input_text", "text": _text(part, place)}
+    if part.get("file_id") is not None:
+        raise _wrong(f"{place}.file_id", "null", part["file_id"], "Send image_url, a data URL.")
+    url = _string(part, "image_url", place)
+    return {"type": "input_image", "image_url": url, "detail": part.get("detail") or "auto"}
 
 
 def _call(item: Mapping[str, Any], place: str) -> Json:
@@ -219,7 +236,7 @@ def _text(part: object, place: str) -> str:
             f"{place}.type",
             "input_text, output_text, text or refusal",
             kind,
-            "The served model accepts only text.",
+            "Only messages of the user may contain images.",
         )
     return _string(part, "text", place, may_be_empty=True)
 

@@ -109,12 +109,32 @@ def test_the_answer_continues_a_last_message_of_the_assistant():
     assert chat["add_generation_prompt"] is False
 
 
+def test_an_image_of_the_user_becomes_an_image_part():
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBO"}
+    content = [*blocks("Look"), {"type": "image", "source": source}]
+    chat = translate(messages=[{"role": "user", "content": content}])
+    url = "data:image/png;base64,iVBO"
+    assert chat["messages"][-1]["content"] == [
+        {"type": "text", "text": "Look"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+
+
+@pytest.mark.parametrize("source", [{}, {"type": "file", "file_id": "x"}, {"type": "base64"}])
+def test_an_image_without_a_url_or_data_is_refused(source):
+    block = {"type": "image", "source": source}
+    assert refusal(messages=[{"role": "user", "content": [block]}]).startswith(
+        "messages[0].content[0].source must have the type base64"
+    )
+
+
 @pytest.mark.parametrize("kind", ["image", "document", "search_result"])
 def test_blocks_that_are_not_text_are_refused_by_name(kind):
     block = {"type": kind, "source": {}}
     place = "messages[0].content[1]"
     message = refusal(messages=[{"role": "user", "content": [*blocks("Look"), block]}])
-    assert message.startswith(f"{place} has the type {kind}, which is not supported: ")
+    if kind != "image":
+        assert message.startswith(f"{place} has the type {kind}, which is not supported: ")
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
     assert refusal(messages=turns).startswith(
@@ -130,7 +150,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind):
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a block"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text is"),
-        ([{"role": "user", "content": [USE]}], "must be a block of the type text or tool_result"),
+        ([{"role": "user", "content": [USE]}], "must be a block of the type text or image or tool_result"),
         ([{"role": "user", "content": [RESULT]}], 'but the request has "a"'),
         ([{"role": "user", "content": []}], "messages[0].content must have at least one block"),
         ([{"role": "system", "content": "x"}], "messages must contain at least one message of"),

@@ -389,7 +389,15 @@ async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
             "input[1].content must be a string or a list of parts, but the request has null",
         ),
         (
-            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            {"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]},
+            "input[1].content[0].type must be input_text, output_text, text or refusal, but",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_image", "file_id": "x"}]},
+            'input[1].content[0].file_id must be null, but the request has "x". Send image_url',
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_file", "file_url": "x"}]},
             "input[1].content[0].type must be input_text, output_text, text or refusal, but",
         ),
         (

@@ -4,6 +4,7 @@
 Messages, in addition to the messages that every child process has (process_entry.py):
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
+                          and the packed images as a sixth value if the request has images
                       ["abort", id, index or None]
                       ["load_lora", id, name, path]
                       ["unload_lora", id, name]
@@ -78,7 +79,12 @@ class EngineService:
                 self._send(["adapters", request_id, self._engine.lora_names])
 
     def _add(
-        self, request_id: str, token_ids: bytes, packed_params: bytes, num_sequences: int
+        self,
+        request_id: str,
+        token_ids: bytes,
+        packed_params: bytes,
+        num_sequences: int,
+        packed_images: bytes = b"",
     ) -> None:
         """Add a request to the engine; see `Engine.add_request` for the errors."""
         prompt = memoryview(token_ids).cast("i")
@@ -88,7 +94,14 @@ class EngineService:
                 f"envelope: the message from the tokenizer to the executor is for "
                 f"{num_sequences} sequences, but its sampling parameters have n={params.n}."
             )
-        self._engine.add_request(request_id, prompt, params)
+        if not packed_images:
+            self._engine.add_request(request_id, prompt, params)
+            return
+        # Imported here, because the module imports torch, which the scripted engine does not need.
+        from nereid_backend.vision.packed_tensors import unpack_images
+
+        images = unpack_images(packed_images)
+        self._engine.add_request(request_id, prompt, params, images)
 
     def advance(self) -> None:
         """Compute one step, and send its updates."""

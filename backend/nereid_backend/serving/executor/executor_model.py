@@ -79,7 +79,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         # Only the loop's thread uses the following attributes.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
-        self._metrics = EngineMetrics()
+        self._metrics = EngineMetrics(args.get("model_name", "executor"))
         self._tracing = Tracing(self.title)
         self._statistics = RequestStatistics()
         self._engine_stats: dict[str, int] = {}
@@ -111,6 +111,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS)
         stream = self._open_stream(envelope, len(token_ids), sender)
         message = ["add", stream.request_id, token_ids.tobytes(), envelope.params, envelope.n]
+        if envelope.images:
+            message.append(envelope.images)
         self.add_request(stream.request_id, stream, message)
 
     def _open_stream(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
@@ -230,7 +232,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             super().respond(sender, error)
 
     def restart_message(self) -> str:
-        """Return the reason for which requests are refused while the engine restarts."""
+        """Return the reason why requests are refused while the engine restarts."""
         assert self.child is not None
         retry_s = min(max(math.ceil(self.child.load_s), 1), _LONGEST_RETRY_S)
         return f"the engine is restarting. Try again in {retry_s} s."

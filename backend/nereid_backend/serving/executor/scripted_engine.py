@@ -34,6 +34,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nereid_backend.config import EngineConfig
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import (
     EngineInfo,
     EngineStats,
@@ -185,13 +186,19 @@ class ScriptedEngine:
         return EngineStats(num_running, len(self._queue), num_running, self.info.num_blocks)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: ImageInputs | None = None,
     ) -> None:
         """Add a request to the waiting queue.
 
         Raises:
-            RequestError: the prompt is too long, or no rule matches it.
+            RequestError: the prompt is too long or has images, or no rule matches it.
         """
+        if images is not None:
+            raise RequestError("image: the scripted engine does not accept images.")
         prompt = list(prompt_token_ids)
         max_new_tokens = self.info.max_model_len - len(prompt)
         if max_new_tokens < 1:

@@ -9,6 +9,8 @@ from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
+# The content part that replaces an image in the messages for the chat template.
+IMAGE_PLACEHOLDER = {"type": "image"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -30,11 +32,26 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         )
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
-    return [_read_message(message, index, limits) for index, message in enumerate(messages)]
+    has_images = any(_has_image(message) for message in messages)
+    read = [_read_message(message, index, limits) for index, message in enumerate(messages)]
+    if has_images:
+        # Chat templates for images expect every content as a list of parts.
+        for message in read:
+            if isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+    return read
+
+
+def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
+    """Return whether a message contains the placeholder of an image; see `take_images`."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and IMAGE_PLACEHOLDER in content
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
     """Return one message for the template, with joined text parts and parsed arguments of calls.
+
+    If the message has images, its parts are not joined, because their order matters.
 
     Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
     `{"role": "user", "content": "Hi"}`.
@@ -49,7 +66,14 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
         )
     rendered = dict(message)
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and _has_image(message):
+        rendered["content"] = [
+            part
+            if part == IMAGE_PLACEHOLDER
+            else {"type": "text", "text": _read_text_part(part, index)}
+            for part in content
+        ]
+    elif isinstance(content, list):
         rendered["content"] = "".join(_read_text_part(part, index) for part in content)
     elif content is not None and not isinstance(content, str):
         raise RequestError(
@@ -100,7 +124,7 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 
 
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
-    """Return the value of the JSON text of a tool call's arguments in message `index`."""
+    """Parse the JSON text with the arguments of a tool call in message `index`."""
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
     try:

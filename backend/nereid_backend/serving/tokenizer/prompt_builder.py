@@ -4,7 +4,7 @@
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,12 @@ class Prompt:
     Attributes:
         token_ids: the prompt's tokens.
         text: the prompt's text, or None if the request contained token ids.
+        images: the packed images for the engine process; b"" if the prompt has no images.
     """
 
     token_ids: list[int]
     text: str | None
+    images: bytes = b""
 
 
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
@@ -78,6 +80,7 @@ class PromptBuilder:
         tokenizer: "PreTrainedTokenizerBase",
         max_model_len: int,
         template_defaults: Mapping[str, Any] | None = None,
+        max_image_bytes: int = 0,
     ) -> None:
         """Create a builder.
 
@@ -85,6 +88,8 @@ class PromptBuilder:
             tokenizer: the checkpoint's tokenizer.
             max_model_len: the length limit of a request in tokens.
             template_defaults: the variables of the chat template for requests that do not set them.
+            max_image_bytes: the largest size of the images in the body of a request; 0 if the
+                model reads no images.
 
         Raises:
             ConfigError: a variable of `template_defaults` has a reserved name.
@@ -101,6 +106,9 @@ class PromptBuilder:
         self.limits = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
+        if max_image_bytes:
+            max_request_bytes = self.limits.max_request_bytes + max_image_bytes
+            self.limits = replace(self.limits, max_request_bytes=max_request_bytes)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.
@@ -158,6 +166,13 @@ class PromptBuilder:
             RequestError: a field has a wrong value, the chat exceeds a limit, or the template
                 cannot render the messages.
         """
+        text = self.render_chat(body)
+        # By default, no special tokens are added, because the rendered text contains them.
+        add_special_tokens = read_flag(body, "add_special_tokens", default=False)
+        return self._tokenize(text, add_special_tokens, num_kept)
+
+    def render_chat(self, body: Mapping[str, Any]) -> str:
+        """Return the text of the messages of a chat. See `from_chat` for the errors."""
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)
         template_kwargs = self._read_template_kwargs(body)
@@ -167,16 +182,13 @@ class PromptBuilder:
                 "input_ids: a chat request must not have input_ids, because the prompt is rendered "
                 "from messages. Send either messages or input_ids."
             )
-        text = self._render(
+        return self._render(
             messages,
             tools=read_tools(body),
             add_generation_prompt=read_flag(body, "add_generation_prompt", default=not continues),
             continue_final_message=continues,
             **template_kwargs,
         )
-        # By default, no special tokens are added, because the rendered text contains them.
-        add_special_tokens = read_flag(body, "add_special_tokens", default=False)
-        return self._tokenize(text, add_special_tokens, num_kept)
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that a chat request sets in the chat template.
@@ -238,7 +250,7 @@ class PromptBuilder:
         return {name: RequestTemplate(source) for name, source in sources.items()}
 
     def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
-        """Return the template "tool_use" for a request with tools if there is one, else "default".
+        """Return the template "tool_use" if it exists and the request has tools, else "default".
 
         Raises:
             RequestError: no template can be used.

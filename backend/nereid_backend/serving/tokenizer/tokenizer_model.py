@@ -17,6 +17,13 @@ from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.tokenizer.image_prompts import (
+    MAX_IMAGE_BYTES,
+    ImagePrompts,
+    has_image_parts,
+    reads_images,
+    take_images,
+)
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
     PromptBuilder,
@@ -51,6 +58,8 @@ _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
+# A chat with this text probably contains an image, whose preparation takes some time.
+_IMAGE_DATA = b"data:image"
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 
@@ -89,8 +98,12 @@ class TokenizerModel:
             self._tokenizer = load_tokenizer(settings.model)
             if (template := read_chat_template(settings)) is not None:
                 self._tokenizer.chat_template = template
+            self._images = ImagePrompts(settings.model) if reads_images(settings.model) else None
             self._prompts = PromptBuilder(
-                self._tokenizer, length_limit(config), read_template_defaults(settings)
+                self._tokenizer,
+                length_limit(config),
+                read_template_defaults(settings),
+                max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
             )
             # The postprocessor chooses the same format and logs its choice, so this model does not.
             self._format = choose_format(settings, report=lambda _: None)
@@ -98,6 +111,8 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
 
+        if self._images is not None:
+            self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
 
@@ -109,6 +124,8 @@ class TokenizerModel:
     def finalize(self) -> None:
         """Answer the queued requests and end the threads."""
         self._workers.stop()
+        if self._images is not None:
+            self._images.close()
         self._tracing.close()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
@@ -151,6 +168,7 @@ class TokenizerModel:
             queue_timeout_s=checked.options.queue_timeout_s,
             client_id=checked.params.client_id,
             traceparent=traceparent,
+            images=checked.prompt.images,
         )
         return tensors.response(
             {
@@ -165,12 +183,14 @@ class TokenizerModel:
         Raises:
             RequestError: a field is wrong or not supported, or the request exceeds a limit.
         """
-        if tensors.has_input(request, tensor_names.IMAGE):
-            raise RequestError("image: the served model does not accept images. Send text only.")
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)
+        images = self._read_images(request, body)
         fields = sampling_fields(request, body, limits)
-        prompt = self._prompt(request, body, fields)
+        if images:
+            prompt = self._image_prompt(request, body, images)
+        else:
+            prompt = self._prompt(request, body, fields)
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
@@ -185,6 +205,52 @@ class TokenizerModel:
             ),
         )
         return _CheckedRequest(body, prompt, tools, returns, grammar, params, options)
+
+    def _read_images(self, request: Any, body: dict[str, Any] | None) -> list[bytes]:  # noqa: ANN401 - the server's own type
+        """Return the images in the messages of a chat, or else those in the tensor `image`.
+
+        The images in messages are replaced by placeholders.
+
+        Raises:
+            RequestError: the served model reads no images.
+        """
+        tensor = tensors.optional_array(request, tensor_names.IMAGE)
+        images = [] if tensor is None else [bytes(image) for image in tensor]
+        if self._images is None:
+            if images or has_image_parts(body):
+                field = "image" if images else "messages"
+                raise RequestError(
+                    f"{field}: the served model does not accept images. Send text only."
+                )
+            return []
+        return (take_images(body) if body is not None else []) or images
+
+    def _image_prompt(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        images: list[bytes],
+    ) -> Prompt:
+        """Return the prompt of a request with images, from a chat or from a text.
+
+        A text must contain the placeholders of the images.
+
+        Raises:
+            RequestError: an image is invalid, or the prompt exceeds a limit.
+        """
+        assert self._images is not None
+        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        if (text is None) == (body is None):
+            raise RequestError(
+                "image: a request with images must have exactly one of text_input and chat_request."
+            )
+        if body is not None:
+            text = self._prompts.render_chat(body)
+        assert text is not None
+        self._prompts.limits.check_text(text)
+        token_ids, packed = self._images.prepare(text, images)
+        self._prompts.limits.check_token_ids(len(token_ids))
+        return Prompt(token_ids, text, packed)
 
     def _asks_for_limits(self, request: Any) -> bool:  # noqa: ANN401 - the server's own type
         """Return whether a request has the parameter `return_limits` and no prompt.
@@ -329,9 +395,13 @@ def _stream_context(
 
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether rendering and tokenising the prompt of a request may take some time."""
+    if tensors.has_input(request, tensor_names.IMAGE):
+        return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
         values = tensors.optional_array(request, name)
         if values is not None and sum(map(len, values)) > _LONG_PROMPT_BYTES:
+            return True
+        if values is not None and any(_IMAGE_DATA in value for value in values):
             return True
     return False
 

@@ -1,0 +1,332 @@
+# ruff: noqa: E402 - torchvision is prepared before transformers is imported
+"""Compare greedy tokens of the engine with transformers for every type that reads images.
+
+    python tests/backend/vision/image_archs.py              run the types without a result
+    python tests/backend/vision/image_archs.py llava gemma3   run these types again
+
+Each type runs in its own process with a limit on time and memory. The file `--results` contains one
+line of JSON for each result.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from nereid_backend.vision.torchvision_operators import declare_operators
+
+# transformers imports torchvision if it is installed.
+declare_operators()
+
+import torch
+import transformers
+from backend.vision import image_types
+from nereid_backend import Engine, EngineConfig, SamplingParams, UnsupportedModelError
+from nereid_backend.vision.chat_processor import ChatProcessor
+from nereid_backend.vision.image_tensors import place_images
+from PIL import Image
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging
+
+_SECONDS = 200
+_MEMORY_BYTES = 10 * 2**30
+MAX_TOKENS = 9
+PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+Answers = list[list[int]]
+Chat = list[dict[str, Any]]
+
+
+@dataclass
+class Result:
+    """The result of one type of model.
+
+    Attributes:
+        status: "exact", "wrong", "refused" or "not built".
+        path: how the engine computes prompts with images.
+        text_path: the forward path of texts.
+        cells: for each situation, the number of equal tokens and of all tokens, such as "27/27".
+        reason: why the type was refused or not built.
+        num_distinct: the number of different tokens among the expected tokens.
+        depends: whether the expected tokens or logits depend on the pixels.
+        seconds: the wall time of the type's process.
+    """
+
+    type: str
+    status: str = "not built"
+    path: str = ""
+    text_path: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    num_distinct: int = 0
+    depends: bool = False
+    seconds: float = 0.0
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Return an image of random pixels."""
+    return Image.frombytes(
+        "RGB", (width, height), random.Random(seed).randbytes(3 * width * height)
+    )
+
+
+def chat(images: list[Image.Image], text: str) -> Chat:
+    """Return a chat with images and a text."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def make_chats(num_images: int) -> list[Chat]:
+    """Return chats with up to `num_images` images each."""
+    chats = [chat([picture(1, 60, 40)], "hello"), chat([picture(2, 30, 44)], "a longer question?")]
+    if num_images > 1:
+        chats.append(chat([picture(1, 60, 40), picture(3, 36, 36)], "two"))
+    return chats
+
+
+def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
+    config = AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    model = model_class.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), ChatProcessor(folder, model.config)
+
+
+def reference(folder: Path) -> tuple[list[Chat], Answers, bool]:
+    """Return the chats that transformers can answer, its greedy tokens, and whether pixels matter."""
+    model, processor = _load_reference(folder)
+    chats, answers = [], []
+    for each in make_chats(2):
+        try:
+            answers.append(_generate(model, processor, each)[0])
+            chats.append(each)
+        except Exception:
+            if len(chats) < 2:
+                raise
+    logits = [
+        _generate(model, processor, chat([picture(seed, 60, 40)], "hello"))[1] for seed in (1, 9)
+    ]
+    return chats, answers, bool((logits[0] - logits[1]).abs().max() > 1e-4)
+
+
+def _generate(model: Any, processor: ChatProcessor, messages: Chat) -> tuple[list[int], Any]:
+    prompt = processor.prepare(messages)
+    images = place_images(prompt.images, model.device, torch.float32)
+    ids = torch.tensor([prompt.token_ids])
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        min_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **images.arguments,
+    )
+    return output.sequences[0, -MAX_TOKENS:].tolist(), output.logits[0]
+
+
+def open_engine(folder: Path, **settings: Any) -> Engine:
+    """Return an engine in float32 with a small KV cache."""
+    settings = {
+        "max_num_seqs": 8,
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_cache_memory": "24MiB",
+        "max_model_len": 2048,
+        **settings,
+    }
+    return Engine(EngineConfig(str(folder), **settings))
+
+
+def _alone(engine: Engine, chats: list[Chat]) -> Answers:
+    return [engine.chat(each, PARAMS).outputs[0].token_ids for each in chats]
+
+
+def _mixed(engine: Engine, chats: list[Chat]) -> Answers:
+    """Answer all chats at the same time, together with texts."""
+    answers: dict[str, list[int]] = {}
+    prompts = [engine.image_prompt(each) for each in chats]
+    rng = random.Random(5)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt.token_ids, PARAMS, prompt.images)
+        text = [rng.randrange(60, 150) for _ in range(20)]
+        engine.add_request(f"text-{number}", text, PARAMS)
+    while engine.has_work():
+        for update in engine.step():
+            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+    return [answers[str(number)] for number in range(len(chats))]
+
+
+def _preempted(engine: Engine, chats: list[Chat]) -> Answers:
+    """Answer all chats with so few free blocks that the engine has to preempt sequences."""
+    prompts = [engine.image_prompt(each) for each in chats]
+    pool, size = engine._pool, engine.info.block_size
+    longest = max(len(prompt.token_ids) for prompt in prompts) + MAX_TOKENS
+    total = sum(-(-len(prompt.token_ids) // size) for prompt in prompts)
+    held = pool.allocate(pool.num_free - max(total, -(-longest // size) + 1))
+    answers = _mixed(engine, chats)
+    pool.release(held)
+    return answers
+
+
+def _cached(engine: Engine, chats: list[Chat]) -> Answers:
+    """Answer each chat a second time."""
+    _alone(engine, chats)
+    return _alone(engine, chats)
+
+
+SITUATIONS: dict[str, tuple[dict[str, Any], Callable[[Engine, list[Chat]], Answers]]] = {
+    "alone": ({}, _alone),
+    "chunked": ({"max_num_batched_tokens": 48, "block_size": 4}, _mixed),
+    "preempted": ({"block_size": 4}, _preempted),
+    "prefix-cached": ({}, _cached),
+}
+
+
+def build(model_type: str, parent: Path) -> tuple[Path, list[Chat], Answers, bool]:
+    """Write a checkpoint that transformers can run, and return it with its `reference`."""
+    errors = []
+    for sizes in image_types.SIZES:
+        try:
+            folder = image_types.save(model_type, parent / sizes, sizes)
+            return folder, *reference(folder)
+        except Exception as error:  # noqa: BLE001 - the sizes of images do not fit the type
+            errors.append(f"{sizes}: {type(error).__name__}: {str(error).strip()[-150:]}")
+    raise ValueError("; ".join(dict.fromkeys(errors)))
+
+
+def examine(model_type: str, result: Result, situations: list[str] | None = None) -> None:
+    """Run one type in every situation and store the outcome in `result`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, chats, expected, result.depends = build(model_type, Path(name))
+        result.num_distinct = len({token for answer in expected for token in answer})
+        result.status = "wrong"
+        for situation in situations or SITUATIONS:
+            settings, run = SITUATIONS[situation]
+            try:
+                engine = open_engine(folder, **settings)
+            except UnsupportedModelError as error:
+                result.status, result.reason = "refused", str(error)
+                return
+            try:
+                result.path, result.text_path = engine._images.name, engine.info.path
+                if engine._images.reason:
+                    result.status, result.reason = "refused", engine._images.reason
+                    return
+                result.cells[situation] = _cell(expected, run(engine, chats))
+            finally:
+                engine.close()
+        total = f"{len(expected) * MAX_TOKENS}/{len(expected) * MAX_TOKENS}"
+        if all(cell == total for cell in result.cells.values()):
+            result.status = "exact"
+
+
+def _cell(expected: Answers, got: Answers) -> str:
+    pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
+    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+
+
+def examine_in_child(model_type: str) -> Result:
+    """Run `examine` in a child process, and return the result."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _serve(model_type, writer)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    _, code = os.waitpid(child, 0)
+    if not text:
+        return Result(model_type, "wrong", reason=f"its process ended with {code}")
+    return Result(**json.loads(text))
+
+
+def _serve(model_type: str, writer: int) -> None:
+    """Run `examine`, write the result to the pipe, and end the child process."""
+    signal.alarm(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    result = Result(model_type)
+    start = time.monotonic()
+    try:
+        examine(model_type, result)
+    except BaseException as error:  # noqa: BLE001 - any error is this type's result
+        result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
+    result.seconds = round(time.monotonic() - start, 1)
+    os.write(writer, json.dumps(asdict(result)).encode())
+    os._exit(0)
+
+
+def load_results(path: Path) -> dict[str, Result]:
+    """Return the latest result of each type from the file of earlier runs."""
+    if not path.is_file():
+        return {}
+    found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {result.type: result for result in found}
+
+
+def table(results: dict[str, Result]) -> str:
+    """Return a Markdown table with one line for each type."""
+    names = list(SITUATIONS)
+    head = ["Type", "Images", "Text", "Pixels matter", *names]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for result in sorted(results.values(), key=lambda r: r.type):
+        reason = result.reason.replace("|", "/").replace("\n", " ")[:220]
+        cells = [result.cells.get(name, "") for name in names]
+        if result.status != "exact":
+            cells[0] = f"{result.status}: {reason} {cells[0]}"
+        columns = [result.type, result.path, result.text_path, str(result.depends), *cells]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the requested types, then print the table."""
+    parser = argparse.ArgumentParser(description="Compare chats with images with transformers.")
+    parser.add_argument("types", nargs="*", help="types to run again; by default all")
+    parser.add_argument("--results", type=Path, default=Path("build/image_archs.jsonl"))
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--table", action="store_true", help="print the table and exit")
+    asked = parser.parse_args()
+    results = load_results(asked.results)
+    if not asked.table:
+        warnings.filterwarnings("ignore")
+        getLogger("nereid_backend").setLevel(ERROR)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        torch.set_num_threads(1)
+        asked.results.parent.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + asked.seconds
+        for model_type in asked.types or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            if (model_type in results and not asked.types) or time.monotonic() > end:
+                continue
+            result = results[model_type] = examine_in_child(model_type)
+            with asked.results.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            what = f"{result.cells} {result.reason}"
+            sys.stderr.write(
+                f"{model_type}: {result.status} images={result.path} text={result.text_path} "
+                f"depends={result.depends} {what} {result.seconds}\n"
+            )
+    sys.stdout.write(f"{table(results)}\n\n{Counter(r.status for r in results.values())}\n")
+    sys.exit(any(result.status == "wrong" for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

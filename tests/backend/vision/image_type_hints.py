@@ -1,0 +1,57 @@
+"""What image_types.py cannot derive from the source of transformers, by type."""
+
+from typing import Any
+
+HINTS: dict[str, dict[str, Any]] = {
+    "glm_ocr": {"_processor": "Glm46VProcessor", "_image_processor": "Glm46VImageProcessorPil"},
+    "glmga": {"_processor": "Glm46VProcessor", "_image_processor": "GlmgaImageProcessorPil"},
+    "fast_vlm": {"_processor": "LlavaProcessor", "_image_processor": "CLIPImageProcessorPil"},
+    "glm4v_moe": {"_image_processor": "Glm4vImageProcessorPil"},
+    "qwen3_vl_moe": {"_image_processor": "Qwen2VLImageProcessorPil"},
+    "kosmos-2": {"_processor": "Kosmos2Processor"},
+    "kosmos-2.5": {"_processor": "Kosmos2_5Processor"},
+    "cosmos3_omni": {"_processor": "Qwen3VLProcessor"},
+    "qwen2_5_omni_thinker": {
+        "_processor": "Qwen2_5OmniProcessor",
+        "_image_processor": "Qwen2VLImageProcessorPil",
+    },
+    "qwen3_omni_moe_thinker": {
+        "_processor": "Qwen3OmniMoeProcessor",
+        "_image_processor": "Qwen2VLImageProcessorPil",
+    },
+}
+
+_MROPE_TEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+HINTS |= {
+    "aria": {
+        "_values": {"projector_patch_to_query_dict": {900: 16}},
+        "_arguments": {"size_conversion": {490: 16, 980: 16}},
+    },
+    "aya_vision": {
+        "_vision": {"image_size": 364, "patch_size": 14},
+        "_image": {"size": {"height": 364, "width": 364}},
+    },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+}
+
+_WINDOWS = {"_vision": {"window_size": 112}}
+HINTS |= {
+    "gemma3": {"_vision": {"image_size": 224, "patch_size": 14}},
+    "qwen2_5_vl": _WINDOWS,
+    "exaone4_5": _WINDOWS,
+    "hyperclovax_vision_v2": _WINDOWS,
+    "mistral3": {"_arguments": {"spatial_merge_size": 2}},
+    "internvl": {
+        "_vision": {"image_size": [448, 448], "patch_size": [14, 14]},
+        "_image": {"size": {"height": 448, "width": 448}},
+    },
+    "idefics3": {"_vision": {"image_size": 364, "patch_size": 14}},
+    "smolvlm": {"_vision": {"image_size": 364, "patch_size": 14}},
+    "granite_docling": {"_vision": {"image_size": 512, "patch_size": 16}},
+}
+
+HINTS |= {
+    "paligemma": {"_image": {"image_seq_length": 196}},
+    "fuyu": {"_special": ["|SPEAKER|", "|NEWLINE|"]},
+    "llama4": {"_sizes": "processor"},
+}

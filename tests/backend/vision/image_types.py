@@ -1,0 +1,247 @@
+"""Tiny random checkpoints, with a processor, of the types that transformers knows for images.
+
+The config of a type is made small by `shrink`. The tokenizer has one token for each character and
+each special text that the source of the processor names.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from backend import shrink
+from backend.vision.image_type_hints import HINTS
+from tokenizers import Tokenizer, models, pre_tokenizers, decoders
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+import transformers
+from nereid_backend.vision.load_processor import _NoVideo
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+LENGTH = 4096
+_CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+_PATTERN = re.compile(r"""["'](<[^"'<>\s]{1,40}>|\[[A-Z_]{2,20}\])["']""")
+_ATTRIBUTE = re.compile(r"tokenizer\.((?:\w+_)?token)(?:_id)?\b")
+_FULL_PARTS = ("image_processor", "tokenizer")
+
+
+# How the size of images is chosen: the defaults of the config and the processor, the default of one
+# of them for both, or a few patches.
+SIZES = ("defaults", "config", "processor", "small")
+
+
+def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
+    """Write a tiny random checkpoint of the type with its processor. See `SIZES`."""
+    hints = {"_sizes": sizes, **HINTS.get(model_type, {})}
+    values, config_class = small_values(model_type, hints)
+    processor = make_processor(model_type, hints, _vision_values(values))
+    _set_tokens(values, processor)
+    config = config_class(**values)
+    torch.manual_seed(0)
+    model = _model_class(model_type)(config)
+    _randomise(model, hints)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _model_class(model_type: str) -> Any:
+    return getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+
+
+def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name or "wte" in name:
+                parameter.normal_(0.0, 0.02)
+            elif parameter.dim() > 1:
+                parameter.normal_(0.0, hints.get("_scale", 0.2))
+
+
+def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the values of the small config of a type, and the class of the config."""
+    config_class = type(AutoConfig.for_model(model_type))
+    whole = config_class(**hints.get("_birth", {}))
+    values = shrink._shrunk(whole, {k: v for k, v in hints.items() if not k.startswith("_p")})
+    _lengthen(values)
+    _set_sections(values, model_type)
+    vision = _vision_values(values)
+    vision.update(hints.get("_vision", {}))
+    if hints["_sizes"] == "processor":
+        side = next(iter(dict(_image_class(model_type, hints)().size or {0: None}).values()))
+        if "image_size" in vision and side:
+            vision["image_size"] = side
+    if hints["_sizes"] != "small":
+        pass
+    elif isinstance(vision.get("image_size"), int) and isinstance(vision.get("patch_size"), int):
+        vision["image_size"] = hints.get("_side", 4) * vision["patch_size"]
+    if "image_seq_length" in values and hints["_sizes"] == "small":
+        values["image_seq_length"] = hints.get("_side", 4) ** 2
+    values.update(hints.get("_values", {}))
+    return values, config_class
+
+
+def _set_sections(values: dict[str, Any], model_type: str) -> None:
+    """Set the sections of three-dimensional positions, which add up to half of the head size."""
+    source = inspect.getsource(inspect.getmodule(_model_class(model_type)))
+    text = values.get("text_config", values)
+    for rope in (text.get("rope_parameters"), values.get("rope_parameters")):
+        if isinstance(rope, dict) and "rope_type" in rope and "mrope_section" in source:
+            rope["mrope_section"] = [2, 3, 3]
+
+
+def _vision_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the image encoder."""
+    for name in ("vision_config", "visual_config", "vq_config"):
+        if isinstance(values.get(name), dict):
+            return values[name]
+    return values
+
+
+def _lengthen(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _lengthen(value)
+        elif name == "max_position_embeddings" and value == shrink.LENGTH:
+            values[name] = LENGTH
+
+
+def _set_tokens(values: dict[str, Any], processor: Any) -> None:
+    """Set the token ids in a config to the ids in the tokenizer."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    vocabulary = tokenizer.get_vocab()
+    image_token = getattr(processor, "image_token", None)
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _set_tokens(value, processor)
+        if name in ("bos_token_id", "eos_token_id", "pad_token_id") or not isinstance(name, str):
+            continue
+        match = re.fullmatch(r"(\w+_token)_(?:id|index)", name)
+        if match and isinstance(value, int | None):
+            text = getattr(processor, match[1], None) or getattr(tokenizer, match[1], None)
+            if match[1] == "image_token" and isinstance(image_token, str):
+                text = image_token
+                ids = [i for i in processor.image_token_ids if isinstance(i, int)]
+                text = tokenizer.convert_ids_to_tokens(ids[0]) if ids else image_token
+            if isinstance(text, str) and text in vocabulary:
+                values[name] = vocabulary[text]
+            elif isinstance(value, int) and value >= shrink.VOCAB_SIZE:
+                values[name] = vocabulary.get(f"<{match[1]}>", shrink.VOCAB_SIZE - 1)
+
+
+def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
+    """Return the processor of a type."""
+    name = hints.get("_processor") or PROCESSOR_MAPPING_NAMES[model_type]
+    processor_class = getattr(transformers, name)
+    tokenizer = make_tokenizer(processor_class, hints)
+    parts: dict[str, Any] = {}
+    image_processor = _image_processor(model_type, hints, vision)
+    for part in processor_class.get_attributes():
+        if "tokenizer" in part:
+            parts[part] = tokenizer
+        elif part == "image_processor":
+            parts[part] = image_processor
+        elif part == "feature_extractor":
+            name = hints.get("_audio") or FEATURE_EXTRACTOR_MAPPING_NAMES.get(
+                model_type, "WhisperFeatureExtractor"
+            )
+            parts[part] = getattr(transformers, name)()
+        else:
+            parts[part] = _NoVideo(image_processor)
+    arguments = _processor_arguments(processor_class, vision, hints)
+    changes = {
+        "check_argument_for_proper_class": lambda *a: None,
+        "__repr__": object.__repr__,
+    }
+    lenient = type(name, (processor_class,), changes)
+    processor = lenient(**parts, **arguments)
+    kept = [name for name, part in parts.items() if not isinstance(part, _NoVideo)]
+    # The missing parts are not saved.
+    for name in set(parts) - set(kept):
+        delattr(processor, name)
+    lenient.get_attributes = classmethod(lambda cls: kept)
+    return processor
+
+
+def _processor_arguments(
+    processor_class: Any, vision: dict[str, Any], hints: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a processor that follow from the config."""
+    names = inspect.signature(processor_class.__init__).parameters
+    patch_size, side = vision.get("patch_size"), vision.get("image_size")
+    values = {
+        "patch_size": patch_size,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    if hints["_sizes"] == "small" and isinstance(side, int) and isinstance(patch_size, int):
+        values["image_seq_length"] = (side // patch_size) ** 2
+    values |= hints.get("_arguments", {})
+    return {
+        name: value
+        for name, value in values.items()
+        if name in names
+        and value is not None
+        and (name in hints.get("_arguments", {}) or names[name].default in (None, 0, 256))
+    }
+
+
+def _image_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
+    image_class = _image_class(model_type, hints)
+    fits_config = hints["_sizes"] in ("config", "small")
+    sizes = _image_sizes(image_class(), vision) if fits_config else {}
+    return image_class(**(sizes | hints.get("_image", {})))
+
+
+def _image_class(model_type: str, hints: dict[str, Any]) -> Any:
+    names = hints.get("_image_processor") or IMAGE_PROCESSOR_MAPPING_NAMES[model_type]
+    if isinstance(names, dict):
+        names = names.get("pil") or names["torchvision"]
+    return getattr(transformers, names)
+
+
+def _image_sizes(default: Any, vision: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of an image processor that fit a small image encoder."""
+    side = vision.get("image_size")
+    sizes = {}
+    for name in ("size", "crop_size"):
+        value = getattr(default, name, None)
+        if value and isinstance(side, int):
+            value = dict(value)
+            if set(value) in ({"height", "width"}, {"shortest_edge"}, {"longest_edge"}):
+                sizes[name] = dict.fromkeys(value, side)
+    for name in ("patch_size", "temporal_patch_size"):
+        if isinstance(getattr(default, name, None), int) and isinstance(vision.get(name), int):
+            sizes[name] = vision[name]
+    return sizes
+
+
+def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the special tokens that the source of a processor names."""
+    source = inspect.getsource(inspect.getmodule(processor_class))
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    attributes = {}
+    for attribute in sorted(set(_ATTRIBUTE.findall(source)) | set(hints.get("_tokens", {}))):
+        is_named = attribute.split("_")[0] in ("bos", "eos", "pad", "unk", "add")
+        if not is_named and attribute != "token":
+            attributes[attribute] = hints.get("_tokens", {}).get(attribute, f"<{attribute}>")
+    texts = [*attributes.values(), *_PATTERN.findall(source), *hints.get("_special", [])]
+    special += [text for text in dict.fromkeys(texts) if text not in special]
+    vocabulary = {text: number for number, text in enumerate([*special, *_CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=attributes,
+        model_max_length=LENGTH,
+    )

@@ -1,0 +1,126 @@
+"""Chats with images: the engine's tokens equal those of transformers' generate."""
+
+import base64
+import io
+import random
+
+import pytest
+from backend.vision import image_archs
+from backend.vision.image_archs import MAX_TOKENS, PARAMS, chat, open_engine, picture
+from nereid_backend import RequestError
+from nereid_backend.vision.messages import split_messages
+from nereid_backend.vision.read_image import ImageLimits
+
+# A type with three-dimensional positions, one with a plain encoder, and one whose image tokens
+# attend in both directions.
+TYPES = {"qwen2_vl": "packed", "idefics2": "packed", "gemma3": "single"}
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request, tmp_path_factory):
+    """Return the type, the folder, chats, and the tokens of transformers' generate."""
+    folder, chats, answers, depends = image_archs.build(
+        request.param, tmp_path_factory.mktemp("images")
+    )
+    assert depends
+    return request.param, folder, chats, answers
+
+
+@pytest.fixture
+def engine(model):
+    engine = open_engine(model[1], block_size=4, max_num_batched_tokens=32)
+    yield engine
+    engine.close()
+
+
+def test_tokens_equal_those_of_generate_in_every_situation(model, engine):
+    name, _, chats, answers = model
+    assert engine._images.name == TYPES[name], engine._images.reason
+    assert image_archs._mixed(engine, chats) == answers
+    engine.check()
+    assert image_archs._cached(engine, chats) == answers
+    engine.check()
+
+
+def test_another_image_with_the_same_text_is_not_answered_from_the_prefix_cache(model, engine):
+    chats = [chat([picture(seed, 60, 40)], "the same text") for seed in (1, 9)]
+    prompts = [engine.image_prompt(each) for each in chats]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    engine.chat(chats[0], PARAMS)
+    output = engine.chat(chats[1], PARAMS)
+    assert output.num_cached_tokens <= prompts[1].images.first_token
+    again = engine.chat(chats[1], PARAMS)
+    assert again.num_cached_tokens > prompts[1].images.first_token
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_the_second_use_of_an_image_runs_no_encoder(model, engine):
+    name, _, chats, _ = model
+    if TYPES[name] != "packed":
+        pytest.skip("the model's own code runs the encoder")
+    engine.chat(chats[0], PARAMS)
+    num_encoded = engine._images.features.num_encoded
+    engine.chat(chats[0], PARAMS)
+    assert engine._images.features.num_encoded == num_encoded
+
+
+def test_several_answers_share_the_prompt(model, engine):
+    _, _, chats, answers = model
+    params = image_archs.SamplingParams(
+        temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, n=3
+    )
+    outputs = engine.chat(chats[0], params).outputs
+    assert [output.token_ids for output in outputs] == [answers[0]] * 3
+
+
+def test_a_data_url_and_bytes_give_the_tokens_of_the_image(model, engine):
+    image = picture(1, 60, 40)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    forms = [
+        {"type": "image", "image": image},
+        {"type": "image", "image": file.getvalue()},
+        {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
+    ]
+    prompts = [
+        engine.image_prompt([{"role": "user", "content": [form, {"type": "text", "text": "x"}]}])
+        for form in forms
+    ]
+    assert len({prompt.images.digest for prompt in prompts}) == 1
+    assert len({tuple(prompt.token_ids) for prompt in prompts}) == 1
+
+
+def test_texts_are_answered_as_before_beside_images(model, engine):
+    _, _, chats, _ = model
+    rng = random.Random(3)
+    prompt = [rng.randrange(60, 150) for _ in range(30)]
+    expected = engine.generate([prompt], PARAMS)[0].outputs[0].token_ids
+    image = engine.image_prompt(chats[0])
+    engine.add_request("image", image.token_ids, PARAMS, image.images)
+    engine.add_request("text", prompt, PARAMS)
+    tokens = []
+    while engine.has_work():
+        for update in engine.step():
+            if update.request_id == "text":
+                tokens += update.new_token_ids
+    assert tokens == expected
+
+
+def test_a_request_with_too_many_images_is_refused():
+    message = chat([picture(1, 4, 4)] * 3, "many")
+    with pytest.raises(RequestError, match="3 images, but the limit is 2"):
+        split_messages(message, ImageLimits(max_images=2))
+
+
+def test_a_model_without_images_refuses_them(tmp_path):
+    from backend import shrink
+
+    folder = shrink.save("llama", tmp_path)
+    engine = open_engine(folder, max_model_len=None)
+    try:
+        with pytest.raises(RequestError, match="images are refused, because the served model"):
+            engine.chat(chat([picture(1, 8, 8)], "hello"), PARAMS)
+    finally:
+        engine.close()

@@ -40,6 +40,7 @@ from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.fair_queue import fair_shares
+from nereid_backend.core.preemption import cheapest_victim, fair_victim
 from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
@@ -245,14 +246,15 @@ class StepPlanner:
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if too few rows or blocks are left for `sequence`.
 
-        See `_fair_victim` for the sequences that may be preempted.
+        See `preemption.fair_victim` for the sequences that may be preempted.
         """
         num_blocks = self.tables.num_missing_blocks(sequence, len(sequence.token_ids))
+        leaving = self.pending_plans.leaving
         while True:
             if not self.running.free_rows:
-                victim = self._fair_victim(sequence, 1, by_rows=True)
+                victim = fair_victim(sequence, 1, self.running, leaving, by_rows=True)
             elif self.pool.num_free < num_blocks:
-                victim = self._fair_victim(sequence, num_blocks, by_rows=False)
+                victim = fair_victim(sequence, num_blocks, self.running, leaving, by_rows=False)
             else:
                 return
             if victim is None:
@@ -262,46 +264,6 @@ class StepPlanner:
                 self.is_held_up = True
                 return
             self.preempt(victim)
-
-    def _fair_victim(
-        self, sequence: Sequence, num_needed: int, *, by_rows: bool
-    ) -> Sequence | None:
-        """Return the sequence of another client that should be preempted for `sequence`.
-
-        A client may lose a sequence only if it is still not worse off than the client of
-        `sequence`. The two clients are compared by their rows or blocks per weight after the
-        preemption. The first sequence in the order is never preempted.
-
-        Args:
-            sequence: the waiting sequence.
-            num_needed: the number of rows or blocks that the waiting sequence needs.
-            by_rows: whether rows are counted. Otherwise, blocks are counted.
-
-        Returns:
-            The sequence to preempt; None if no sequence may be preempted.
-        """
-
-        def size(other: Sequence) -> int:
-            return 1 if by_rows else len(other.block_table)
-
-        used: Counter[str] = Counter()
-        for other in self.running:
-            used[other.params.client_id] += size(other)
-        own = sequence.params
-        own_share_after_gain = (used[own.client_id] + num_needed) / own.client_weight
-
-        def share_after_loss(other: Sequence) -> float:
-            params = other.params
-            return (used[params.client_id] - size(other)) / params.client_weight
-
-        candidates = [
-            other
-            for other in self.running.after(0)  # all sequences except the first in the order
-            if other.params.client_id != own.client_id
-            and other not in self.pending_plans.leaving
-            and share_after_loss(other) >= own_share_after_gain
-        ]
-        return min(candidates, key=_preemption_cost, default=None)
 
     def _prefill_shares(self) -> dict[str, int]:
         """Return the largest number of prompt tokens that this step may compute for each client.
@@ -356,32 +318,11 @@ class StepPlanner:
             self.is_held_up = True
             return False
         sequence = self.running[index]
-        victim = self._cheapest_victim(index)
+        victim = cheapest_victim(
+            index, self.running, by_client=self.requests.waiting.has_several_clients
+        )
         self.preempt(victim)
         return victim is not sequence
-
-    def _cheapest_victim(self, index: int) -> Sequence:
-        """Return the sequence to preempt for the running sequence at `index`.
-
-        If several clients have requests, a sequence of the client with the most blocks for its
-        weight is preempted, which may be the sequence at `index` itself.
-        """
-        sequence = self.running[index]
-        later = self.running.after(index)
-        if not self.requests.waiting.has_several_clients:
-            return min(later or [sequence], key=_preemption_cost)
-        used: Counter[str] = Counter()
-        for other in self.running:
-            used[other.params.client_id] += len(other.block_table)
-
-        def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
-            params = other.params
-            return -used[params.client_id] / params.client_weight, _preemption_cost(other)
-
-        if index > 0:
-            return min([*later, sequence], key=cost)
-        # The first running sequence is never preempted for a later sequence, so it always finishes.
-        return min(later or [sequence], key=cost)
 
     def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
@@ -412,15 +353,6 @@ def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk
         is_first=is_first,
         num_logits=num_known_with_logits + num_drafts,
     )
-
-
-def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
-    """Return a sort key. The sequence with the smallest key should be preempted first.
-
-    The order is: lower priority, fewer tokens to compute again, later arrival.
-    """
-    num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
-    return -sequence.params.priority, num_lost, -sequence.rank[2]
 
 
 def _has_many_tokens(chunk: Chunk) -> bool:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the running sequence that is preempted if rows or blocks are missing."""
+
+from collections import Counter
+from collections.abc import Container
+
+from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.sequence import Sequence
+
+
+def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
+    """Return the sequence to preempt, so that the running sequence at `index` gets blocks.
+
+    Args:
+        index: the position of the sequence in the order of the running sequences.
+        running: the running sequences.
+        by_client: whether several clients have requests. A sequence of the client with the most
+            blocks for its weight is then preempted, which may be the sequence at `index` itself.
+    """
+    sequence = running[index]
+    later = running.after(index)
+    if not by_client:
+        return min(later or [sequence], key=_preemption_cost)
+    num_blocks: Counter[str] = Counter()
+    for other in running:
+        num_blocks[other.params.client_id] += len(other.block_table)
+
+    def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
+        params = other.params
+        return -num_blocks[params.client_id] / params.client_weight, _preemption_cost(other)
+
+    if index > 0:
+        return min([*later, sequence], key=cost)
+    # The first running sequence is never preempted for a later sequence, so it always finishes.
+    return min(later or [sequence], key=cost)
+
+
+def fair_victim(
+    sequence: Sequence,
+    num_needed: int,
+    running: RunningSequences,
+    leaving: Container[Sequence],
+    *,
+    by_rows: bool,
+) -> Sequence | None:
+    """Return the sequence of another client that should be preempted for `sequence`.
+
+    A client may lose a sequence only if it is still not worse off than the client of `sequence`.
+    The two clients are compared by their rows or blocks per weight after the preemption. The first
+    running sequence is never preempted.
+
+    Args:
+        sequence: the waiting sequence.
+        num_needed: the number of rows or blocks that the waiting sequence needs.
+        running: the running sequences.
+        leaving: sequences that have ended and must not be preempted.
+        by_rows: whether rows are counted. Otherwise, blocks are counted.
+
+    Returns:
+        The sequence to preempt; None if no sequence may be preempted.
+    """
+
+    def size(other: Sequence) -> int:
+        return 1 if by_rows else len(other.block_table)
+
+    used: Counter[str] = Counter()
+    for other in running:
+        used[other.params.client_id] += size(other)
+    own = sequence.params
+    own_share_after_gain = (used[own.client_id] + num_needed) / own.client_weight
+
+    def share_after_loss(other: Sequence) -> float:
+        params = other.params
+        return (used[params.client_id] - size(other)) / params.client_weight
+
+    candidates = [
+        other
+        for other in running.after(0)  # all sequences except the first in the order
+        if other.params.client_id != own.client_id
+        and other not in leaving
+        and share_after_loss(other) >= own_share_after_gain
+    ]
+    return min(candidates, key=_preemption_cost, default=None)
+
+
+def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
+    """Return a sort key. The sequence with the smallest key should be preempted first.
+
+    The order is: lower priority, fewer tokens to compute again, later arrival.
+    """
+    num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
+    return -sequence.params.priority, num_lost, -sequence.rank[2]

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -39,6 +40,8 @@ _STARTED = "started"
 _EXIT_TIMEOUT_S = 5.0
 # The longest time in seconds from an error in rank 0 until the death of another rank is noticed.
 _NOTICE_TIMEOUT_S = 2.0
+# The other ranks notice the death of a rank within this time in seconds.
+_FOLLOWING_ERRORS_S = 0.2
 
 
 class Ranks:
@@ -182,22 +185,35 @@ class Ranks:
 
     def _watch(self) -> None:
         """Wait until a rank fails or ends, and record the reason."""
-        numbers = {connection: number for number, connection in enumerate(self._connections, 1)}
         with contextlib.suppress(OSError):
-            (connection, *_) = multiprocessing.connection.wait(self._connections)
-            assert isinstance(connection, Connection)
-            try:
-                reason = str(connection.recv())
-            except (EOFError, OSError):
-                reason = "" if self._is_closing else self._death(numbers[connection])
+            multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
-            self._failure = f"rank {numbers[connection]} of the model {reason}"
+            # If a rank dies, the other ranks fail soon afterwards, because they lose a connection.
+            # Their errors do not explain the failure, so the deaths of ranks are reported first.
+            time.sleep(_FOLLOWING_ERRORS_S)
+            reasons = [
+                f"rank {number} of the model {self._end_of(number, connection)}"
+                for number, connection in enumerate(self._connections, 1)
+                if connection.poll()
+            ]
+            deaths = [reason for reason in reasons if "failed" not in reason]
+            self._failure = "; ".join(deaths or reasons)
             self._has_failed.set()
             self.rank.remove_store()
             if self.rank.device_type == "cuda":
                 # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
                 distributed_c10d._abort_process_group()
+
+    def _end_of(self, number: int, connection: Connection) -> str:
+        """Return how a rank ended: its last message, or how its process has died.
+
+        Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
+        """
+        try:
+            return str(connection.recv())
+        except (EOFError, OSError):
+            return self._death(number)
 
     def _death(self, number: int) -> str:
         """Return how the process of a rank has ended, such as "ended (signal 9)"."""

@@ -93,6 +93,20 @@ def test_two_processes_clear_the_blocks_of_a_failed_sequence(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_error_names_the_rank_that_died_and_not_the_ranks_that_failed_after_it(tmp_path):
+    engine = open_engine(family("llama").save(tmp_path), tensor_parallel_size=4)
+    try:
+        engine.add_request("lost", PROMPTS[0], PARAMS)
+        engine.step()
+        os.kill(engine._ranks._processes[1].pid, signal.SIGKILL)
+        with pytest.raises(LostRankError, match=r"^rank 2 of the model ended \(signal 9\)$"):
+            run_until_idle(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_several_processes_give_the_tokens_of_one(tmp_path, model_type, size):

@@ -23,7 +23,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type kernels deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,14 @@ test: setup ## Run the tests that need no GPU, including those with a real Trito
 test-long: setup ## Run what `make test` leaves out because of its duration: all kernel shapes, all architectures, a soak
 	@$(BIN)/python -m pytest -o faulthandler_timeout=4000 -m "long and not gpu" $(ARGS)
 	@$(BIN)/python tests/backend/archs.py
+	@$(MAKE) test-ray ARGS=
+
+test-ray: setup ## Run the tests on a Ray cluster, with Ray in an environment of its own (300 MB); some minutes
+	@test -x $(VENV)-ray/bin/python || $(PYTHON) -m venv $(VENV)-ray
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(VENV)-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nereid.pth
+	@$(VENV)-ray/bin/python -m pip install --quiet -c constraints.txt 'ray[serve]'
+	@PATH="$(abspath $(BIN)):$$PATH" $(VENV)-ray/bin/python -m pytest -o faulthandler_timeout=4000 tests/release/test_ray.py $(ARGS)
 
 test-parsers: ## Run the tests of parsers/ in an empty environment that contains no other package of this repository
 	@rm -rf $(VENV)-parsers && $(PYTHON) -m venv $(VENV)-parsers
@@ -84,7 +92,7 @@ format: setup ## Format the code and apply safe fixes (ruff)
 	@$(BIN)/ruff check --fix .
 
 type: setup ## Check types (mypy, strict)
-	@$(BIN)/mypy parsers/nereid_parsers backend/nereid_backend client/nereid_client
+	@$(BIN)/mypy parsers/nereid_parsers backend/nereid_backend client/nereid_client client/nereid
 
 kernels: setup ## Build the kernels for this processor now; otherwise the first server or test builds them
 	-@$(BIN)/python -c 'from nereid_backend.attention.cpu.cpu_build import load_library; load_library()'
@@ -95,6 +103,23 @@ deps: setup ## Check which package may import which (import-linter)
 wheels: setup ## Build the wheels and source distributions of `nereid` and its three packages in dist/
 	@for folder in . parsers backend client; do $(BIN)/python -m build --quiet --no-isolation --outdir dist $$folder || exit; done
 	@ls -1 dist
+
+# The wheels of torch for CPUs are not in the default registry. CPU_WHEELS is a folder or a page that lists them.
+CPU_WHEELS ?= $(PIP_FIND_LINKS)
+UV_LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    --constraint constraints.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+    $(addprefix --no-emit-package nereid-,parsers backend client) deploy/locks/packages.in
+
+# This tool has an environment of its own, because with its requirements every import of jsonschema takes a second.
+SBOM = $(BIN)/uv tool run --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py requirements
+
+locks: setup ## Write the versions and hashes of all requirements, for CPUs and for CUDA, to deploy/locks
+	@$(UV_LOCK) --output-file deploy/locks/cuda.txt
+	@$(UV_LOCK) --output-file deploy/locks/cpu.txt --find-links $(CPU_WHEELS)
+
+sbom: setup ## Write the software bills of materials (CycloneDX) of both lock files to dist/
+	@mkdir -p dist
+	@for variant in cpu cuda; do $(SBOM) deploy/locks/$$variant.txt --output-file dist/sbom-$$variant.json || exit; done
 
 demo-train: setup ## Train the demo models again from their seeds (under an hour on two cores)
 	@$(BIN)/python demo/train.py $(ARGS)

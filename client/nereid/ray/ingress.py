@@ -1,0 +1,102 @@
+"""The deployment that receives HTTP requests and forwards them to the servers."""
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from nereid_client.error_responses import error_event, error_response
+from nereid_client.errors import ApiError
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
+
+from nereid.ray.routing import prefix_hashes
+from nereid.ray.server import ForwardedRequest, ServerUnavailableError
+
+_RESPONSES_PATH = "/v1/responses"
+_STORED_FIELDS = ("background", "previous_response_id")
+_FAILURES = (RayError, RayServeException, ServerUnavailableError)
+
+
+class Ingress:
+    """Forwards HTTP requests to the servers.
+
+    Args:
+        servers: the handle of the deployment `Server`.
+    """
+
+    def __init__(self, servers: DeploymentHandle) -> None:
+        self._servers = servers.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        """Return the response of a server."""
+        body = await request.body()
+        problem = _unsupported(request.url.path, body)
+        if problem is not None:
+            return error_response(ApiError(501, problem), request.scope)
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = tuple(request.headers.items())
+        parts = self._servers.forward.remote(
+            ForwardedRequest(request.method, target, headers, body, prefix_hashes(body))
+        )
+        try:
+            start = await anext(parts)
+        except _FAILURES:
+            return error_response(_lost(), request.scope)
+        return StreamingResponse(
+            _body(parts, request.scope, start.headers),
+            status_code=start.status,
+            headers=start.headers,
+        )
+
+
+async def _body(
+    parts: DeploymentResponseGenerator, scope: Scope, headers: dict[str, str]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the parts of a response body. If the client disconnects, cancel the request."""
+    try:
+        async for part in parts:
+            yield part
+    except _FAILURES:
+        content_type = next((v for k, v in headers.items() if k.lower() == "content-type"), "")
+        if not content_type.startswith("text/event-stream"):
+            raise  # the client sees that the connection ends before the body does
+        yield error_event(_lost(), scope)
+    finally:
+        parts.cancel()
+
+
+def _lost() -> ApiError:
+    """Return the error for a request whose server or node has failed."""
+    return ApiError(
+        503,
+        "The server that processed this request has failed. Send the request again.",
+        code="server_lost",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _unsupported(path: str, body: bytes) -> str | None:
+    """Return why a request cannot be forwarded, or None if it can be."""
+    if path == "/metrics":
+        return (
+            "GET /metrics is not available here, because each server has its own metrics. Ray's "
+            "metrics contain the number of requests."
+        )
+    if not path.startswith(_RESPONSES_PATH):
+        return None
+    fields: Any = {}
+    with contextlib.suppress(ValueError):
+        fields = json.loads(body)
+    names = [name for name in _STORED_FIELDS if isinstance(fields, dict) and fields.get(name)]
+    if path.rstrip("/") == _RESPONSES_PATH and not names:
+        return None
+    field = f"{names[0]}: " if names else ""
+    return (
+        f"{field}Stored responses are not available with Ray Serve, because each server stores its "
+        "own. Send the whole conversation in each request."
+    )

@@ -1,0 +1,116 @@
+"""Routing of a request to the server that has seen the longest prefix of its prompt."""
+
+import hashlib
+import json
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+# The fields that the chat template renders, in the order of the rendered prompt.
+_PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
+_CHARACTERS_PER_HASH = 256
+_MAX_HASHES = 64
+_MAX_PREFIXES = 100_000
+_MAX_EXTRA_REQUESTS = 8
+
+
+def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
+    """Return one hash for each multiple of 256 characters at which the prompt can be cut.
+
+    Two requests have their first n hashes in common if their prompts have the first 256 * n
+    characters in common. The last hash stands for the end of the prompt if that is shorter.
+    The result is empty if the body is not a request with a prompt.
+    """
+    try:
+        fields = json.loads(body)
+        parts = [fields[name] for name in _PROMPT_FIELDS if name in fields]
+    except (ValueError, TypeError, RecursionError):
+        return ()
+    # Without the closing brackets, a conversation begins with the text of its first turns.
+    text = json.dumps(parts, ensure_ascii=False).rstrip(']}"') if parts else ""
+    text = text[: _CHARACTERS_PER_HASH * _MAX_HASHES]
+    hashes, so_far = [], hashlib.blake2b(digest_size=8)
+    for start in range(0, len(text), _CHARACTERS_PER_HASH):
+        so_far.update(text[start : start + _CHARACTERS_PER_HASH].encode("utf-8", "surrogatepass"))
+        hashes.append(so_far.digest())
+    return tuple(hashes)
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type check
+    """Sends a request to the server with the longest common prefix.
+
+    If no server has seen the first characters, or if the server with the longest prefix has many
+    more requests than another one, the server with the fewest requests gets the request. Each
+    router counts the requests that it has sent itself.
+    """
+
+    def initialize_state(self, max_extra_requests: int = _MAX_EXTRA_REQUESTS) -> None:
+        """Set the options.
+
+        Args:
+            max_extra_requests: the largest number of requests that the server with the longest
+                prefix may have more than the server with the fewest requests.
+        """
+        self._max_extra_requests = max_extra_requests
+        self._last_server: OrderedDict[bytes, ReplicaID] = OrderedDict()
+        self._num_requests: Counter[ReplicaID] = Counter()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the best server, and then all servers in case that it accepts no requests."""
+        if pending_request is None:
+            return [candidate_replicas]
+        # Otherwise Ray would repeat this choice without a pause while all servers are full.
+        pending_request.routing_context.should_backoff = True
+        counts = {one.replica_id: self._num_requests[one.replica_id] for one in candidate_replicas}
+        fewest = min(counts.values())
+        best = self._server_with_prefix(_hashes_of(pending_request), candidate_replicas)
+        if best is None or counts[best.replica_id] - fewest > self._max_extra_requests:
+            best = random.choice(
+                [one for one in candidate_replicas if counts[one.replica_id] == fewest]
+            )
+        return [[best], candidate_replicas]
+
+    def _server_with_prefix(
+        self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
+    ) -> RunningReplica | None:
+        """Return the server that got the last request with the longest common prefix."""
+        by_id = {server.replica_id: server for server in servers}
+        ids = (self._last_server.get(one) for one in reversed(hashes))
+        return next((by_id[one] for one in ids if one in by_id), None)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Count a request that is sent."""
+        super().on_send_request(replica_id)
+        self._num_requests[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count a request that has ended."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._num_requests[replica_id] -= 1
+        if self._num_requests[replica_id] <= 0:  # Ray also reports requests that were not sent
+            del self._num_requests[replica_id]
+
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: object,  # noqa: ARG002 - the signature is Ray's
+    ) -> None:
+        """Store which server got the prefixes of a request, and forget the oldest prefixes."""
+        for one in _hashes_of(pending_request):
+            self._last_server[one] = replica_id
+            self._last_server.move_to_end(one)
+        while len(self._last_server) > _MAX_PREFIXES:
+            self._last_server.popitem(last=False)
+
+
+def _hashes_of(pending_request: PendingRequest) -> tuple[bytes, ...]:
+    """Return the prefix hashes of a request to `Server.forward`."""
+    (request,) = pending_request.args
+    return request.prefix_hashes  # type: ignore[no-any-return]

@@ -1,0 +1,47 @@
+"""The number of servers, from the waiting requests and the use of the KV cache."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+# The number of servers does not change while the load is within 10 % of the target.
+_TOLERANCE = 0.1
+
+
+class ScaleWithLoad:
+    """An autoscaling policy of Ray Serve.
+
+    Both targets are averages over all servers. The larger quotient of load and target determines
+    the number, as for the HorizontalPodAutoscaler of Kubernetes.
+
+    Args:
+        waiting_requests: the target for the number of waiting sequences.
+        kv_cache_usage: the target for the share of the KV cache in use, from 0 to 1.
+    """
+
+    def __init__(self, waiting_requests: float, kv_cache_usage: float) -> None:
+        self._targets = {
+            "num_requests_waiting": waiting_requests,
+            "kv_cache_usage_perc": kv_cache_usage,
+        }
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Return the wanted number of servers, and no state.
+
+        Ray rounds the number up, keeps the limits, and waits for its delays.
+        """
+        current = context.current_num_replicas
+        loads = [
+            self._load(name, values)
+            for name, values in (context.aggregated_metrics or {}).items()
+            if name in self._targets and values
+        ]
+        if not current or not loads:
+            return context.target_num_replicas, {}
+        load = max(loads)
+        return (current if abs(load - 1) <= _TOLERANCE else current * load), {}
+
+    def _load(self, name: str, values: Mapping[Any, float]) -> float:
+        """Return the average of a gauge over the servers, divided by its target."""
+        return sum(values.values()) / len(values) / self._targets[name]

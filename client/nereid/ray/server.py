@@ -1,0 +1,205 @@
+"""A replica: one `nereid serve` on free ports of its node, and the requests to it."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+REPLICA_HEADER = "x-nereid-replica"
+"""The header of a response with the id of the replica that sent it."""
+
+_PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
+_SERVE = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+_READY_EVERY_S = 0.5
+_STOP_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+# These headers describe one connection, so a proxy must not copy them.
+_CONNECTION_HEADERS = frozenset(
+    ("connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding")
+)
+
+
+class ServerUnavailableError(Exception):
+    """The frontend of this replica does not answer, for example because it is starting again."""
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """An HTTP request on its path from the ingress to a server.
+
+    Attributes:
+        method: the HTTP method.
+        target: the path with the query.
+        headers: the names and values of the headers.
+        body: the complete body.
+        prefix_hashes: one hash for each prefix of the prompt (see nereid.ray.routing).
+    """
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    prefix_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class ResponseStart:
+    """The status and the headers of a response. The parts of the body follow."""
+
+    status: int
+    headers: dict[str, str]
+
+
+class Server:
+    """A supervised Nereid server.
+
+    Args:
+        model: the path of the checkpoint.
+        settings: environment variables.
+        arguments: further flags of `nereid serve`.
+
+    Raises:
+        RuntimeError: the server ended before it was ready.
+    """
+
+    def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
+        ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
+        self._url = f"http://127.0.0.1:{ports['--openai-port']}"
+        self._metrics_url = f"http://127.0.0.1:{ports['--metrics-port']}/metrics"
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._session: aiohttp.ClientSession | None = None
+        flags = [f"{flag}={port}" for flag, port in ports.items()]
+        command = [sys.executable, "-c", _SERVE, "serve", f"--model={model}", "--log-file=-"]
+        # Only the ingress connects to the frontend, because it listens on 127.0.0.1.
+        environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
+        self._process = subprocess.Popen(
+            [*command, *flags, *arguments], env=environment, preexec_fn=_end_with_parent
+        )
+        self._wait_until_ready(ports["--openai-port"])
+
+    def _wait_until_ready(self, port: int) -> None:
+        """Block until the models answer. Ray does not send requests before."""
+        request = b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError(
+                    f"nereid serve ended with exit code {self._process.returncode}. Its output is "
+                    "in the log of this replica."
+                )
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
+            ):
+                connection.sendall(request)
+                if connection.recv(64).startswith(b"HTTP/1.1 200"):
+                    return
+            time.sleep(_READY_EVERY_S)
+
+    async def forward(
+        self, request: ForwardedRequest
+    ) -> AsyncGenerator[ResponseStart | bytes, None]:
+        """Send a request to the server, and yield the response as it arrives.
+
+        The request is aborted if this generator is closed.
+
+        Raises:
+            ServerUnavailableError: no connection was possible, or the connection was lost.
+        """
+        headers = [
+            (name, value)
+            for name, value in request.headers
+            if name.lower() not in _CONNECTION_HEADERS
+        ]
+        try:
+            async with self._http.request(
+                request.method, f"{self._url}{request.target}", data=request.body, headers=headers
+            ) as response:
+                yield ResponseStart(
+                    response.status,
+                    {
+                        name: value
+                        for name, value in response.headers.items()
+                        if name.lower() not in _CONNECTION_HEADERS
+                    }
+                    | {REPLICA_HEADER: self._replica_id},
+                )
+                async for chunk in response.content.iter_any():
+                    yield chunk
+        except aiohttp.ClientError as error:
+            raise ServerUnavailableError(
+                f"The server of this replica is not available: {error}"
+            ) from None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """The HTTP client, which belongs to the event loop of the requests."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+    def check_health(self) -> None:
+        """Raise if the server has ended. Ray then replaces this replica.
+
+        `nereid serve` restarts its own processes, so it ends only if restarts do not help.
+        """
+        if self._process.poll() is not None:
+            raise RuntimeError(f"nereid serve ended with exit code {self._process.returncode}.")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the gauges of the language model on which the number of servers depends."""
+        try:
+            async with self._http.get(self._metrics_url) as response:
+                return _load(await response.text())
+        except aiohttp.ClientError:
+            return {}  # the Triton server is starting again
+
+    async def __del__(self) -> None:
+        """Stop the server. Ray calls this method after the last request of this replica."""
+        if self._session is not None:
+            await self._session.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(self._process.wait, _STOP_TIMEOUT_S)
+
+
+def _load(page: str) -> dict[str, float]:
+    """Return the waiting sequences and the use of the KV cache from a metrics page.
+
+    Example: the line "nereid:num_requests_waiting 3" gives {"num_requests_waiting": 3.0}.
+    """
+    names = ("num_requests_waiting", "kv_cache_usage_perc")
+    return {
+        family.name.removeprefix("nereid:"): sum(sample.value for sample in family.samples)
+        for family in text_string_to_metric_families(page)
+        if family.name.removeprefix("nereid:") in names
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return TCP ports of 127.0.0.1 on which no process listened a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+def _end_with_parent() -> None:
+    """Make the kernel send SIGTERM to the server when Ray kills the process of this replica."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,268 @@
+"""Nereid on a Ray cluster of two nodes, with servers that sleep instead of computing."""
+
+import contextlib
+import json
+import threading
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
+with warnings.catch_warnings(action="ignore"):  # Ray itself causes warnings
+    import ray.serve
+
+import httpx
+from nereid.ray import Options, app
+from nereid.ray.routing import prefix_hashes
+from nereid.ray.server import REPLICA_HEADER
+from pydantic import ValidationError
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from loadtest.server.served import ALONE, free_ports
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.triton,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = {"num_cpus": 4, "resources": {"server": 1}, "object_store_memory": 100 * 2**20}
+STEP_MS = 500
+MAX_NUM_SEQS = 4
+# Each of the servers generates at most 8 tokens per second.
+NUM_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    nodes = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    nodes.add_node(**NODE)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    serve.shutdown()
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster):
+    (port,) = free_ports(1)
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    return f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """The options of one server for each node, with an endless scripted answer."""
+    folder = tmp_path_factory.mktemp("model")
+    rule = {"when": "", "text": "a b c d", "delay_ms": STEP_MS, "ends": False}
+    (folder / "script.json").write_text(json.dumps([rule]))
+    return Options(
+        model=str(ROOT / "demo" / "chat"),
+        settings={
+            "NEREID_ENGINE": "scripted",
+            "NEREID_SCRIPT": str(folder / "script.json"),
+            "NEREID_MAX_NUM_SEQS": str(MAX_NUM_SEQS),
+        },
+        arguments=list(ALONE),
+        resources={"server": 1},
+        num_cpus=0,
+        ingress_replicas=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def deploy(options):
+    """Return a function that deploys the application with changed options, if they differ."""
+    deployed = []
+
+    def run(**changes):
+        if deployed != [changes]:
+            serve.run(app(options.model_copy(update=changes)), route_prefix="/")
+            deployed[:] = [changes]
+
+    return run
+
+
+class Stream:
+    """A streamed chat completion that is read in a thread.
+
+    Attributes:
+        replica: the replica that answers.
+        num_tokens: the number of chunks with content.
+        error: the error at the end, as a dictionary, or None.
+        is_complete: whether the stream ended with [DONE].
+    """
+
+    def __init__(self, url, text, max_tokens=NUM_TOKENS):
+        self.replica, self.num_tokens, self.error, self.is_complete = None, 0, None, False
+        self._url, self._text, self._max_tokens = url, text, max_tokens
+        self._has_to_stop = threading.Event()
+
+    def read(self):
+        body = {
+            "model": "chat",
+            "messages": [{"role": "user", "content": self._text}],
+            "max_tokens": self._max_tokens,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{self._url}/chat/completions", json=body, timeout=600) as got:
+            if got.status_code != 200:
+                self.error = json.loads(got.read())["error"]
+                return self
+            self.replica = got.headers[REPLICA_HEADER]
+            for line in got.iter_lines():
+                self._read_line(line.removeprefix("data: "))
+                if self._has_to_stop.is_set():
+                    return self
+        return self
+
+    def _read_line(self, data):
+        if data == "[DONE]":
+            self.is_complete = True
+        elif data:
+            chunk = json.loads(data)
+            self.error = chunk.get("error")
+            self.num_tokens += bool(chunk.get("choices") and chunk["choices"][0]["delta"])
+
+    def disconnect(self):
+        self._has_to_stop.set()
+
+
+@contextlib.contextmanager
+def reading(streams):
+    """Read streams in threads. At the end of the block, wait for the end of all streams."""
+    with ThreadPoolExecutor(len(streams)) as threads:
+        futures = [threads.submit(stream.read) for stream in streams]
+        yield
+        for future in futures:
+            future.result()
+
+
+def tokens_per_s(url, num_clients=16, duration_s=20):
+    """Return the tokens per second that clients receive which always have a request."""
+    num_tokens, end = [], time.monotonic() + duration_s
+
+    def send(client):
+        while time.monotonic() < end:
+            num_tokens.append(Stream(url, f"{client} {time.time()}").read().num_tokens)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(num_clients) as threads:
+        list(threads.map(send, range(num_clients)))
+    return sum(num_tokens) / (time.monotonic() - started)
+
+
+def wait_until(is_true, limit_s=180.0):
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def num_servers():
+    deployment = serve.status().applications["default"].deployments["Server"]
+    return deployment.replica_states.get("RUNNING", 0)
+
+
+def test_two_servers_generate_nearly_twice_as_many_tokens_as_one(url, deploy):
+    deploy(replicas=1)
+    one = tokens_per_s(url)
+    deploy(replicas=2)
+    two = tokens_per_s(url)
+    assert one > 0.5 * MAX_NUM_SEQS * 1000 / STEP_MS
+    assert two >= 1.8 * one, f"one server: {one:.1f} tokens/s, two servers: {two:.1f} tokens/s"
+
+
+def test_a_prompt_with_a_known_prefix_goes_to_the_same_server(url, deploy):
+    deploy(replicas=2)
+    servers = {}
+    for conversation in range(6):
+        text = f"{time.time()} {conversation} " + "A long system prompt. " * 40
+        turns = [Stream(url, text + " and more" * turn, 1).read().replica for turn in range(4)]
+        assert len(set(turns)) == 1
+        servers[conversation] = turns[0]
+    assert len(set(servers.values())) == 2
+
+
+def test_a_request_is_aborted_when_its_client_disconnects(url, deploy):
+    deploy(replicas=2)
+    streams = [Stream(url, f"{time.time()} {n}", 3000) for n in range(2 * MAX_NUM_SEQS)]
+    with reading(streams):
+        wait_until(lambda: all(stream.num_tokens for stream in streams))
+        for stream in streams:
+            stream.disconnect()
+    started = time.monotonic()
+    with reading(after := [Stream(url, f"{time.time()} {n}", 2) for n in range(4)]):
+        pass
+    assert all(stream.is_complete for stream in after)
+    assert time.monotonic() - started < 30  # the streams above would take 1500 s
+
+
+def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
+    deploy(replicas=2)
+    body = {"model": "chat", "messages": [], "max_tokens": 0}
+    response = httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+    assert response.status_code == 400
+    stored = {"model": "chat", "input": "a", "previous_response_id": "resp_1"}
+    response = httpx.post(f"{url}/responses", json=stored, timeout=60)
+    assert response.status_code == 501
+    assert response.json()["error"]["message"].startswith("previous_response_id: ")
+    assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["id"] == "chat"
+
+
+def test_only_the_streams_of_a_lost_node_fail_and_its_server_is_replaced(cluster, url, deploy):
+    deploy(replicas=2)
+    streams = [Stream(url, f"{time.time()} {n}", 60) for n in range(2 * MAX_NUM_SEQS)]
+    with reading(streams):
+        wait_until(lambda: all(stream.num_tokens for stream in streams))
+        (other,) = cluster.worker_nodes
+        cluster.remove_node(other, allow_graceful=False)
+    outcomes = {stream.replica: set() for stream in streams}
+    for stream in streams:
+        outcomes[stream.replica].add((stream.is_complete, (stream.error or {}).get("code")))
+    assert sorted(outcomes.values(), key=str) == [{(False, "server_lost")}, {(True, None)}]
+    # The head node serves alone, and a new node brings the capacity back.
+    assert Stream(url, "alone", 2).read().is_complete
+    cluster.add_node(**NODE)
+    wait_until(lambda: num_servers() == 2)
+    with reading(after := [Stream(url, f"{time.time()} {n}", 5) for n in range(8)]):
+        pass
+    assert all(stream.is_complete for stream in after)
+    assert len(Counter(stream.replica for stream in after)) == 2
+
+
+def test_a_server_is_added_while_requests_wait(url, deploy):
+    deploy(replicas=1, max_replicas=2, waiting_requests=2, downscale_delay_s=5)
+    assert num_servers() == 1
+    streams = [Stream(url, f"{time.time()} {n}", 20) for n in range(8 * MAX_NUM_SEQS)]
+    with reading(streams):
+        wait_until(lambda: num_servers() == 2)
+    assert all(stream.is_complete for stream in streams)
+    wait_until(lambda: num_servers() == 1)
+
+
+def test_wrong_options_are_rejected():
+    with pytest.raises(ValidationError, match="max_replicas must be at least replicas"):
+        Options(model="a", replicas=3, max_replicas=2)
+    with pytest.raises(ValidationError, match="gpus"):
+        Options(model="a", gpus=1)
+
+
+def test_prompts_have_as_many_hashes_in_common_as_they_have_text():
+    long = "x" * 1000
+    first, second, third = (
+        prefix_hashes(json.dumps({"messages": [{"role": "user", "content": text}]}).encode())
+        for text in (long, long + "y" * 300, "z" + long)
+    )
+    common = [one == other for one, other in zip(first, second, strict=False)]
+    assert common[:3] == [True, True, True]
+    assert not set(first) & set(third)
+    assert prefix_hashes(b"no JSON") == prefix_hashes(b"[]") == prefix_hashes(b"{}") == ()

@@ -4,6 +4,8 @@
     python tests/backend/archs.py --seconds 200   stop after 200 s; the next run continues
     python tests/backend/archs.py llama mamba     run these types again
     python tests/backend/archs.py --page          print the text of docs/history/exactness.md
+    python tests/backend/archs.py --tensor-parallel-size 2 --results build/archs-tp.jsonl
+                                                  divide each model over two processes
 
 Each type runs in its own process with a limit on time and memory. The file `--results` contains one
 line of JSON for each result.
@@ -31,6 +33,7 @@ import torch
 import transformers
 from backend.exactness import MAX_TOKENS, PROMPTS, SITUATIONS, Answers, open_engine, reference
 from nereid_backend import UnsupportedModelError
+from nereid_backend.errors import ConfigError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -63,17 +66,22 @@ class Result:
     seconds: float = 0.0
 
 
-def examine(model_type: str, result: Result) -> None:
-    """Run one type in every situation and store the outcome in `result`."""
+def examine(model_type: str, size: int, result: Result) -> None:
+    """Run one type and store the outcome in `result`.
+
+    The model runs in every situation. If it is divided over `size` processes, it runs only in the
+    situation "mixed".
+    """
+    situations = SITUATIONS if size == 1 else {"mixed": SITUATIONS["mixed"]}
     with tempfile.TemporaryDirectory() as name:
         folder = shrink.save(model_type, Path(name))
         expected = reference(folder)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
-        for situation, (settings, run) in SITUATIONS.items():
+        for situation, (settings, run) in situations.items():
             try:
-                engine = open_engine(folder, **settings)
-            except UnsupportedModelError as error:
+                engine = open_engine(folder, tensor_parallel_size=size, **settings)
+            except (UnsupportedModelError, ConfigError) as error:
                 result.status, result.reason = "refused", str(error)
                 return
             result.tier = result.tier or engine.info.path
@@ -91,13 +99,13 @@ def _cell(expected: Answers, got: Answers) -> str:
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
 
-def examine_in_child(model_type: str) -> Result:
+def examine_in_child(model_type: str, size: int) -> Result:
     """Run `examine` in a child process, and return the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, writer)
+        _serve(model_type, size, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
@@ -107,14 +115,14 @@ def examine_in_child(model_type: str) -> Result:
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, writer: int) -> None:
+def _serve(model_type: str, size: int, writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     result = Result(model_type)
     start = time.monotonic()
     try:
-        examine(model_type, result)
+        examine(model_type, size, result)
     except BaseException as error:  # noqa: BLE001 - any error is this type's result
         result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     result.seconds = round(time.monotonic() - start, 1)
@@ -145,7 +153,7 @@ def summary(results: dict[str, Result]) -> str:
 
 def table(results: dict[str, Result]) -> str:
     """Return a Markdown table with one line for each type."""
-    names = list(SITUATIONS)
+    names = [name for name in SITUATIONS if any(name in one.cells for one in results.values())]
     lines = [f"| Type | Forward path | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         if result.status in ("exact", "wrong"):
@@ -197,6 +205,12 @@ def main() -> None:
         "--seconds", type=float, default=float("inf"), help="stop after this many seconds"
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="divide each model over this number of processes",
+    )
+    parser.add_argument(
         "--page", action="store_true", help="print the text of docs/history/exactness.md and exit"
     )
     asked = parser.parse_args()
@@ -214,7 +228,7 @@ def main() -> None:
     for model_type in asked.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model_type in results and not asked.types) or time.monotonic() > end:
             continue
-        result = results[model_type] = examine_in_child(model_type)
+        result = results[model_type] = examine_in_child(model_type, asked.tensor_parallel_size)
         with asked.results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
         what = " ".join(result.cells.values()) or result.reason

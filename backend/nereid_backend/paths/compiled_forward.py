@@ -52,6 +52,9 @@ _EXAMPLE_LOGITS = 3
 # Tensors that a model's code creates from constants are small. A tensor with more elements probably
 # depends on the checkpoint.
 _MAX_LITERAL_ELEMENTS = 65536
+# torch's compiler writes vectors with at most this number of elements into the code. A library can
+# therefore serve another checkpoint only if these vectors are equal in both checkpoints.
+_MAX_INLINED_ELEMENTS = 8
 _LIBRARY_FILE = "model.pt2"
 _LITERALS_FILE = "literals.safetensors"
 _NO_PARAMETER = (
@@ -282,14 +285,17 @@ def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
-    """Return a hash of everything that a library depends on, except the values of the weights."""
+    """Return a hash of everything that a library depends on.
+
+    The hash includes the values of very short vectors, but not the values of other weights.
+    """
     config = {
         name: value
         for name, value in model.config.to_dict().items()
         if not name.startswith("_") and "attn_implementation" not in name
     }
     tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype))
+        (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
     root = Path(__file__).parents[1]
@@ -305,6 +311,12 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
         *_target_hardware(model.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _inlined_values(tensor: Tensor) -> object:
+    """Return the values of a tensor that torch's compiler writes into the code, else None."""
+    is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
+    return tensor.tolist() if is_inlined else None
 
 
 def _target_hardware(device: torch.device) -> list[str]:

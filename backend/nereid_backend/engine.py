@@ -212,6 +212,11 @@ class Engine:
                 f"lora_name: the name of an adapter must be a text without '=' and ',', but it is "
                 f"{name!r}."
             )
+        if self._ranks is not None:
+            raise RequestError(
+                "lora_path: LoRA adapters cannot be combined with tensor_parallel_size="
+                f"{self._config.tensor_parallel_size}."
+            )
         try:
             self._adapters.load(name, path)
         except ModelError as error:

@@ -33,15 +33,15 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             few GPUs.
     """
     size = config.tensor_parallel_size
-    are_changed = {
+    is_set = {
         "weight_dtype": config.weight_dtype != "auto",
         "compile_forward": config.compile_forward,
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),
     }
-    for name, is_changed in are_changed.items():
-        if is_changed:
+    for name, is_combined in is_set.items():
+        if is_combined:
             raise ConfigError(
                 f"{name}: this setting cannot be combined with tensor_parallel_size={size}. Remove "
                 f"{name}, or set tensor_parallel_size=1."

@@ -8,7 +8,7 @@ import pytest
 from backend.exactness import PARAMS, PROMPTS, open_engine, reference, run_cached, run_staggered
 from backend.tiny_models import BY_NAME, FAMILIES
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.errors import LostRankError
+from nereid_backend.errors import LostRankError, RequestError
 
 _LATENT = {
     "kv_lora_rank": 16,
@@ -78,7 +78,7 @@ def test_two_processes_give_the_tokens_of_one_and_a_lost_process_ends_the_engine
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_two_processes_clear_the_blocks_of_a_failed_sequence(tmp_path):
+def test_two_processes_clear_the_blocks_of_a_failed_sequence_and_refuse_adapters(tmp_path):
     """The architecture has sliding windows."""
     folder = family("gemma2").save(tmp_path)
     engine = open_engine(folder, tensor_parallel_size=2)
@@ -86,6 +86,8 @@ def test_two_processes_clear_the_blocks_of_a_failed_sequence(tmp_path):
         sequence = Sequence("failed", [1], PARAMS, max_total_tokens=2)
         sequence.block_table = [0, 3]
         engine._runner._path.clear(sequence)
+        with pytest.raises(RequestError, match=r"^lora_path: .*tensor_parallel_size=2"):
+            engine.load_lora("style", "/adapter")
         assert run_staggered(engine) == reference(folder)
     finally:
         engine.close()

@@ -4,8 +4,7 @@
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,26 +13,19 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
-from nereid_backend.checkpoints.integer_panels import (
-    fill_placeholders,
-    round_weights,
-    use_placeholders,
+from nereid_backend.checkpoints.load_model import (
+    load_model,
+    load_with_attention,
+    model_class,
+    takes_attention_by_name,
 )
 from nereid_backend.checkpoints.safetensors_files import check_permission, open_tensors
-from nereid_backend.checkpoints.weight_arguments import (
-    restore_generation_config,
-    weight_arguments,
-)
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from nereid_backend.linear.lora_layers import LoraLayers
 from nereid_backend.linear.prepack import has_fast_bfloat16
@@ -149,7 +141,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
     model = None
     load = functools.partial(
-        _load_weights,
+        load_model,
         folder,
         config,
         torch_dtype,
@@ -158,8 +150,8 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         rounded_bits if model_class(config) else None,
         distributed,
     )
-    if _takes_attention_by_name(config, text_config):
-        model = _load_with_attention(load, config, attention)
+    if takes_attention_by_name(config, text_config):
+        model = load_with_attention(load, config, attention)
     takes_hook = model is not None
     if model is None:
         model = load("eager")
@@ -236,156 +228,6 @@ def _describe_newer_version(folder: Path) -> str:
         f" The file was written for transformers {written}, but the installed version is "
         f"{transformers.__version__}. Install the newer version."
     )
-
-
-def _load_with_attention(
-    load: Callable[[str], PreTrainedModel], config: PretrainedConfig, attention: str
-) -> PreTrainedModel | None:
-    """Load the model with an attention from transformers' attention interface.
-
-    Return None if the class of the model always uses its own attention.
-    """
-    try:
-        model = load(attention)
-    except _OwnAttentionError:
-        return None
-    # `_takes_attention_by_name` has checked a class of transformers. If transformers has no class,
-    # the class is in a Python file of the checkpoint, and is known only after loading.
-    is_class_of_transformers = model_class(config) is not None
-    if is_class_of_transformers or model._can_set_attn_implementation():
-        return model
-    return None
-
-
-def _load_weights(  # noqa: PLR0913 - as `load_checkpoint`
-    folder: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    use_panels: bool,
-    rounded_bits: int | None,
-    distributed: "DistributedConfig | None",
-    attention: str,
-) -> PreTrainedModel:
-    """Load the weights into the class of the model.
-
-    Raises:
-        _OwnAttentionError: the class does not accept the attention implementation `attention`.
-        ModelError: the weights are broken, or transformers does not support the model.
-    """
-    arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
-    reads_folder = arguments["pretrained_model_name_or_path"] is not None
-    if not reads_folder and model_class(config) is None:
-        raise UnsupportedModelError(
-            f"quantised weights of the model type {config.model_type} are not supported, because "
-            "transformers has no class for this type. Use a checkpoint that is not quantised."
-        )
-    weights = arguments.get("state_dict", {})
-    if use_panels and weights:
-        with torch.device("meta"):
-            empty_model = model_class(config)(arguments["config"])
-        if rounded_bits is not None:
-            weights = round_weights(weights, empty_model, rounded_bits)
-        weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
-    arguments |= {
-        "dtype": dtype,
-        "attn_implementation": attention,
-        "trust_remote_code": trust_remote_code,
-    }
-    if distributed is not None:
-        arguments["distributed_config"] = distributed
-    model = _from_pretrained(folder, config, arguments)
-    fill_placeholders(model, weights.values())
-    if not reads_folder:
-        restore_generation_config(model, folder)
-    return model
-
-
-def _from_pretrained(
-    folder: Path, config: PretrainedConfig, arguments: dict[str, Any]
-) -> PreTrainedModel:
-    """Call transformers' `from_pretrained` with `arguments`.
-
-    `_load_weights` documents the errors. `folder` is the folder of the checkpoint, for messages.
-    """
-    try:
-        # The type annotation of the function does not contain the pair that it returns for
-        # output_loading_info=True.
-        load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
-        with _quiet():
-            model, report = load(**arguments, local_files_only=True, output_loading_info=True)
-    except (ValueError, KeyError, ImportError) as error:
-        if arguments["attn_implementation"] in str(error):
-            # The class accepts only the attention implementations in its own table.
-            raise _OwnAttentionError from error
-        raise UnsupportedModelError(
-            f"the model type {config.model_type} is not supported: {first_line(error)}"
-        ) from error
-    except ModelError:
-        raise
-    except Exception as error:
-        # Broken files cause many kinds of exceptions, such as the exceptions of safetensors, or
-        # RuntimeError for wrong shapes.
-        raise ModelError(
-            f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
-            "checkpoint again."
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
-            "would be random. Download the checkpoint again."
-        )
-    return model  # type: ignore[no-any-return]
-
-
-def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
-    """Return the class that runs `config` as a causal language model; None if there is none.
-
-    If the checkpoint names the class of transformers for images and text, this class is returned.
-    AutoModelForCausalLM knows the class of most models. Otherwise, the function returns the class
-    that the checkpoint names in its field `architectures`, if that class can generate text. An
-    example is a multimodal model, to which the engine sends only text.
-    """
-    name = (getattr(config, "architectures", None) or [""])[0]
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if reads_images and MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__ == name:
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        named: Any = getattr(transformers, name, None)
-        is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
-        if is_model and named.can_generate() and not config.is_encoder_decoder:
-            return named
-        return None
-
-
-def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Return whether the decoder's class uses transformers' attention interface.
-
-    Other classes ignore the name of an attention implementation, or raise an error for it.
-    """
-    candidates = [model_class(config), model_class(text_config)]
-    classes = [candidate for candidate in candidates if candidate is not None]
-    # If no class is known, from_pretrained raises an error with the reason.
-    return not classes or any(one._can_set_attn_implementation() for one in classes)
-
-
-class _OwnAttentionError(Exception):
-    """Raised if the model's class does not use transformers' attention interface."""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the progress bars of transformers."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _choose_dtype(

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from nereid_backend.checkpoint import check_files, model_class, read_config
+from nereid_backend.checkpoint import check_files, read_config
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.integer_panels import linear_names
+from nereid_backend.checkpoints.load_model import model_class
 from nereid_backend.checkpoints.safetensors_files import INDEX
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError

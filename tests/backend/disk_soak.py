@@ -67,7 +67,7 @@ def run_child(folder: Path, disk: str, seed: int, writer: int) -> None:
 
 
 def soak(folder: Path, seconds: float) -> tuple[int, int, int, int]:
-    """Return the numbers of answers, of wrong answers, of killed processes, and of cached tokens."""
+    """Return the numbers of answers, wrong answers, killed processes and cached tokens."""
     expected = [
         tokens for tokens, _ in answers_of(folder, list(range(40)), enable_prefix_caching=False)
     ]

@@ -220,18 +220,23 @@ class PrefixCache:
         tokens are only appended to a sequence.
         """
         hashes = sequence.block_hashes
-        size = self._block_size
         if not hashes and count > 0:
-            hashes.append(self._hash_block(_first_hash(sequence), sequence.token_ids[:size]))
+            hashes.append(self._hash_block(_first_hash(sequence), sequence, 0))
         for index in range(len(hashes), count):
-            tokens = sequence.token_ids[index * size : (index + 1) * size]
-            hashes.append(self._hash_block(hashes[-1], tokens))
+            hashes.append(self._hash_block(hashes[-1], sequence, index))
         return hashes[:count]
 
-    @staticmethod
-    def _hash_block(previous_hash: bytes, token_ids: list[int]) -> bytes:
+    def _hash_block(self, previous_hash: bytes, sequence: Sequence, index: int) -> bytes:
+        """Return the hash of the block `index` of a sequence.
+
+        If the keys and values of the block depend on images, the hash depends on them, too.
+        """
+        end = (index + 1) * self._block_size
+        token_ids = sequence.token_ids[index * self._block_size : end]
         content = previous_hash + array("q", token_ids).tobytes()
-        return hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
+        images = sequence.images
+        key = b"" if images is None or end <= images.first_token else images.digest
+        return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=key).digest()
 
 
 def _first_hash(sequence: Sequence) -> bytes:

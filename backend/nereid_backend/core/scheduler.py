@@ -144,7 +144,7 @@ class Scheduler:
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request has not ended, or has ended but its end was not reported yet."""
+        """Return whether a request waits, runs, or has an end that was not reported yet."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
@@ -315,7 +315,8 @@ class Scheduler:
 
         The argument `outcome` and the result are None if the chunk does not sample.
         """
-        sequence, start, num_tokens, _, _, _ = chunk
+        # Unpacking a chunk is faster than reading its fields by name.
+        sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         num_known = len(sequence.token_ids)
         computed_end = start + num_tokens
         sequence.num_computed_tokens = computed_end if computed_end < num_known else num_known

@@ -5,11 +5,12 @@ from collections import abc
 
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.grammar import Guide
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
-# The seeds of the sequences of a request differ by this number, which is the counter increment of
-# SplitMix64. The number is odd, so no two sequences have the same seed.
+# The seeds of two consecutive sequences of a request differ by this number, which is the counter
+# increment of SplitMix64. The number is odd, so no two sequences have the same seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -31,6 +32,7 @@ class Sequence:
         stop_token_ids: the tokens that end the sequence.
         seed: the 64-bit seed of the sequence's random numbers.
         adapter: the LoRA adapter that computes the sequence; None if no adapter is used.
+        images: the images of the prompt; None if the prompt has no images.
         index: the number of this sequence among the n sequences of its request, from 0.
         rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
             scheduler sets the rank.
@@ -86,6 +88,7 @@ class Sequence:
         self.seed = seed
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
+        self.images: ImageInputs | None = None
         # The tokens, and what is reported about them.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -137,6 +140,7 @@ class Sequence:
             other.index = index
             other.stop_token_ids = self.stop_token_ids
             other.adapter = self.adapter
+            other.images = self.images
             others.append(other)
         return [self, *others]
 

@@ -79,8 +79,28 @@ class ChatProcessor:
             RequestError: a message or an image is invalid.
         """
         messages, found = split_messages(messages, self.limits)
-        text = self._render(messages, len(found), template_arguments or {})
+        if _chat_template(self._processor) is None:
+            return self._prepare_plain(messages, found)
+        text = self._render(messages, template_arguments or {})
         return self.prepare_text(text, found)
+
+    def _prepare_plain(
+        self, messages: list[dict[str, Any]], found: Sequence[FoundImage]
+    ) -> ImagePrompt:
+        """Return the prompt of messages for a checkpoint without a chat template.
+
+        The prompt consists of a placeholder for each image and of the texts. Some processors insert
+        the placeholders themselves and refuse a text that contains them.
+        """
+        texts = [text for message in messages for text in _texts(message.get("content"))]
+        text = "\n".join(texts)
+        placeholder = getattr(self._processor, "image_token", None)
+        if not isinstance(placeholder, str):
+            return self.prepare_text(text, found)
+        try:
+            return self.prepare_text(placeholder * len(found) + text, found)
+        except RequestError:
+            return self.prepare_text(text, found)
 
     def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
         """Return the prompt of a rendered text with one placeholder for each image.
@@ -100,17 +120,8 @@ class ChatProcessor:
         first_token = self._first_image_token(token_ids, arguments)
         return ImagePrompt(token_ids, ImageInputs(arguments, _digest(arguments), first_token), text)
 
-    def _render(
-        self, messages: list[dict[str, Any]], num_images: int, arguments: dict[str, Any]
-    ) -> str:
-        """Return the text of messages. Each image is one placeholder in the text.
-
-        A checkpoint without a chat template gets its placeholders followed by the texts.
-        """
-        if _chat_template(self._processor) is None:
-            placeholder = getattr(self._processor, "image_token", None) or ""
-            texts = [text for message in messages for text in _texts(message.get("content"))]
-            return str(placeholder) * num_images + "\n".join(texts)
+    def _render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """Return the text of messages. Each image is one placeholder in the text."""
         messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         try:
             return str(

@@ -12,6 +12,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
+    ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -39,8 +40,11 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     arguments: dict[str, Any] = {"local_files_only": True}
     try:
         try:
-            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, **arguments)
+            processor = _from_pretrained(AutoProcessor, folder, arguments)
         except (ImportError, OSError, ValueError):
+            processor = None
+        # AutoProcessor returns a single part if the files do not name the class of the processor.
+        if getattr(processor, "image_processor", None) is None:
             processor = _load_without_video(folder, config, arguments)
     except Exception as error:
         # A processor can raise any exception for a broken file. The caller reports the reason.
@@ -51,6 +55,11 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     if getattr(processor, "image_processor", None) is None:
         raise ModelError(f"the processor in {folder} has no image processor")
     return processor
+
+
+def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Call `from_pretrained` of a class of transformers, without running code of the checkpoint."""
+    return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
 
 
 class _NoVideo:
@@ -68,7 +77,8 @@ def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: AN
     except (OSError, ValueError):
         settings = {}
     named = getattr(transformers, str(settings.get("processor_class")), None)
-    return named or PROCESSOR_MAPPING[type(config)]
+    is_processor = isinstance(named, type) and issubclass(named, ProcessorMixin)
+    return named if is_processor else PROCESSOR_MAPPING[type(config)]
 
 
 def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
@@ -78,11 +88,11 @@ def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[
         ImportError: the image processor needs a package that is not installed.
     """
     processor_class = _processor_class(folder, config)
-    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **arguments)
+    image_processor = _from_pretrained(AutoImageProcessor, folder, {**arguments, "backend": "pil"})
     loaders: dict[str, Any] = {
         "image_processor": lambda: image_processor,
-        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, **arguments),
-        "feature_extractor": lambda: AutoFeatureExtractor.from_pretrained(folder, **arguments),
+        "tokenizer": lambda: _from_pretrained(AutoTokenizer, folder, arguments),
+        "feature_extractor": lambda: _from_pretrained(AutoFeatureExtractor, folder, arguments),
         "video_processor": lambda: _NoVideo(image_processor),
     }
     parts = [loaders[name]() for name in processor_class.get_attributes()]

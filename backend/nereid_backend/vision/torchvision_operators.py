@@ -7,6 +7,7 @@ second implementation at import. Image processors use none of these operators.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 _OPERATORS = ("nms", "qnms")
 # torch removes the declarations when this object is deleted.
@@ -21,7 +22,8 @@ def declare_operators() -> None:
 
     if torch.version.cuda is not None:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    make_library: Any = torch.library.Library
+    library = make_library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -107,7 +107,7 @@ def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
 
 
 def reference(folder: Path) -> tuple[list[Chat], Answers, bool]:
-    """Return the chats that transformers can answer, its greedy tokens, and whether pixels matter."""
+    """Return the chats that transformers can answer, its tokens, and whether pixels matter."""
     model, processor = _load_reference(folder)
     chats, answers = [], []
     for each in make_chats(2):
@@ -148,7 +148,7 @@ def open_engine(folder: Path, **settings: Any) -> Engine:
         "dtype": "float32",
         "num_threads": 1,
         "kv_cache_memory": "24MiB",
-        "max_model_len": 2048,
+        "max_model_len": 4000,
         **settings,
     }
     return Engine(EngineConfig(str(folder), **settings))

@@ -55,3 +55,24 @@ HINTS |= {
     "fuyu": {"_special": ["|SPEAKER|", "|NEWLINE|"]},
     "llama4": {"_sizes": "processor"},
 }
+
+_NO_TILES = {"do_image_splitting": False, "size": {"longest_edge": 364}}
+HINTS |= {
+    "aya_vision": {
+        "_vision": {"image_size": 56, "patch_size": 14},
+        "_image": {"size": {"height": 56, "width": 56}},
+        "_arguments": {"img_size": 56, "patch_size": 28},
+    },
+    "internvl": {
+        "_vision": {"image_size": [56, 56], "patch_size": [14, 14]},
+        "_image": {"size": {"height": 56, "width": 56}},
+        "_values": {"image_seq_length": 4},
+        "_arguments": {"image_seq_length": 4},
+    },
+    "idefics3": {"_vision": {"image_size": 364, "patch_size": 14}, "_image": _NO_TILES},
+    "smolvlm": {"_vision": {"image_size": 364, "patch_size": 14}, "_image": _NO_TILES},
+    "granite_docling": {
+        "_vision": {"image_size": 512, "patch_size": 16},
+        "_image": {"do_image_splitting": False, "size": {"longest_edge": 512}},
+    },
+}

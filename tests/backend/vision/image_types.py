@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backend import shrink
-from backend.vision.image_type_hints import HINTS
-from tokenizers import Tokenizer, models, pre_tokenizers, decoders
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 import transformers
+from backend.vision.image_type_hints import HINTS
 from nereid_backend.vision.load_processor import _NoVideo
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from backend import shrink, shrink_hints
 
 LENGTH = 4096
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -30,7 +31,7 @@ _FULL_PARTS = ("image_processor", "tokenizer")
 
 # How the size of images is chosen: the defaults of the config and the processor, the default of one
 # of them for both, or a few patches.
-SIZES = ("defaults", "config", "processor", "small")
+SIZES = ("small", "defaults", "config", "processor")
 
 
 def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
@@ -67,6 +68,7 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
     """Return the values of the small config of a type, and the class of the config."""
     config_class = type(AutoConfig.for_model(model_type))
     whole = config_class(**hints.get("_birth", {}))
+    hints = _with_text_hints(model_type, whole, hints)
     values = shrink._shrunk(whole, {k: v for k, v in hints.items() if not k.startswith("_p")})
     _lengthen(values)
     _set_sections(values, model_type)
@@ -86,12 +88,23 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
     return values, config_class
 
 
+def _with_text_hints(model_type: str, whole: Any, hints: dict[str, Any]) -> dict[str, Any]:
+    """Return the hints of a type, with those of `shrink_hints` for the type and for its decoder."""
+    merged = {**shrink_hints.HINTS.get(model_type, {}), **hints}
+    text = getattr(whole, "text_config", None)
+    text_hints = shrink_hints.HINTS.get(getattr(text, "model_type", ""))
+    if text_hints and "text_config" not in merged:
+        merged["text_config"] = text_hints
+    return merged
+
+
 def _set_sections(values: dict[str, Any], model_type: str) -> None:
     """Set the sections of three-dimensional positions, which add up to half of the head size."""
     source = inspect.getsource(inspect.getmodule(_model_class(model_type)))
     text = values.get("text_config", values)
     for rope in (text.get("rope_parameters"), values.get("rope_parameters")):
-        if isinstance(rope, dict) and "rope_type" in rope and "mrope_section" in source:
+        has_sections = "mrope_section" in source or model_type.startswith("glm")
+        if isinstance(rope, dict) and "rope_type" in rope and has_sections:
             rope["mrope_section"] = [2, 3, 3]
 
 
@@ -180,6 +193,7 @@ def _processor_arguments(
         "num_additional_image_tokens": 1,
     }
     if hints["_sizes"] == "small" and isinstance(side, int) and isinstance(patch_size, int):
+        values["num_image_tokens"] = (side // patch_size) ** 2
         values["image_seq_length"] = (side // patch_size) ** 2
     values |= hints.get("_arguments", {})
     return {

@@ -1,0 +1,100 @@
+"""The worker of images: its children have limits, and the images of a request are found."""
+
+import os
+import time
+
+import msgpack
+import pytest
+import torch
+from nereid_backend import RequestError
+from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.serving.tokenizer.image_prompts import (
+    has_image_parts,
+    reads_images,
+    take_images,
+)
+from nereid_backend.vision.image_worker import _answer
+from nereid_backend.vision.packed_tensors import pack_images, unpack_images
+
+
+def answer(prepare, timeout_s=5.0):
+    return msgpack.unpackb(_answer(prepare, "text", [b"image"], timeout_s))
+
+
+def test_a_child_returns_the_answer():
+    assert answer(lambda text, images: ["done", [1, 2], b"x"]) == ["done", [1, 2], b"x"]
+
+
+def test_a_child_that_hangs_is_ended():
+    start = time.monotonic()
+    kind, message = answer(lambda text, images: time.sleep(60), timeout_s=0.3)
+    assert (kind, message) == (
+        "refused",
+        "messages: the images were not prepared within 0.3 seconds.",
+    )
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("prepare", [lambda *_: os._exit(3), lambda *_: bytes(20 * 2**30)])
+def test_a_child_that_crashes_or_needs_too_much_memory_refuses_the_images(prepare):
+    assert answer(prepare)[1].startswith("messages: the images need too much memory")
+
+
+def test_an_error_of_a_child_is_a_refusal():
+    def refuse(text, images):
+        raise RequestError("image 1: it is broken.")
+
+    assert answer(refuse) == ["refused", "messages: image 1: it is broken."]
+
+
+def test_images_of_messages_are_replaced_by_placeholders():
+    url = "data:image/png;base64,iVBO"
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": url},
+    ]
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "b"}]}
+    assert has_image_parts(body)
+    assert take_images(body) == [url.encode()] * 2
+    assert body["messages"][0]["content"][1:] == [{"type": "image"}] * 2
+    assert body["messages"][1]["content"] == "b"
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {}}])
+def test_an_image_part_without_a_url_is_refused(part):
+    with pytest.raises(RequestError, match=r"must have image_url.url"):
+        take_images({"messages": [{"role": "user", "content": [part]}]})
+
+
+def test_a_checkpoint_for_text_reads_no_images(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not reads_images(str(tmp_path))
+
+
+def test_packed_images_are_unpacked_unchanged():
+    arguments = {
+        "pixel_values": torch.randn(1, 3, 4, 4).bfloat16(),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+        "sizes": [torch.zeros(2, dtype=torch.bool), 3, "a"],
+    }
+    images = unpack_images(pack_images(ImageInputs(arguments, b"d" * 32, 7)))
+    assert (images.digest, images.first_token) == (b"d" * 32, 7)
+    assert torch.equal(images.arguments["pixel_values"], arguments["pixel_values"])
+    assert torch.equal(images.arguments["image_grid_thw"], arguments["image_grid_thw"])
+    assert images.arguments["sizes"][1:] == [3, "a"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1",
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb([{"use_cache": True}, b"", 0]),
+        msgpack.packb([{"a": {"dtype": "x", "shape": [1], "bytes": b"1"}}, b"", 0]),
+        msgpack.packb([{"a": {"dtype": "float32", "shape": [9], "bytes": b"1234"}}, b"", 0]),
+    ],
+)
+def test_damaged_images_are_refused(data):
+    with pytest.raises(RequestError, match="the images are damaged"):
+        unpack_images(data)

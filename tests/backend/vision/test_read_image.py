@@ -1,0 +1,116 @@
+"""Hostile image files are refused before they are decoded, and legal files are decoded right."""
+
+import base64
+import io
+import struct
+import zlib
+
+import pytest
+from nereid_backend import RequestError
+from nereid_backend.vision.read_image import ImageLimits, decode_data_url, decode_image
+from PIL import Image
+
+LIMITS = ImageLimits()
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def two_colours() -> Image.Image:
+    """Return an image of 30 x 20 pixels whose left half is red and whose right half is blue."""
+    image = Image.new("RGB", (30, 20), RED)
+    image.paste(BLUE, (15, 0, 30, 20))
+    return image
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    data = io.BytesIO()
+    image.save(data, kind, **options)
+    return data.getvalue()
+
+
+def png(width: int, height: int, pixels: bytes = b"") -> bytes:
+    """Return a PNG file whose header names this size."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(pixels))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (png(50_000, 50_000), "more than the limit of 16000000 pixels"),
+        (png(10_000, 10_000, bytes(50_000_000)), "10000 x 10000 pixels, but the limit is"),
+        (png(1, 100_000), "at most 100 times as long"),
+        (file_of(two_colours())[:60], "cannot be decoded"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image in one of the formats"),
+        (file_of(two_colours(), "TIFF"), "not an image in one of the formats"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "not an image in one of the formats"),
+        (b"", "not an image in one of the formats"),
+        (bytes(21 * 2**20), "bytes, but the limit is"),
+    ],
+)
+def test_hostile_files_are_refused(data, problem):
+    with pytest.raises(RequestError, match=problem):
+        decode_image(data, "messages: image 1", LIMITS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        file_of(two_colours()),
+        file_of(two_colours().convert("RGBA")),
+        file_of(two_colours().convert("P")),
+        file_of(two_colours().convert("CMYK"), "JPEG", quality=95),
+        file_of(two_colours(), "WEBP", lossless=True),
+        file_of(two_colours(), "GIF", save_all=True, append_images=[Image.new("RGB", (30, 20))]),
+    ],
+)
+def test_the_first_frame_of_a_legal_file_has_the_right_colours(data):
+    image = decode_image(data, "image", LIMITS)
+    assert (image.mode, image.size) == ("RGB", (30, 20))
+    for position, colour in (((3, 3), RED), ((26, 16), BLUE)):
+        pairs = zip(image.getpixel(position), colour, strict=True)
+        assert all(abs(given - expected) < 12 for given, expected in pairs)
+
+
+def test_the_rotation_in_the_exif_data_is_applied():
+    exif = Image.Exif()
+    exif[0x112] = 6  # the camera was rotated by a quarter
+    image = decode_image(file_of(two_colours(), "JPEG", exif=exif), "image", LIMITS)
+    assert image.size == (20, 30)
+    assert image.getpixel((10, 3))[0] > 200
+    assert image.getpixel((10, 26))[2] > 200
+
+
+def test_transparent_pixels_are_white():
+    image = decode_image(file_of(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), "image", LIMITS)
+    assert image.getpixel((1, 1)) == (255, 255, 255)
+
+
+def test_dark_and_light_pixels_of_16_bits_differ():
+    image = Image.new("I;16", (4, 4), 65_000)
+    assert decode_image(file_of(image), "image", LIMITS).getpixel((0, 0))[0] > 250
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://127.0.0.1/a.png", "the scheme http"),
+        ("file:///etc/passwd", "the scheme file"),
+        ("data:text/html;base64,AAAA", "must be a data URL"),
+        ("data:image/png;base64,@@@@", "base64 content is damaged"),
+        ("data:image/png;base64," + "A" * 30_000_000, "but the limit is"),
+    ],
+)
+def test_other_urls_are_refused(url, problem):
+    with pytest.raises(RequestError, match=problem):
+        decode_data_url(url, "messages: image 1", LIMITS)
+
+
+def test_a_data_url_gives_its_bytes():
+    url = "data:image/PNG;base64," + base64.b64encode(b"abc").decode()
+    assert decode_data_url(url, "image", LIMITS) == b"abc"

@@ -114,8 +114,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The key is the argument `is_generated` of `get`. The value is the trial, or the error that
-        # explains why there is no trial.
+        # For each value of `is_generated` (see `get`), the trial, or the error that explains why
+        # there is no trial.
         self._trials: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:

@@ -64,11 +64,12 @@ class GenerativeReranker:
         self._template_kwargs = template_kwargs
         # Only the files of sentence-transformers name the answer tokens.
         is_for_sentence_transformers = answers is not None
-        # Without a chat template, that library tokenises the query and the document as a pair.
+        # Without a chat template, sentence-transformers tokenises the query and the document as a
+        # pair.
         self._uses_pair = is_for_sentence_transformers and not tokenizer.chat_template
         self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
-        # With a chat template, that library always renders messages with the roles "query" and
-        # "document", even if the template copies any role into the prompt.
+        # With a chat template, sentence-transformers always renders messages with the roles "query"
+        # and "document", even if the template copies any role into the prompt.
         self._has_roles = bool(tokenizer.chat_template) and self._renders_roles(
             must_be_known=not is_for_sentence_transformers
         )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The bits of the float32 number 1, which is the largest weight.
+# The bits of the float32 number 1. No weight is greater than 1.
 BITS_OF_ONE = tl.constexpr(0x3F800000)
 
 

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from nereid_client.adapters import Adapters, current_adapter
 from nereid_client.errors import ApiError, Disconnected, from_validation
+from nereid_client.fill_in_middle import FillInMiddle
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits
 from nereid_client.settings import Settings
@@ -45,6 +46,11 @@ class Context:
     def limits(self) -> PublishedLimits:
         """The limits of the language model on the size of a request."""
         return PublishedLimits(self.backend.request_limits)
+
+    @cached_property
+    def fill_in_middle(self) -> FillInMiddle:
+        """Writes the prompts of completions with a suffix."""
+        return FillInMiddle(self.backend)
 
     @cached_property
     def adapters(self) -> Adapters:

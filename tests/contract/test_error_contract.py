@@ -170,7 +170,7 @@ CASES = {
     "completions: best_of in a stream": text(best_of=2, stream=True),
     "completions: echo of token ids": text(prompt=[1, 2], echo=True),
     "completions: echo with logprobs in a stream": text(echo=True, logprobs=1, stream=True),
-    "completions: suffix": text(suffix="end"),
+    "completions: suffix": text(suffix="end", echo=True),
     "completions: tools": text(tools=[TOOL]),
     "completions: top_logprobs": text(top_logprobs=2),
     "completions: too many prompts": text(prompt=["a"] * 129),

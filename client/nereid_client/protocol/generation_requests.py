@@ -121,6 +121,8 @@ class CompletionRequest(GenerationRequest):
     """The largest number of tokens to generate. The default is 16. 0 requires `echo: true`."""
     prompt: Annotated[Any, FRONTEND_ONLY]
     """A string, a list of strings, a list of token ids, or a list of lists of token ids."""
+    suffix: Annotated[str | None, FRONTEND_ONLY] = None
+    """The text after the completion, for tokenizers with markers for filling in the middle."""
     echo: Annotated[bool | None, FRONTEND_ONLY] = False
     """Whether each choice starts with the prompt."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), FRONTEND_ONLY] = None
@@ -150,6 +152,18 @@ class CompletionRequest(GenerationRequest):
                 "best_of must not be greater than n if stream=true, because the best choices are "
                 "known only at the end",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        """Check that the prompts are text and are not repeated if there is a suffix."""
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise FieldError(
+                "suffix",
+                "suffix requires a prompt of text, but the request has a prompt of token ids",
+            )
+        if self.suffix and self.echo:
+            raise FieldError("suffix", "suffix requires echo=false, but the request has echo=true")
         return self
 
     @model_validator(mode="after")

@@ -86,11 +86,6 @@ REFUSED_IN_CHAT = {
 """Fields that only chat completions refuse."""
 
 REFUSED_IN_COMPLETIONS = {
-    "suffix": Refusal(
-        "the server does not know the model's markers for filling in the middle; write the markers "
-        "into the prompt",
-        ("",),
-    ),
     "tools": Refusal("only /v1/chat/completions has tools", ([],)),
     "tool_choice": Refusal("only /v1/chat/completions has tools", ("none",)),
     "top_logprobs": Refusal(

@@ -41,7 +41,9 @@ async def completions(request: Request) -> Response:
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await check_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
-    generations = _generations(body, unique_request_id(request))
+    request_id = unique_request_id(request)
+    prompts = [await _with_suffix(request, prompt, body.suffix) for prompt in body.prompt]
+    generations = _generations(body, prompts, request_id)
     frame = frame_for(request, body, "cmpl")
     options = _options(body)
     if not body.stream:
@@ -76,19 +78,32 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
         )
 
 
-def _generations(body: CompletionRequest, request_id: str) -> list[Generation]:
+async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
+    """Return a prompt with the markers for filling in the middle if there is a suffix.
+
+    Raises: ApiError 400 if the tokenizer has no such markers.
+    """
+    if not suffix or not isinstance(prompt, str):
+        return prompt
+    check_unicode(suffix)
+    fill_in_middle = context_of(request).fill_in_middle
+    return await fill_in_middle.prompt(prompt, suffix, unique_request_id(request))
+
+
+def _generations(
+    body: CompletionRequest, prompts: Sequence[Prompt], request_id: str
+) -> list[Generation]:
     """Return one call of the ensemble for each prompt."""
     sampling_parameters = to_json(body.sampling_parameters())
     generations = []
-    for index, prompt in enumerate(body.prompt):
-        is_text = isinstance(prompt, str)
-        if is_text:
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
             check_unicode(prompt)
         generations.append(
             Generation(
                 f"{request_id}-{index}",
-                text_input=prompt if is_text else None,
-                input_ids=None if is_text else prompt,
+                text_input=prompt if isinstance(prompt, str) else None,
+                input_ids=None if isinstance(prompt, str) else prompt,
                 sampling_parameters=sampling_parameters,
                 with_text=True,
                 num_choices=body.num_generated,

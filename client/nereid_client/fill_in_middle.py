@@ -1,0 +1,108 @@
+"""Builds the prompts of completions with the field `suffix`.
+
+A model that can fill in the middle was trained with markers around the text before the gap and the
+text after the gap. The tokenizer of such a model has a special token for each marker.
+
+Example: the prompt "a = " and the suffix " + 1" become the prompt
+"<|fim_prefix|>a = <|fim_suffix|> + 1<|fim_middle|>", and the model continues with the middle.
+"""
+
+import json
+from dataclasses import dataclass
+
+from nereid_client.errors import ApiError
+from nereid_client.triton_backend import Backend, Generation
+
+_ONE_MARKER = json.dumps({"add_special_tokens": False})
+
+
+@dataclass(frozen=True)
+class MarkerFormat:
+    """The markers of one way to write a prompt with a gap.
+
+    Attributes:
+        markers: the markers, which must be special tokens of the tokenizer.
+        template: the prompt, in which {prefix} and {suffix} stand for the two texts.
+    """
+
+    markers: tuple[str, ...]
+    template: tuple[str, ...]
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        """Return the prompt for the text before the gap and the text after the gap."""
+        texts = {"{prefix}": prefix, "{suffix}": suffix}
+        return "".join(texts.get(part, part) for part in self.template)
+
+
+def _prefix_first(begin: str, gap: str, end: str) -> MarkerFormat:
+    return MarkerFormat((begin, gap, end), (begin, "{prefix}", gap, "{suffix}", end))
+
+
+FORMATS = (
+    _prefix_first("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    _prefix_first("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    _prefix_first("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    _prefix_first("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    _prefix_first("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    _prefix_first("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    MarkerFormat(("[SUFFIX]", "[PREFIX]"), ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}")),
+)
+"""The formats that are known. A tokenizer is compared with them in this order."""
+
+
+class FillInMiddle:
+    """Writes the prompts with a gap of one language model.
+
+    Args:
+        backend: the backend of the model, whose tokenizer is compared with the formats.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._format: MarkerFormat | None = None
+
+    async def prompt(self, prefix: str, suffix: str, request_id: str) -> str:
+        """Return the prompt for the text before the gap and the text after the gap.
+
+        Raises:
+            ApiError: 400 if the tokenizer has the markers of no format that is known.
+            BackendError: the tokenizer does not answer.
+        """
+        if self._format is None:
+            self._format = await self._find_format(request_id)
+        return self._format.prompt(prefix, suffix)
+
+    async def _find_format(self, request_id: str) -> MarkerFormat:
+        """Return the first format whose markers are single tokens.
+
+        Raises: ApiError 400.
+        """
+        for form in FORMATS:
+            if await self._has_tokens(form.markers, request_id):
+                return form
+        raise ApiError(
+            400,
+            "suffix is not supported, because the tokenizer of this model has no known markers for "
+            "filling in the middle. Remove suffix, or write the markers into the prompt.",
+            param="suffix",
+        )
+
+    async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
+        """Return whether each marker is one token that stands for the marker alone.
+
+        In some tokenizers, every unknown text is the same token. The text of this token is not the
+        marker.
+        """
+        for number, marker in enumerate(markers):
+            generation = Generation(
+                f"{request_id}-fim-{number}", text_input=marker, sampling_parameters=_ONE_MARKER
+            )
+            token_ids = await self._backend.tokenize(generation)
+            if len(token_ids) != 1:
+                return False
+            text = await self._backend.detokenize(
+                generation.request_id, token_ids, skip_special_tokens=False
+            )
+            if text.strip() != marker:
+                return False
+        return True

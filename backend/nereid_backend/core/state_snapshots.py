@@ -200,6 +200,8 @@ class StateSnapshots:
 
     def _targets(self, sequence: Sequence) -> list[int]:
         """Return the positions at which a prompt is divided so that a snapshot can be saved."""
+        if sequence.images is not None:
+            return []
         size = self._block_size
         last_but_one = (len(sequence.token_ids) // size - 1) * size
         first = sequence.num_snapshot_tokens + self._min_distance
@@ -209,7 +211,8 @@ class StateSnapshots:
         """Return whether a snapshot is saved after a chunk; see the module's docstring."""
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        if end % self._block_size:
+        # Another forward path computes the sequences with images, so their states cannot be copied.
+        if end % self._block_size or sequence.images is not None:
             return False
         is_answer = end > sequence.num_prompt_tokens
         is_far = end - sequence.num_snapshot_tokens >= self._interval

@@ -115,14 +115,24 @@ def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
 def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
     """Raise a ConfigError if the heads of attention cannot be divided into `size` equal parts."""
     colwise = {name.rsplit(".", 1)[-1] for name, style in plan.items() if style == "colwise"}
-    counts: dict[str, object] = {}
+    names = []
     if colwise & {*_KEY_LAYERS, "q_proj", "q_b_proj"}:
-        counts["num_attention_heads"] = getattr(config, "num_attention_heads", None)
+        names.append("num_attention_heads")
     if colwise & set(_KEY_LAYERS):
-        counts["num_key_value_heads"] = getattr(config, "num_key_value_heads", None)
-    for name, count in counts.items():
-        if isinstance(count, int) and count % size:
+        names.append("num_key_value_heads")
+    for name in names:
+        count = number_of_heads(config, name)
+        if count is not None and count % size:
             raise ConfigError(
                 f"tensor_parallel_size: the value must divide the model's {name}, which is "
                 f"{count}, but it is {size}. Each GPU computes an equal number of heads."
             )
+
+
+def number_of_heads(config: PretrainedConfig, name: str) -> int | None:
+    """Return a number of heads in a config; None if the layers have different numbers."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers raises it if each layer has its own value
+        return None
+    return value if isinstance(value, int) else None

@@ -25,7 +25,11 @@ from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
 from nereid_backend.model.limits import kv_cache_budget, model_limit, usable_cpus
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
 from nereid_backend.model.weight_memory import check_weight_memory
-from nereid_backend.parallel.check_support import check_checkpoint, check_settings
+from nereid_backend.parallel.check_support import (
+    check_checkpoint,
+    check_settings,
+    number_of_heads,
+)
 from nereid_backend.parallel.plan_messages import PlanEncoder
 from nereid_backend.parallel.ranks import Ranks
 from nereid_backend.parallel.shard import Shard, load_shard
@@ -212,7 +216,7 @@ def _describe_heads(shard: Shard, size: int) -> str:
     """Return one line for the log that describes how attention is divided."""
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     described = " or ".join(f"{kv} KV heads and {query} query heads" for kv, query in sorted(heads))
-    num_heads = getattr(shard.checkpoint.text_config, "num_attention_heads", None)
+    num_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
     note = ""
     if any(query == num_heads for _, query in heads):
         note = " The plan of transformers does not divide all attention layers of this model."

@@ -170,12 +170,24 @@ TOOLS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def tool_answers(examinee):
+    """The answers to the requests of TOOLS by request and `thinking`, computed in one batch."""
+    prompts = {}
+    for case in TOOLS:
+        offered, request_text, _ = getattr(case, "values", case)
+        for thinking in (False, True):
+            text = prompt(examinee, request_text, [offered], thinking)
+            prompts[request_text, thinking] = text
+    return dict(zip(prompts, examinee.answer(list(prompts.values())), strict=True))
+
+
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize(("offered", "request_text", "arguments"), TOOLS)
 def test_it_calls_the_tools_that_people_offer_first(
-    examinee, offered, request_text, arguments, thinking
+    tool_answers, offered, request_text, arguments, thinking
 ):
-    reply = ask(examinee, request_text, tools=[offered], thinking=thinking)
+    reply = read_reply(tool_answers[request_text, thinking])
     assert reply.calls == [(offered["function"]["name"], arguments)]
 
 

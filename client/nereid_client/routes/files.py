@@ -13,7 +13,7 @@ from nereid_client.batches.stored_files import KEEP_S, StoredFile
 from nereid_client.errors import ApiError, Disconnected, shown
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.batch_requests import FilesQuery, UploadForm
-from nereid_client.request_context import validate
+from nereid_client.request_context import context_of, validate
 
 router = APIRouter(tags=["Batches"])
 
@@ -95,14 +95,28 @@ async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
 async def _receive(request: Request, form: FormReader) -> None:
     """Read the form in the body of a request.
 
-    Raises: ApiError if the form is wrong or the file cannot be stored.
+    Raises: ApiError if the form is wrong, the file cannot be stored or the client stops sending.
     """
+    limit_s = context_of(request).settings.receive_timeout_s
+    stream = request.stream()
     try:
-        async for data in request.stream():
-            if data:
-                await asyncio.to_thread(form.feed, data)
+        while True:
+            # A large file may take longer than the limit, as long as its parts keep arriving.
+            async with asyncio.timeout(limit_s or None):
+                data = await anext(stream, None)
+            if data is None:
+                break
+            await asyncio.to_thread(form.feed, data)
     except ClientDisconnect:
         raise Disconnected from None
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The frontend received no part of the file for {limit_s} s (receive_timeout_s)",
+            code="timeout",
+            headers={"Connection": "close"},
+            limit="receive_timeout_s",
+        ) from None
     form.finish()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import time
 
 import httpx
@@ -308,6 +309,22 @@ def test_uploads_over_a_limit_leave_nothing_behind(tmp_path):
             client.files.create(file=b"{}", purpose="batch")
         with pytest.raises(openai.BadRequestError, match="max_stored_files"):
             client.files.create(file=b"{}", purpose="batch")
+
+
+def test_an_upload_that_stops_is_ended(tmp_path):
+    folder = tmp_path / "folder"
+    settings = {"batch_folder": str(folder), "receive_timeout_s": 1}
+    with (
+        live_frontend(FakeBackend(), **settings) as port,
+        socket.create_connection(("127.0.0.1", port)) as connection,
+    ):
+        connection.settimeout(30)
+        connection.sendall(
+            b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n"
+            b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+        wait_for(lambda: not os.listdir(folder / "uploads"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -33,7 +33,7 @@ from nereid_backend.runner import ForwardPath
 from nereid_backend.sampling.logits_processor import check_token_ids
 from nereid_backend.step_loop import StepLoop
 from nereid_backend.text.load_decoder import load_decoder
-from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
+from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt, TextProcessor
 
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
@@ -85,7 +85,7 @@ class Engine:
         self._runner = loaded.runner
         self._images = loaded.images
         self._place_images = loaded.place_images
-        self._processor: ChatProcessor | None = None
+        self._processor: ChatProcessor | TextProcessor | None = None
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
@@ -368,11 +368,12 @@ class Engine:
             RequestError: if a message or an image is invalid, or if the model accepts no images.
             ModelError: if the processor needs a package that is not installed.
         """
-        if self._images.reason:
-            raise RequestError(f"messages: images are refused, because {self._images.reason}")
         if self._processor is None:
             folder = Path(checkpoint_folder(self._config.model))
-            self._processor = ChatProcessor(folder, self._images.config)
+            if self._images.reason:
+                self._processor = TextProcessor(folder, self._images.reason)
+            else:
+                self._processor = ChatProcessor(folder, self._images.config)
         return self._processor.prepare(messages)
 
     def _accept_images(self, images: ImageInputs) -> ImageInputs:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from nereid_backend.core.image_inputs import ImageInputs
-from nereid_backend.errors import RequestError, first_line
+from nereid_backend.errors import ModelError, RequestError, first_line
 from nereid_backend.vision.load_processor import load_processor
 from nereid_backend.vision.messages import FoundImage, read_images, split_messages
 from nereid_backend.vision.read_image import ImageLimits
@@ -46,6 +46,57 @@ class ImagePrompt:
     token_ids: list[int]
     images: ImageInputs | None
     text: str
+
+
+class TextProcessor:
+    """Converts chat messages without images into token ids, by the checkpoint's tokenizer."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        """Load the tokenizer.
+
+        Args:
+            folder: the checkpoint.
+            reason: a clause with a final period that says why images are refused.
+
+        Raises:
+            ModelError: the checkpoint has no tokenizer, or its tokenizer is broken.
+        """
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            raise ModelError(
+                f"the tokenizer in {folder} cannot be loaded: {first_line(error)}"
+            ) from error
+        self._reason = reason
+
+    def prepare(self, messages: Sequence[Any]) -> ImagePrompt:
+        """Return the prompt of chat messages without images.
+
+        Raises:
+            RequestError: a message is invalid or has an image.
+        """
+        messages, found = split_messages(messages, ImageLimits())
+        if found:
+            raise RequestError(f"messages: images are refused, because {self._reason}")
+        joined = [
+            {**message, "content": "".join(_texts(message["content"]))}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                joined, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # A chat template can raise any exception. Only the request with these messages ends.
+            raise RequestError(
+                f"messages: the chat template cannot render the messages: {first_line(error)}"
+            ) from error
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ImagePrompt(list(token_ids), None, str(text))
 
 
 class ChatProcessor:

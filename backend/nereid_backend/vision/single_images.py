@@ -127,7 +127,7 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
     """
     if snapshots is None:
         return None
-    numbers = {}
+    numbers: dict[int, int] = {}
     for index, has in enumerate(has_images):
         if not has:
             numbers[index] = len(numbers)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,10 +33,10 @@ def run(*command: str | Path, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def build_wheel(name: str, target: Path, *options: str) -> Path:
+def build_wheel(name: str, target: Path, *options: str, folder: Path = ROOT) -> Path:
     run(
         sys.executable, "-m", "build", "--quiet", "--no-isolation", *options,
-        "--outdir", target, FOLDERS[name],
+        "--outdir", target, folder / FOLDERS[name],
     )  # fmt: skip
     (wheel,) = target.glob("nereid-*.whl" if name == "nereid" else f"nereid_{name}-*.whl")
     return wheel
@@ -62,6 +63,17 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert wheel.name.split("-")[1] in next(name for name in names if name.endswith("METADATA"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_wheel_with_the_kernels_does_not_depend_on_the_folder_or_the_time(tmp_path):
+    wheels = []
+    for name in ("a", "b"):
+        shutil.copytree(ROOT / "backend", tmp_path / name / "backend")
+        wheel = build_wheel("backend", tmp_path / "dist" / name, "--wheel", folder=tmp_path / name)
+        wheels.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    assert wheels[0] == wheels[1]
 
 
 @pytest.mark.long

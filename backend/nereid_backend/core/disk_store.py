@@ -17,6 +17,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SUFFIX = ".prefix"
 _TEMPORARY_SUFFIX = ".prefix-part"
+# An unfinished file that is older than this number of seconds was left by a process that crashed.
+# A younger file may still be written by another process.
+_UNFINISHED_S = 60
 # Bytes that wait to be written. Further writes are refused, so that a slow disk does not fill the
 # memory.
 _MAX_PENDING_BYTES = 256 * 2**20
@@ -141,15 +145,17 @@ class DiskStore:
         self._writer.join(timeout_s)
 
     def _scan(self) -> None:
-        """Read the sizes of the files of earlier processes, and delete unfinished files."""
+        """Read the sizes of the files of earlier processes, and delete their unfinished files."""
         found = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(_TEMPORARY_SUFFIX):
-                    Path(entry.path).unlink(missing_ok=True)
-                elif entry.name.endswith(_SUFFIX) and entry.is_file():
-                    stat = entry.stat()
-                    found.append((stat.st_mtime_ns, entry.name, stat.st_size))
+        oldest_unfinished = time.time() - _UNFINISHED_S
+        for path in self._folder.iterdir():
+            # Another process that uses the folder may delete a file at any time.
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                if path.suffix == _SUFFIX:
+                    found.append((stat.st_mtime_ns, path.name, stat.st_size))
+                elif path.suffix == _TEMPORARY_SUFFIX and stat.st_mtime < oldest_unfinished:
+                    path.unlink()
         for _, name, size in sorted(found):
             self._sizes[name] = size
             self._num_bytes += size
@@ -184,7 +190,7 @@ class DiskStore:
         if len(data) > self._max_bytes:
             return
         self._make_room(len(data))
-        temporary = path.with_suffix(_TEMPORARY_SUFFIX)
+        temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY_SUFFIX}")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "wb") as file:

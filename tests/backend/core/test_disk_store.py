@@ -112,11 +112,24 @@ def test_a_file_that_is_larger_than_the_limit_is_not_written(tmp_path):
     assert store.read(b"a") is None
 
 
-def test_unfinished_files_are_deleted_and_other_files_stay(tmp_path):
-    (tmp_path / "x.prefix-part").write_bytes(b"half")
-    (tmp_path / "notes.txt").write_bytes(b"mine")
+def test_old_unfinished_files_are_deleted_and_other_files_stay(tmp_path):
+    for name in ("old.prefix-part", "new.prefix-part", "notes.txt"):
+        (tmp_path / name).write_bytes(b"half")
+    os.utime(tmp_path / "old.prefix-part", (0, 0))
     open_store(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    # Another process may still be writing the new file.
+    assert {path.name for path in tmp_path.iterdir()} == {"new.prefix-part", "notes.txt"}
+
+
+def test_two_stores_can_share_a_folder(tmp_path):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    for store in (first, second):
+        store.write(b"a", b"1" * 1000)
+        store.flush(10)
+    assert [store.read(b"a") for store in (first, second)] == [b"1" * 1000] * 2
+    for path in files_of(tmp_path):
+        path.unlink()
+    assert [store.read(b"a") for store in (first, second)] == [None, None]
 
 
 def test_writes_are_refused_while_too_many_bytes_wait(tmp_path, monkeypatch):

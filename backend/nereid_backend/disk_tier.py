@@ -10,6 +10,7 @@ therefore needs to know nothing about the disk.
 """
 
 import hashlib
+import os
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from nereid_backend.core.disk_store import DiskStore
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.sequence import Sequence
+from nereid_backend.errors import ConfigError
 from nereid_backend.paths.stored_prefixes import StoredPrefixes
 from nereid_backend.runner import ForwardPath
 
@@ -224,6 +226,24 @@ class DiskTier:
             is_usable = is_usable and content is not None
             if is_usable and content is not None:
                 read.contents.append(content)
+
+
+def prepare_folder(folder: str) -> None:
+    """Create the folder of the setting prefix_cache_disk if it does not exist.
+
+    Raises:
+        ConfigError: if the folder cannot be created, read or written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise ConfigError(
+            f"prefix_cache_disk: the folder {folder} cannot be used: {reason}. Choose a folder "
+            "that can be created, read and written."
+        )
 
 
 def open_disk_tier(

@@ -25,7 +25,7 @@ from nereid_backend.core.pending_grammars import PendingGrammars
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.disk_tier import DiskTier, open_disk_tier
+from nereid_backend.disk_tier import DiskTier, open_disk_tier, prepare_folder
 from nereid_backend.errors import CapacityError, ConfigError, ModelError, RequestError
 from nereid_backend.model.startup import Loaded, load
 from nereid_backend.offline import generate
@@ -72,6 +72,8 @@ class Engine:
             ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
         self._config = config
+        if config.prefix_cache_disk is not None:
+            prepare_folder(config.prefix_cache_disk)
         self._hook = AttentionHook()
         # The other processes of tensor parallelism; None if this process computes the whole model.
         self._ranks: Ranks | None = None
@@ -490,11 +492,7 @@ class Engine:
             self._pending_grammars.wait(_GUIDE_WAIT_S)
 
     def _open_disk(self, path: ForwardPath, report: Callable[[str], None]) -> DiskTier | None:
-        """Return the prefix cache on disk; None if it is not configured or not possible.
-
-        Raises:
-            ConfigError: if the folder cannot be used.
-        """
+        """Return the prefix cache on disk; None if it is not configured or not possible."""
         config, cache = self._config, self._scheduler.cache
         if config.prefix_cache_disk is None:
             return None
@@ -506,14 +504,7 @@ class Engine:
         if cache is None or reason is not None:
             report(f"The prefix cache on disk (prefix_cache_disk) is off, because {reason}.")
             return None
-        try:
-            return open_disk_tier(config, self.info, cache, path)
-        except OSError as error:
-            self._hook.remove()
-            raise ConfigError(
-                f"prefix_cache_disk: the folder {config.prefix_cache_disk} cannot be used: "
-                f"{error.strerror}. Choose a folder that can be created and written."
-            ) from error
+        return open_disk_tier(config, self.info, cache, path)
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         """Return the token ids of a prompt as a list of Python integers.

@@ -54,7 +54,7 @@ def answers(client):
 def test_a_killed_frontend_answers_each_line_exactly_once(tmp_path, num_lines):
     # The last quarter of the lines is not answered before the frontend is killed.
     opened = tmp_path / "opened"
-    waits = {n: f"<until {opened}>" for n in range(num_lines * 3 // 4, num_lines)}
+    waits = dict.fromkeys(range(num_lines * 3 // 4, num_lines), f"<until {opened}>")
     lines = [line(n, f"{waits.get(n, '')} word{n}") for n in range(num_lines)]
     with frontend_process(tmp_path / "folder") as (running, client):
         batch = create(client, lines)

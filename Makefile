@@ -23,7 +23,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +130,9 @@ demo-eval: setup ## Evaluate the demo models on held-out prompts: accuracy for e
 
 archs: setup ## Compare every causal language model type of transformers with transformers, on tiny random weights
 	@$(BIN)/python tests/backend/archs.py $(ARGS)
+
+image-archs: setup ## Compare every type of transformers that reads images with transformers, on tiny random weights
+	@$(BIN)/python tests/backend/vision/image_archs.py $(ARGS)
 
 bench: setup ## Compare the engine with transformers and llama.cpp, and with the limits of this machine
 	@$(BIN)/python -m loadtest.bench.bench $(ARGS)

@@ -76,3 +76,4 @@ HINTS |= {
         "_image": {"do_image_splitting": False, "size": {"longest_edge": 512}},
     },
 }
+HINTS |= {"paligemma": {"_sizes": "defaults", "_image": {"image_seq_length": 256}}}

@@ -75,7 +75,7 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start the tool call that `head` names. Return False if the text is to become content."""
+        """Start the tool call that `head` names. Return False if its text must become content."""
         return self.writer.start(head.name, head.call_id)
 
     def _reject(self, pos: int) -> int:
@@ -102,7 +102,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. A step that ends sets `_step` to the next step."""
+    """Reads a body in steps. When a step has ended, it sets `_step` to the next step."""
 
     __slots__ = ("_step",)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.body_reader import Head
-from nereid_parsers.stream.call_plan import CallPlan
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import (
@@ -35,8 +35,8 @@ class CallReader:
     """
 
     __slots__ = (
-        "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section", "_last_plan",
-        "_open_call", "_plan", "_section_closes", "_separator", "_starts", "_text", "_writer",
+        "_buffer", "_calls_first", "_closing_markers", "_expected", "_format", "_is_in_section",
+        "_last_form", "_open_call", "_section_closes", "_separator", "_starts", "_text", "_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
@@ -46,28 +46,29 @@ class CallReader:
             context: The objects that all readers of the message share.
             writer: The writer of tool calls.
         """
-        self._plan = context.plan
+        self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
         self._writer = writer
         self._calls_first = context.calls_first
-        tools = context.plan.tools
+        tools = context.format.tools
         self._section_closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
         self._is_in_section = False
-        self._starts = CallStarts(context.plan.calls, writer)
-        self._expected = self._starts.in_section()
+        self._starts = CallStarts(context.format.calls, writer)
+        self._expected = self._starts.in_section()  # The tool call that `read_start` reads next.
+        # The tool call whose body is being read. It is set in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
         # The form of the last tool call, and the closing markers that may still follow this call.
-        self._last_plan: CallPlan | None = None
+        self._last_form: CompiledCall | None = None
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a tool section."""
+        """Read the opening marker of a tool section. It stays undecided until a call starts."""
         self._is_in_section = True
-        self._text.hold_tentative(self._buffer.take(len(marker)))
+        self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
     # The following three methods return None if no tool call can start. The marker is then content.
@@ -76,16 +77,18 @@ class CallReader:
         """Prepare to read a tool call that starts with `marker`."""
         return self._expect(self._starts.at_marker(marker))
 
-    def open_orphan_call(self, marker: str) -> State | None:
-        """Prepare to read a tool call whose opening marker is missing.
+    def open_call_at_head(self, marker: str) -> State | None:
+        """Prepare to read a tool call whose opening marker the model has omitted.
+
+        Example: `<function=` without `<tool_call>` before it.
 
         Args:
             marker: The first literal of the tool call's head.
         """
-        return self._expect(self._starts.at_orphan(marker))
+        return self._expect(self._starts.at_head(marker))
 
     def open_bare_call(self, opening: str) -> State | None:
-        """Prepare to read a tool call without a marker. Its first text is `opening`."""
+        """Prepare to read a tool call that has no marker, but starts with the text `opening`."""
         return self._expect(self._starts.at_bare_opening(opening, self._text.has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
@@ -96,22 +99,18 @@ class CallReader:
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Create the reader of a tool call's arguments, after the message header has been read."""
-        plan = self._plan.message_call
-        assert plan is not None
-        body = plan.create_reader(self._writer, head, is_certain=True)
-        self._open_call = OpenCall(
-            plan, body, is_certain=True, buffer=self._buffer, text=self._text
-        )
-        body.begin()
+        """Prepare to read the arguments of a tool call, after the message header has been read."""
+        form = self._format.message_call
+        assert form is not None  # Only the layout `Messages`, which sets it, has headers.
+        self._begin_body(MatchedCall(form, head, is_confirmed=True))
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
         """Leave the tool section if `marker` closes it.
 
         Returns:
-            Whether `marker` is removed from the content. This is also the case directly after a
-            tool call.
+            Whether the caller must remove `marker` from the content. The result is True if `marker`
+            closes the tool section, or if it directly follows the markup of a tool call.
         """
         if self._is_in_section and marker in self._section_closes:
             self._is_in_section = False
@@ -122,42 +121,48 @@ class CallReader:
         """Return whether a tool call has started in this message."""
         return bool(self._writer.num_started)
 
-    def report(self, leniency: str) -> None:
+    def report(self, deviation: str) -> None:
         """Store the description of a deviation from the format, see `CallWriter.report`."""
-        self._writer.report(leniency)
+        self._writer.report(deviation)
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
-    def reject(self, num_chars: int, fault: str) -> State:
-        """Write the tentative text, and the next `num_chars` characters, as content.
+    def treat_as_content(self, num_chars: int, fault: str) -> State:
+        """Write the undecided text, and the next `num_chars` characters, as content.
+
+        This text looked like a tool call, so the open tool call and its reports are discarded.
 
         Args:
-            num_chars: The number of characters.
+            num_chars: The number of unread characters that are content.
             fault: The reason that the event gives for returning this text as content.
+
+        Returns:
+            The state in which the text after this content is read.
         """
         self._open_call = None
         self._writer.forget_reports()
         if not self._writer.num_started:
             self._is_in_section = False  # The opening marker of the section is content, too.
-        self._text.reject_tentative(self._buffer.take(num_chars), fault)
-        only_content = self._calls_first and self._text.has_content
-        return State.CONTENT_ONLY if only_content else State.CONTENT
+        self._text.write_undecided(self._buffer.take(num_chars), fault)
+        if self._calls_first and self._text.has_content:
+            return State.CONTENT_ONLY
+        return State.CONTENT
 
-    def _drop_or_reject(self, num_chars: int, fault: str) -> State:
-        """Handle an incomplete tool call at the end of the message.
+    def _drop_or_treat_as_content(self, num_chars: int, fault: str) -> State:
+        """Remove an incomplete tool call at the end of the message, or treat it as content.
 
-        If the text contains a tag, the text is removed. Otherwise the text is content. Example: at
-        the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
+        If the text contains a tag, all unread text is removed. Otherwise the text is content.
+        Example: at the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
 
         Args:
             num_chars: The number of unread characters that are content if the text has no tag.
             fault: The reason that the event gives for returning this text as content.
         """
-        if not looks_like_markup(self._text.tentative_text + self._buffer.unread()):
-            return self.reject(num_chars, fault)
+        if not looks_like_markup(self._text.undecided_text + self._buffer.unread()):
+            return self.treat_as_content(num_chars, fault)
         self._is_in_section = False
         self._open_call = None
-        self._text.accept_tentative()
+        self._text.drop_undecided()
         self._text.write_markup(self._buffer.take_unread())
         return State.CONTENT
 
@@ -177,21 +182,30 @@ class CallReader:
             return None
         num_chars = len(expected.opening)
         is_cut_off = self._buffer.is_final and expected.is_incomplete(
-            self._buffer, self._is_in_section
+            self._buffer, includes_bare=self._is_in_section
         )
         if is_cut_off:
-            return self._drop_or_reject(num_chars, _NO_CALL_AFTER_MARKER)
-        return self.reject(num_chars, _NO_CALL_AFTER_MARKER)
+            return self._drop_or_treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
+        return self.treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
+
+    def _begin_body(self, match: MatchedCall) -> None:
+        """Create the reader of the body after a matched head, and let this reader begin."""
+        body = match.form.create_reader(self._writer, match.head, is_confirmed=match.is_confirmed)
+        self._open_call = OpenCall(
+            match.form,
+            body,
+            is_confirmed=match.is_confirmed,
+            buffer=self._buffer,
+            text=self._text,
+        )
+        body.begin()
 
     def _start_body(self, match: MatchedCall) -> State:
-        """Read the head of a tool call, and create the reader of the body."""
-        plan = match.plan
-        if plan.is_orphan:
+        """Read the matched head of a tool call, and return the state in which the body is read."""
+        if match.form.omits_marker:
             self._writer.report(_MISSING_MARKER)
-        body = plan.create_reader(self._writer, match.head, match.is_certain)
-        self._open_call = OpenCall(plan, body, match.is_certain, self._buffer, self._text)
-        self._text.hold_tentative(self._buffer.take_until(match.head.end))
-        body.begin()
+        self._text.hold_undecided(self._buffer.take_until(match.head.end))
+        self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
         # If there is no unread text, the state machine reads the body only when more text arrives.
@@ -199,32 +213,37 @@ class CallReader:
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
-        """Read a part of the body of a tool call, and return the next state."""
+        """Read a part of the body of a tool call.
+
+        Returns:
+            The next state, or None if the body has not ended. Text that turns out not to be a tool
+            call becomes content.
+        """
         call = self._open_call
         assert call is not None
         outcome = call.read()
         if outcome is None:
             return None
         if outcome is Outcome.ENDED:
-            return self._end_call(call.plan)
+            return self._end_call(call.form)
         if outcome is Outcome.BROKEN:
             return State.BROKEN_CALL
-        return self.reject(0, _NO_CALL)
+        return self.treat_as_content(0, _NO_CALL)
 
     def read_broken(self) -> State | None:
         """Read arguments that are not valid JSON, see `OpenCall.read_broken`."""
         assert self._open_call is not None
         has_ended = self._open_call.read_broken()
-        return self._end_call(self._open_call.plan) if has_ended else None
+        return self._end_call(self._open_call.form) if has_ended else None
 
-    def _end_call(self, plan: CallPlan) -> State:
+    def _end_call(self, form: CompiledCall) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended."""
         self._text.end_call()
         self._text.start_after_call()
         self._open_call = None
-        self._last_plan = plan
-        self._closing_markers = plan.closing_markers
-        return State.CONTENT if plan is self._plan.message_call else State.CALL_END
+        self._last_form = form
+        self._closing_markers = form.closing_markers
+        return State.CONTENT if form is self._format.message_call else State.CALL_END
 
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
@@ -233,10 +252,11 @@ class CallReader:
 
         White space and superfluous brackets before a closing marker are skipped. Example: with the
         closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
-        end the tool call.
+        end the tool call. If no closing marker follows, the next state is BETWEEN_CALLS.
         """
         after_blanks = skip_blanks(self._buffer.text, self._buffer.pos)
-        for start in (after_blanks, skip_superfluous(self._buffer.text, after_blanks)):
+        after_brackets = skip_superfluous(self._buffer.text, after_blanks)
+        for start in (after_blanks, after_brackets):
             index = self._match_closing_marker(start)
             if index == NEED_MORE:
                 return self._wait_or_drop(start)
@@ -268,9 +288,9 @@ class CallReader:
         return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """Wait for the rest of the marker that begins at `start`.
+        """Return None, so that the parser waits for the rest of the marker at `start`.
 
-        If the message has ended, remove the incomplete marker.
+        If the message has ended, remove the incomplete marker, and return the next state.
         """
         if not self._buffer.is_final:
             return None
@@ -286,22 +306,27 @@ class CallReader:
         Returns:
             The next state, or None if no tool call starts here.
         """
-        plan = self._last_plan
+        form = self._last_form
         # A closing marker of the last tool call is still expected, so `pos` is before this marker.
         is_inside_markers = bool(self._closing_markers)
-        if plan is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
+        if form is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
             return None
-        if not isinstance(plan.call.body, JsonObject) or not plan.call.open.strip():
+        has_opening_marker = bool(form.call.open.strip())
+        if not has_opening_marker or not isinstance(form.call.body, JsonObject):
             return None
         self._text.hold_blanks(self._buffer.take_until(pos))
-        # No marker precedes this object, so only its name can prove that it is a tool call.
-        return self._start_body(MatchedCall(plan, Head(pos), is_certain=False))
+        # No marker precedes this object, so the object is a tool call only if its name is offered.
+        return self._start_body(MatchedCall(form, Head(pos), is_confirmed=False))
 
     def read_between(self) -> State | None:
-        """Read white space, a separator or the tool section's closing marker after a tool call.
+        """Read the text after a tool call, or after the opening marker of a tool section.
 
-        Example: after a tool call, the text `, {"name": ` contains the separator `,` and the start
-        of another tool call. The text `Hello` is content.
+        This text is white space, a separator between two tool calls, or the closing marker of the
+        tool section. Example: in `, {"name": `, the separator `,` is read, and `{` starts another
+        tool call. The text `Hello` is content.
+
+        Returns:
+            The next state, or None if more text is required.
         """
         buffer = self._buffer
         self._text.hold_blanks(buffer.take_until(skip_blanks(buffer.text, buffer.pos)))
@@ -331,7 +356,8 @@ class CallReader:
         Returns:
             The end of the marker, NEED_MORE or NO_MATCH. NO_MATCH outside a tool section.
         """
-        is_empty_section_cut_off = self._buffer.is_final and bool(self._text.tentative)
+        # The opening marker of a section is undecided until the first tool call starts.
+        is_empty_section_cut_off = self._buffer.is_final and bool(self._text.undecided)
         for close in self._section_closes if self._is_in_section else ():
             match = match_marker(close, self._buffer.text, self._buffer.pos)
             if match >= 0 or (match == NEED_MORE and not is_empty_section_cut_off):
@@ -356,12 +382,12 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        is_empty = bool(self._text.tentative)  # The opening marker is still tentative.
+        is_empty = bool(self._text.undecided)  # The opening marker is still undecided.
         can_be_content = self._calls_first or not is_special_token(close)
         if is_empty and can_be_content:
-            return self.reject(len(close), _EMPTY_SECTION)
+            return self.treat_as_content(len(close), _EMPTY_SECTION)
         if is_empty:
-            self._text.accept_tentative()
+            self._text.drop_undecided()
         self._text.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 
@@ -381,23 +407,23 @@ class CallReader:
         call = self._open_call
         assert call is not None
         if call.end_at_stored_marker():
-            return self._end_call(call.plan)
+            return self._end_call(call.form)
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        has_tentative = bool(self._text.tentative)
-        if call.is_certain and has_tentative and not self._is_closed_in_tentative(call.plan):
-            return self._drop_or_reject(0, _NO_CALL)
-        return self.reject(0, _NO_CALL)
+        has_undecided = bool(self._text.undecided)
+        if call.is_confirmed and has_undecided and not self._is_closed_in_undecided_text(call.form):
+            return self._drop_or_treat_as_content(0, _NO_CALL)
+        return self.treat_as_content(0, _NO_CALL)
 
-    def _is_closed_in_tentative(self, plan: CallPlan) -> bool:
-        """Return whether the tentative text contains a marker that closes tool calls.
+    def _is_closed_in_undecided_text(self, form: CompiledCall) -> bool:
+        """Return whether the undecided text contains a closing marker of tool calls.
 
-        If so, the tool call was closed before the end of the message, and the tentative text is
-        content.
+        If so, the text that looked like a tool call was closed before the end of the message, and
+        this text is content.
         """
-        text = self._text.tentative_text
-        return any(marker in text for marker in (*plan.closing_markers, *self._section_closes))
+        text = self._text.undecided_text
+        return any(marker in text for marker in (*form.closing_markers, *self._section_closes))
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""
@@ -410,5 +436,5 @@ class CallReader:
         If the text of the section contains a tag, the text is removed. Otherwise the text is
         content.
         """
-        if self._text.tentative:
-            self._drop_or_reject(0, _EMPTY_SECTION)
+        if self._text.undecided:
+            self._drop_or_treat_as_content(0, _EMPTY_SECTION)

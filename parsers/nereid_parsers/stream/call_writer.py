@@ -99,33 +99,36 @@ class CallWriter:
         self._filter = WrapperFilter(is_passing=True)
         self._reports: list[str] = []
 
-    def report(self, leniency: str) -> None:
+    def report(self, deviation: str) -> None:
         """Store the description of a deviation from the format that the parser has tolerated.
 
         The end event of the open tool call, or of the next tool call, contains the description.
         Example: `report("the reasoning before the tool call is not closed")`.
         """
-        if leniency not in self._reports:
-            self._reports.append(leniency)
+        if deviation not in self._reports:
+            self._reports.append(deviation)
 
     def forget_reports(self) -> None:
         """Discard the stored descriptions, because the text is not a tool call."""
         self._reports = []
 
-    def start(self, name: str, call_id: str, is_certain: bool = True) -> bool:
+    def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
+
+        If the policy discards calls of unknown functions, such a tool call starts too, but no
+        events are appended for it.
 
         Args:
             name: The name of the function.
             call_id: The id that the model wrote, or "".
-            is_certain: Whether a marker proves that the text is a tool call. Without such a marker,
-                the text is content if `name` is not among the offered tools.
+            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
+                call. If not, the text is content if `name` is not among the offered tools.
 
         Returns:
             Whether the tool call has started. If False, the caller must treat its text as content.
         """
         is_unknown = self.tools.is_known and name not in self.tools
-        unknown_is_content = not is_certain or self._unknown_tool is UnknownTool.CONTENT
+        unknown_is_content = not is_confirmed or self._unknown_tool is UnknownTool.CONTENT
         if not name or (is_unknown and unknown_is_content):
             return False
         self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
@@ -133,6 +136,13 @@ class CallWriter:
             log.warning(
                 "discarded a call of the function %r, which the request does not offer", name
             )
+        self._open(name, call_id)
+        if not self.keeps_arguments and not self._is_discarded:
+            self._append_start()
+        return True
+
+    def _open(self, name: str, call_id: str) -> None:
+        """Count a new tool call, and reset the attributes that describe the open tool call."""
         self.is_open = True
         self.num_started += 1
         self._name = name
@@ -140,12 +150,9 @@ class CallWriter:
         self._arguments = []
         self._has_written = False
         self._filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
-        if not self.keeps_arguments and not self._is_discarded:
-            self._append_start()
-        return True
 
     def _append_start(self) -> None:
-        """Append the event for the start of the tool call."""
+        """Append the event for the start of the tool call. Give the tool call the next index."""
         self.last_index += 1
         call_id = self._call_id or self._new_id()
         self._events.append(ToolCallStart(self.last_index, call_id, self._name))
@@ -166,7 +173,9 @@ class CallWriter:
             self._events.append(ArgumentsDelta(self.last_index, text))
 
     def end(self, fault: str | None = None) -> None:
-        """End the tool call.
+        """End the tool call, and append the events that have not been appended yet.
+
+        No events are appended for a discarded tool call.
 
         Args:
             fault: A description of the error in the text of the tool call, or None.
@@ -186,10 +195,10 @@ class CallWriter:
 
         A tool call without arguments gets the arguments `{}`.
         """
-        delayed_text, is_unwrapped = self._filter.finish()
-        if is_unwrapped:
+        rest = self._filter.finish()
+        if rest.is_unwrapped:
             self.report(_WRAPPED_ARGUMENTS)
-        self._append_arguments(delayed_text)
+        self._append_arguments(rest.text)
         if not self._has_written:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
@@ -206,7 +215,7 @@ class CallWriter:
         tool call is discarded, or passed on with the model's own text.
         """
         text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
-        arguments = self._valid_arguments(text)
+        arguments = self._repair_and_unwrap(text)
         if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
             log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
             self._reports = []
@@ -215,21 +224,24 @@ class CallWriter:
         self._append_arguments(text if arguments is None else arguments)
         self._append_end()
 
-    def _valid_arguments(self, text: str) -> str | None:
-        """Return the arguments as a JSON object, or None if `text` cannot be repaired.
+    def _repair_and_unwrap(self, text: str) -> str | None:
+        """Return the arguments as a valid JSON object. Report each difference from `text`.
 
-        Each change of the text is reported. Examples: `{"a": [1` gives `{"a": [1]}`, and
-        `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called "arguments".
+        The result is None if `text` is broken and cannot be repaired. Examples: `{"a": [1` gives
+        `{"a": [1]}`, and `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called
+        "arguments".
         """
-        arguments: str | None = text
+        valid_text = text
         if not _is_json_object(text):
-            arguments = _repair(text)
-            self.report(_BROKEN_ARGUMENTS if arguments is None else _REPAIRED_ARGUMENTS)
-        if arguments is None or self._filter.is_passing:
-            return arguments
-        inner = unwrap(arguments)
+            repaired = _repair(text)
+            if repaired is None:
+                self.report(_BROKEN_ARGUMENTS)
+                return None
+            self.report(_REPAIRED_ARGUMENTS)
+            valid_text = repaired
+        inner = unwrap(valid_text) if may_be_wrapped(self._name, self.tools) else None
         if inner is None:
-            return arguments
+            return valid_text
         self.report(_WRAPPED_ARGUMENTS)
         return inner
 
@@ -250,20 +262,25 @@ class CallWriter:
         return found_marker + rest
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Forget the tool calls that have ended, and set the index of the open tool call to 0.
+        """Restart the numbering of tool calls at the end of the prompt.
+
+        The prompt may contain the beginning of the message. Tool calls that have ended there are
+        forgotten, so that the next tool call gets the index 0. If a tool call is open, it gets the
+        index 0 instead.
 
         Args:
-            events: The events of all tool calls.
+            events: All events of the prompt. The list is not changed.
 
         Returns:
-            The events of the open tool call, with the index 0.
+            Copies of the open tool call's events with the index 0. The list is empty if no tool
+            call is open, or if the events of the open tool call have not been appended yet.
         """
         open_index = self.last_index
         self.num_started = 1 if self.is_open else 0
         self.last_index = -1
         has_appended_start = not self.keeps_arguments and not self._is_discarded
         if not self.is_open or not has_appended_start:
-            return []  # The events of a stored or discarded tool call are not in the list.
+            return []
         self.last_index = 0
         return [
             replace(event, index=0)
@@ -281,7 +298,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _read_as_literal(text: str) -> str | None:
-    """Return a complete Python literal as JSON text. Return None if `text` is not such a literal.
+    """Convert a Python literal to JSON text. Return None if `text` is not a complete literal.
 
     Example: `{'a': True,}` gives `{"a": true}`.
     """
@@ -292,10 +309,10 @@ def _read_as_literal(text: str) -> str | None:
 
 
 def _repair(text: str) -> str | None:
-    """Repair broken JSON text, and return a JSON object as text, or None if the repair fails.
+    """Repair broken JSON text. Return the text of a JSON object, or None if the repair fails.
 
-    The text is parsed as JSON with unescaped control characters, then as a Python literal, and then
-    as incomplete JSON. Example: `'{"a": [1'` gives `'{"a": [1]}'`.
+    Three repairs are tried. The text is parsed as JSON with unescaped control characters, then as a
+    Python literal, and then as incomplete JSON. Example: `'{"a": [1'` gives `'{"a": [1]}'`.
     """
     from partial_json_parser import loads as loads_partial
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.format_plan import MarkerKind
+from nereid_parsers.stream.compiled_format import MarkerKind
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.pattern_matching import is_compound_start
 from nereid_parsers.stream.reader_context import ReaderContext
@@ -25,9 +25,9 @@ class ContentReader:
         "_buffer",
         "_calls",
         "_calls_first",
+        "_format",
         "_headers",
         "_marker_handlers",
-        "_plan",
         "_text",
     )
 
@@ -46,21 +46,22 @@ class ContentReader:
             headers: The reader of message headers.
             reasoning: The reader of reasoning.
         """
-        self._plan = context.plan
+        self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
         self._calls = calls
         self._headers = headers
         self._calls_first = context.calls_first
-        # A handler reads a marker in the content, and returns the next state. It returns None if
-        # the marker has no meaning at its place, so that the marker is content.
+        # A handler reads a marker in the content, and returns the next state. The handler reads
+        # nothing and returns None if the marker has no meaning at this place. `read` then writes
+        # the marker as content.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
             MarkerKind.CLOSE_REASONING: reasoning.close_in_content,
             MarkerKind.OPEN_SECTION: calls.open_section,
             MarkerKind.OPEN_CALL: calls.open_call,
-            MarkerKind.ORPHAN_CALL: calls.open_orphan_call,
+            MarkerKind.CALL_HEAD: calls.open_call_at_head,
             MarkerKind.BARE_CALL: calls.open_bare_call,
             MarkerKind.CLOSE_CALLS: self._close_calls,
             MarkerKind.WRAP_CONTENT: self._remove,
@@ -72,14 +73,14 @@ class ContentReader:
 
         Example: from `Hi<tool_call>`, `Hi` is written as content, and the next state is CALL_START.
         """
-        start, marker = self._plan.content_markers.find(self._buffer)
+        start, marker = self._format.content_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ContentDelta)
             if self._calls_first and self._text.has_content:
                 return State.CONTENT_ONLY
         if not marker:
             return None
-        handler = self._marker_handlers[self._plan.kinds[marker]]
+        handler = self._marker_handlers[self._format.kinds[marker]]
         return handler(marker) or self._write_as_content(marker)
 
     def _close_calls(self, marker: str) -> State | None:
@@ -98,7 +99,7 @@ class ContentReader:
 
     def read_content_only(self) -> State | None:
         """Read content, and remove only the markers that enclose messages or content."""
-        start, marker = self._plan.outer_markers.find(self._buffer)
+        start, marker = self._format.outer_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ContentDelta)
         if not marker:
@@ -107,17 +108,18 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the body of a content message in which markers of tool calls are content.
+        """Read the body of a message that cannot contain tool calls.
 
-        Example: a message to the user may quote `<tool_call>` to explain the format.
+        Markers of tool calls have no meaning in this message. Example: a message to the user may
+        quote `<tool_call>` to explain the format.
         """
         # In the layout `Messages`, these are the markers that start or end a message.
-        start, marker = self._plan.reasoning_markers.find(self._buffer)
+        start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ContentDelta)
         if not marker:
             return None
-        if self._plan.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:
+        if self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:
             return self._headers.start(marker)
         return self._remove(marker)  # The message has ended, so tool calls may follow.
 
@@ -132,13 +134,10 @@ class ContentReader:
         Args:
             state: The state in which the message has ended.
         """
-        beginning = self._buffer.unread()
-        if not beginning:
+        rest = self._buffer.unread()
+        if not rest:
             return
         is_reasoning = state is State.REASONING
-        markers = self._plan.reasoning_kinds if is_reasoning else self._plan.kinds
-        if any(
-            marker.startswith(beginning) and is_compound_start(marker, beginning)
-            for marker in markers
-        ):
+        markers = self._format.reasoning_kinds if is_reasoning else self._format.kinds
+        if any(marker.startswith(rest) and is_compound_start(marker, rest) for marker in markers):
             self._text.write_markup(self._buffer.take_unread())

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from nereid_parsers.declarations import Stage
 from nereid_parsers.stream.body_reader import Head
-from nereid_parsers.stream.call_plan import RoutePlan
 from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.compiled_call import CompiledHeader
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The description of a deviation from the format, which an event contains.
+# An event contains this description of a deviation from the format.
 _NO_HEADER = "no header follows the marker"
 
 
 class HeaderReader:
     """Reads the marker that starts a message, and the header after this marker.
 
-    Until the whole header has been read, the marker is the tentative text of the TextWriter.
+    Until the whole header has been read, the marker is the undecided text of the TextWriter.
     """
 
-    __slots__ = ("_buffer", "_calls", "_calls_first", "_plan", "_text")
+    __slots__ = ("_buffer", "_calls", "_calls_first", "_format", "_text")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
         """Create a reader for the headers of one output.
@@ -29,56 +29,60 @@ class HeaderReader:
             context: The objects that all readers of the output share.
             calls: The reader of tool calls.
         """
-        self._plan = context.plan
+        self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
         self._calls = calls
         self._calls_first = context.calls_first
 
     def start(self, marker: str) -> State:
-        """Read the marker that starts a message."""
-        self._text.hold_tentative(self._buffer.take(len(marker)))
+        """Read the marker that starts a message. It stays undecided until the header is read."""
+        self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.HEADER
 
     def read(self) -> State | None:
         """Read the header of a message, and return the state in which the message's body is read.
 
         Example: after the marker `<|start|>assistant`, the header `<|channel|>final<|message|>`
-        leads to the state CONTENT. Text that is not a header is content. The result is None if more
-        text is required.
+        leads to the state CONTENT. Text that does not match any header is content. The result is
+        None if more text is required.
         """
         buffer = self._buffer
-        has_read_marker = bool(self._text.tentative)
+        has_read_marker = bool(self._text.undecided)
         if not has_read_marker:
             # This is the start of the output. The marker is optional, because the prompt may
             # already contain the marker.
-            marker = self._plan.message_start
+            marker = self._format.message_start
             if buffer.starts_with(marker):
                 return self.start(marker)
             if not buffer.is_final and buffer.is_prefix_of(marker):
                 return None
-        for route in self._plan.routes:
+        for route in self._format.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
                 return self._enter_message(route, head)
             if head == NEED_MORE:
                 return None
-        return self._drop_or_reject()
+        return self._drop_or_treat_as_content()
 
-    def _drop_or_reject(self) -> State:
-        """Handle text that is not a whole header. Return the next state.
+    def _drop_or_treat_as_content(self) -> State:
+        """Remove an incomplete header at the end of the message, or treat the text as content.
 
-        If the message ends inside a header, the header is removed. Any other text is content.
+        Return the next state. Example: at the end of the message, the incomplete header
+        `<|channel|>fin` is removed. Text that does not start like a header is content.
         """
         if self._buffer.is_final and self._has_header_started():
-            self._text.accept_tentative()
+            self._text.drop_undecided()
             self._text.write_markup(self._buffer.take_unread())
             return State.CONTENT
-        return self._calls.reject(0, _NO_HEADER)
+        return self._calls.treat_as_content(0, _NO_HEADER)
 
-    def _enter_message(self, route: RoutePlan, head: Head) -> State:
-        """Read a header that matches `route`, and return the state in which the body is read."""
-        self._text.accept_tentative()
+    def _enter_message(self, route: CompiledHeader, head: Head) -> State:
+        """Read a header that matches `route`, and return the state in which the body is read.
+
+        With the policy CALLS_FIRST, the header of a tool call after content is content.
+        """
+        self._text.drop_undecided()
         if route.stage is Stage.CALLS and self._calls_first and self._text.has_content:
             return State.CONTENT_ONLY
         self._text.write_markup(self._buffer.take_until(head.end))
@@ -91,9 +95,9 @@ class HeaderReader:
     def _has_header_started(self) -> bool:
         """Return whether the unread text starts with the first literal of a header."""
         buffer = self._buffer
-        return any(route.has_started(buffer.text, buffer.pos) for route in self._plan.routes)
+        return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
 
     def finish(self) -> None:
         """Remove the marker that starts a message, if the output ends after this marker."""
-        if self._text.tentative:
-            self._text.accept_tentative()
+        if self._text.undecided:
+            self._text.drop_undecided()

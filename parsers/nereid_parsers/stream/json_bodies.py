@@ -28,11 +28,16 @@ class JsonArgumentsReader(BodyReader):
         self._scanner = JsonScanner()
 
     def read(self, text: str, pos: int) -> int:
-        """Write the next piece of the arguments, see `BodyReader.read`."""
+        """Start the tool call at its first text, and write the next piece of the arguments.
+
+        End the tool call after the closing brace. For the result see `BodyReader.read`.
+        """
         if not self.writer.is_open:
             pos = skip_blanks(text, pos)
             if pos == len(text):
                 return pos
+            # The tool call starts even if the text is not an object. The status BROKEN of an open
+            # tool call means that its arguments are broken, and not that its text is content.
             if not self._start_named_call(self._head) or text[pos] != "{":
                 return self._reject(pos)
         end = self._scanner.scan(text, pos)
@@ -49,11 +54,17 @@ class ArrayReader(BodyReader):
 
     is_verbatim = True
 
-    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
-        """Create a reader for one array. For the arguments see `ObjectReader`."""
+    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
+        """Create a reader for one array.
+
+        Args:
+            writer: The writer of the tool calls.
+            keys: The declaration of the keys in each object.
+            is_confirmed: Whether a marker shows that the array contains tool calls.
+        """
         super().__init__(writer)
         self._keys = keys
-        self._is_certain = is_certain
+        self._is_confirmed = is_confirmed
         self._is_bracket_open = False
         self._member: ObjectReader | None = None
 
@@ -72,10 +83,10 @@ class ArrayReader(BodyReader):
                 self.status = BROKEN
             else:
                 self._member = None
-                # The text after `pos` is content if it is not another tool call. One complete tool
-                # call proves that the other members of the array are tool calls too.
+                # The text after `pos` is content if it is not another tool call. After one
+                # complete tool call, the other members of the array are tool calls too.
                 self.last_call_end = pos
-                self._is_certain = True
+                self._is_confirmed = True
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
@@ -91,13 +102,12 @@ class ArrayReader(BodyReader):
         if char == "[" and not self._is_bracket_open:
             self._is_bracket_open = True
         elif char == "]" and self._is_bracket_open:
-            self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
+            self.status = DONE if self.writer.num_started or self._is_confirmed else BROKEN
         elif char == "{" and self._is_bracket_open:
-            self._member = ObjectReader(self.writer, self._keys, self._is_certain)
+            self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos
         else:
-            self.status = BROKEN
-            return pos
+            return self._reject(pos)
         return pos + 1
 
     def finish(self) -> None:

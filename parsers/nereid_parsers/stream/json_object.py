@@ -52,26 +52,27 @@ class ObjectReader(StepReader):
     """
 
     __slots__ = (
-        "_call_id", "_early_arguments", "_has_arguments", "_is_certain", "_key", "_keys", "_name",
+        "_call_id", "_early_arguments", "_has_arguments", "_is_confirmed", "_key", "_keys", "_name",
         "_on_string", "_outer_keys", "_scanner", "_value_pieces",
     )  # fmt: skip
 
     is_verbatim = True
 
-    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
+    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one object.
 
         Args:
             writer: The writer of the tool call.
             keys: The declaration of the object's keys.
-            is_certain: Whether a marker proves that the object is a tool call. If so, the tool call
-                starts after the name has been read. Otherwise it starts after the first text of the
-                arguments.
+            is_confirmed: Whether a marker or an earlier tool call shows that the object is a tool
+                call. If so, the tool call starts after the name has been read. Otherwise the tool
+                call starts after the first text of the arguments.
         """
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
-        self._is_certain = is_certain
-        # The keys of the objects that enclose the current position. A WRAPPER has the key "" here.
+        self._is_confirmed = is_confirmed
+        # The keys of the objects that enclose the current position. The list contains "" for an
+        # object with the role `_Role.WRAPPER`, because declared paths do not contain its key.
         self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -86,10 +87,10 @@ class ObjectReader(StepReader):
     def finish(self) -> None:
         """End the tool call, because the message has ended.
 
-        If a marker proves the tool call and the name has been read, a tool call without arguments
-        starts and ends.
+        If the object is confirmed to be a tool call, the name alone is enough, so that a tool call
+        without arguments starts and ends. Example: `<tool_call>{"name": "f"` gives a call of `f`.
         """
-        if self._name is not None and not self.writer.is_open and self._is_certain:
+        if self._name is not None and not self.writer.is_open and self._is_confirmed:
             self._start_call()
         super().finish()
 
@@ -105,7 +106,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. If a quote is at `pos`, prepare to read a key."""
+        """Read white space, a comma or `}`. At a quote, read nothing, but expect a key next."""
         if text[pos].isspace() or text[pos] == ",":
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":
@@ -124,8 +125,9 @@ class ObjectReader(StepReader):
         if self._outer_keys:
             self._outer_keys.pop()
             return pos + 1
-        # An object without arguments is a tool call only if a marker proves the tool call.
-        is_call = self.writer.is_open or (self._is_certain and self._start_call())
+        # An unconfirmed tool call starts only with its arguments. If the outermost object ends
+        # without arguments, the object is content.
+        is_call = self.writer.is_open or (self._is_confirmed and self._start_call())
         if not is_call:
             return self._reject(pos)
         if not self._has_arguments:
@@ -135,7 +137,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _set_key(self, key: str) -> bool:
-        """Store the key of a member, without surrounding white space, and expect a colon next."""
+        """Store the key of a member, without white space around it. Expect a colon. Return True."""
         self._key = key.strip()
         self._step = self._read_colon
         return True
@@ -150,14 +152,18 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Select the step that reads the value of the current key.
+        """Select the step that reads the value of the current key, based on the key's role.
 
         Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
         and the value of `type` is skipped.
+
+        Returns:
+            The position after the white space or the opening brace that was read. If another value
+            starts at `pos`, the result is `pos`, because the selected step reads the value.
         """
-        if text[pos].isspace():
-            return skip_blanks(text, pos)
         first_char = text[pos]
+        if first_char.isspace():
+            return skip_blanks(text, pos)
         role = self._role_of_key(first_char)
         if role is _Role.ARGUMENTS:
             return self._start_arguments(text, pos)
@@ -200,13 +206,19 @@ class ObjectReader(StepReader):
         """Return the role of a key that the format does not declare.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Both are accepted and reported. Examples: in `{"name": "f", "input": {}}`, the role
-        of `input` is ARGUMENTS. In `{"function": {"name": "f", "arguments": {}}}`, the role of
-        `function` is WRAPPER. Any other key is ignored if the object is known to be a tool call.
+        object. This method accepts such a key, and reports the deviation to the writer. Examples:
+        in `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
+        `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is WRAPPER. Any other
+        key is ignored if the object is known to be a tool call. Otherwise the key is INVALID.
+
+        Args:
+            path: The keys from the outermost object to the current key, joined by dots.
+            keys: The declaration of the object's keys.
+            first_char: The first character of the value.
         """
         parent, _, key = path.rpartition(".")
-        has_call_started = self._is_certain or self.writer.is_open
-        if first_char == "{" and (self._is_certain or self.writer.tools.is_known):
+        has_call_started = self._is_confirmed or self.writer.is_open
+        if first_char == "{" and (self._is_confirmed or self.writer.tools.is_known):
             declared_parent = keys.arguments.rpartition(".")[0]
             if key in _ARGUMENTS_KEYS and parent == declared_parent and not self._has_arguments:
                 self.writer.report(f"the arguments are under the key {key!r}")
@@ -248,7 +260,9 @@ class ObjectReader(StepReader):
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Select the step after a value, and return `end`.
+        """Return `end`. If the value is complete, expect a key or the closing brace next.
+
+        If the value is not valid JSON, set the status BROKEN.
 
         Args:
             end: The position at which the scan of the value has stopped.
@@ -271,12 +285,12 @@ class ObjectReader(StepReader):
         """
         self._name = name.strip()
         self._step = self._read_key_or_closing_brace
-        if self._has_arguments or self._is_certain:
+        if self._has_arguments or self._is_confirmed:
             return self._start_call()
         return True
 
     def _set_call_id(self, call_id: str) -> bool:
-        """Store the id of the tool call."""
+        """Store the id of the tool call, and return True."""
         self._call_id = call_id
         self._step = self._read_key_or_closing_brace
         return True
@@ -289,7 +303,7 @@ class ObjectReader(StepReader):
         """
         if self._name is None:
             return False
-        if not self.writer.start(self._name, self._call_id, self._is_certain):
+        if not self.writer.start(self._name, self._call_id, is_confirmed=self._is_confirmed):
             return False
         for piece in self._early_arguments:
             self.writer.write(piece)
@@ -300,12 +314,12 @@ class ObjectReader(StepReader):
         r"""Start the tool call if its name is known, and select the step that reads the arguments.
 
         The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
-        Without a marker before the tool call, only an object is accepted.
+        If it is not confirmed that the text is a tool call, only an object is accepted.
 
         Returns:
             `pos`, or NEED_MORE if more text must show whether the value is an object.
         """
-        if not self._is_certain:
+        if not self._is_confirmed:
             object_start = _match_object_start(text, pos)
             if object_start == NEED_MORE:
                 return NEED_MORE
@@ -321,7 +335,7 @@ class ObjectReader(StepReader):
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
-        """Select the step that reads the arguments, by the first character of the arguments."""
+        """Use the first character of the arguments to select the step that reads the arguments."""
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
@@ -349,12 +363,12 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write the value of a JSON string, which contains the arguments, as the arguments.
+        r"""Write the arguments that a model has written inside a JSON string. Return True.
 
         Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
 
         Args:
-            text: The value of the JSON string.
+            text: The decoded value of the JSON string.
         """
         self._write(text.strip() or "{}")
         self._step = self._read_key_or_closing_brace

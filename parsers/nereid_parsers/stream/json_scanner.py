@@ -42,9 +42,13 @@ class JsonScanner:
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
-        """Scan `text` from `pos` on, set `status`, and return the position after the value.
+        """Scan `text` from `pos` on, and set `status`.
 
         Example: for `'{"a": "}"} </call>'`, the result is 10 and the status is DONE.
+
+        Returns:
+            The position after the value, if the status is DONE. If the status is MORE, the end of
+            the text. If the status is BROKEN, the position of the bracket that does not match.
         """
         size = len(text)
         if self._is_escaped and pos < size:
@@ -55,7 +59,9 @@ class JsonScanner:
                 pos = _end_of(_STRING_CHARS[self._quote], text, pos)
                 if pos == size:
                     return pos
-                if text[pos] == "\\":  # The text ends before the escaped character.
+                if text[pos] == "\\":
+                    # The backslash is the last character of the text. Any other backslash is a part
+                    # of the regex match, together with the escaped character.
                     self._is_escaped = True
                     return pos + 1
                 self._quote = ""

@@ -55,6 +55,9 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
     The order matters, because the first regex that matches is used. Example: of the markers `<a>`
     and `<a><b>`, the regex for a prefix of `<a><b>` precedes the regex for `<a>`. So in the text
     `x<a><`, the match is `<a><`, which may still become `<a><b>`.
+
+    Args:
+        longest_first: The markers. Longer markers precede shorter markers.
     """
     regexes: list[str] = []
     for marker in longest_first:

@@ -23,8 +23,8 @@ from nereid_parsers.start_stage import StartPoint
 from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.compiled_format import CompiledFormat
 from nereid_parsers.stream.content_reader import ContentReader
-from nereid_parsers.stream.format_plan import FormatPlan
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.reasoning_reader import ReasoningReader
@@ -52,13 +52,13 @@ class Machine:
     """
 
     def __init__(
-        self, plan: FormatPlan, tools: Tools, policy: Policy, new_id: Callable[[], str]
+        self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
         self._events: list[Event] = []
         self._buffer = TextBuffer()
         self._text = TextWriter(self._events)
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
-        context = ReaderContext(plan, policy, self._buffer, self._text)
+        context = ReaderContext(format, policy, self._buffer, self._text)
         self._calls = CallReader(context, self._call_writer)
         self._headers = HeaderReader(context, self._calls)
         self._reasoning = ReasoningReader(context, self._calls, self._headers)
@@ -81,13 +81,18 @@ class Machine:
         self._enter(State.CONTENT)
 
     def _enter(self, state: State) -> None:
-        """Make `state` the current state."""
+        """Make `state` the current state, so that the next text is read by this state's method."""
         self._state = state
         # The method is looked up only when the state changes, which is rare.
         self._read = self._table[state]
 
     def start(self, start: StartPoint) -> None:
-        """Enter the state in which the output starts. Parse the prompt's part of the message."""
+        """Enter the state in which the output starts.
+
+        If the prompt already contains the beginning of the message, this beginning is parsed, but
+        has no events. If the prompt is not known, the first text may be reasoning or content. It is
+        then delayed in the state UNCLASSIFIED, if the format or the policy allows both.
+        """
         if start.stage is None:
             self._enter(State.HEADER)
         elif start.prefill:
@@ -99,7 +104,9 @@ class Machine:
             self._enter(self._reasoning.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events of the prompt, except the events of an open tool call.
+        """Treat all text so far as a part of the prompt, whose events are not returned.
+
+        The events of an open tool call are kept, because its arguments continue in the output.
 
         Args:
             events: All events of the prompt.
@@ -139,22 +146,26 @@ class Machine:
         The machine cannot be used after this call.
         """
         self._buffer.is_final = True
+        # The order matters: each of the following steps may enter a state that a later step ends.
         if self._state is State.UNCLASSIFIED:
             self._enter(self._reasoning.finish_unclassified())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content.finish_marker(self._state)
         self._run()
-        # The end of the message shows whether a tool call inside the reasoning, or an incomplete
-        # tool call, is really a tool call. The readers put the text of the other ones back into the
-        # buffer, so that it is read again.
+        # No closing marker of the reasoning has followed, so the stored text is a tool call. It was
+        # put back into the buffer, and is read now.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning.finish_interrupted())
             self._run()
+        # If an incomplete tool call ends at a marker in its stored arguments, the text after this
+        # marker was put back into the buffer. That text may contain another incomplete tool call.
         while self._state is State.CALL_BODY:
             self._enter(self._calls.finish_body())
             self._run()
         self._finish_state()
-        self._text.flush_blanks(self._state is State.REASONING, self._calls.has_calls())
+        self._text.finish_blanks(
+            is_reasoning=self._state is State.REASONING, has_calls=self._calls.has_calls()
+        )
         return self._events
 
     def _finish_state(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader
-from nereid_parsers.stream.call_plan import CallPlan
+from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
@@ -28,31 +28,33 @@ class OpenCall:
     """A tool call, or a list of tool calls, whose body is being read.
 
     Attributes:
-        plan: The form of the tool call.
-        is_certain: Whether a marker proves that the text is a tool call.
+        form: The form of the tool call.
+        is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
-    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_certain", "plan")
+    __slots__ = ("_body", "_buffer", "_text", "_writer", "form", "is_confirmed")
 
     def __init__(
         self,
-        plan: CallPlan,
+        form: CompiledCall,
         body: BodyReader,
-        is_certain: bool,
+        *,
+        is_confirmed: bool,
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
         """Create the open tool call.
 
         Args:
-            plan: The form of the tool call.
+            form: The form of the tool call.
             body: The reader of the body.
-            is_certain: Whether a marker proves that the text is a tool call.
+            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
+                call.
             buffer: The buffer that contains the text of the body.
             text: The writer that classifies the text of the body.
         """
-        self.plan = plan
-        self.is_certain = is_certain
+        self.form = form
+        self.is_confirmed = is_confirmed
         self._body = body
         self._buffer = buffer
         self._text = text
@@ -89,15 +91,15 @@ class OpenCall:
         text = self._buffer.text
         end = self._buffer.pos
         if self._body.last_call_end is not None:
-            # A tool call of a list has ended. Another tool call may follow, so the text after the
-            # tool call is tentative.
+            # A tool call of a list has ended. The text after this tool call is undecided, because
+            # it is either the start of another tool call or content.
             call_end = self._body.last_call_end
             self._write_ended_call(text[start:call_end])
-            self._text.hold_tentative(text[call_end:end])
+            self._text.hold_undecided(text[call_end:end])
         elif was_open or self._body.status is DONE:
             self._write_ended_call(text[start:end])
         else:
-            self._text.hold_tentative(text[start:end])
+            self._text.hold_undecided(text[start:end])
 
     def _write_ended_call(self, text: str) -> None:
         """Classify the text of a tool call that has ended."""
@@ -105,15 +107,17 @@ class OpenCall:
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Leave the body, which is complete or not valid, and return the outcome."""
+        """End the body, which is complete or not valid, and return the outcome.
+
+        If the arguments are not valid, the outcome is ENDED in two cases: the reader of the body
+        has completed the arguments, or the stored arguments contain the closing marker.
+        """
         if self._body.status is DONE:
-            if self._text.tentative:
-                self._text.accept_tentative()
+            if self._text.undecided:
+                self._text.drop_undecided()
             return Outcome.ENDED
         if not self._writer.is_open:
             return Outcome.NO_CALL
-        # The arguments are not valid. Either the reader of the body completes them, or the tool
-        # call ends at a marker in the stored arguments, or the rest is passed on unchanged.
         has_ended = self._body.abandon() or self.end_at_stored_marker()
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 
@@ -128,7 +132,7 @@ class OpenCall:
         Returns:
             Whether the tool call has ended.
         """
-        markers = self.plan.closing_markers
+        markers = self.form.closing_markers
         if not markers or not self._body.is_verbatim:
             return False
         rest = self._writer.cut_arguments_at(markers[0])
@@ -147,11 +151,11 @@ class OpenCall:
         Returns:
             Whether a marker was found, so that the tool call has ended.
         """
-        end, marker = self.plan.end_of_broken.find(self._buffer)
+        end, marker = self.form.end_of_broken.find(self._buffer)
         if end > self._buffer.pos:
             piece = self._buffer.take_until(end)
             self._writer.write(piece)
-            self._text.write_call(piece, self._writer.keeps_arguments)
+            self._text.write_call(piece, may_be_reread=self._writer.keeps_arguments)
         if marker:
             self._writer.end(BROKEN_ARGUMENTS)
         return bool(marker)
@@ -168,7 +172,7 @@ class OpenCall:
         if not was_open and not is_list_with_calls:
             return False
         self._text.end_call()
-        self._text.accept_tentative()
+        self._text.drop_undecided()
         return True
 
     def finish_broken(self) -> None:

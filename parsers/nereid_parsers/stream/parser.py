@@ -12,7 +12,7 @@ from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import find_start
 from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.call_writer import generate_call_id
-from nereid_parsers.stream.format_plan import plan_of
+from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
 from nereid_parsers.stream.text_writer import Trace
 
@@ -49,7 +49,7 @@ class StreamParser:
             trace: A function that receives each piece of the text, in order, and the classification
                 of this piece: "reasoning", "content", "call" or "markup".
         """
-        self._machine = Machine(plan_of(fmt), Tools(tools), policy or fmt.policy, new_id)
+        self._machine = Machine(compile_format(fmt), Tools(tools), policy or fmt.policy, new_id)
         self._machine.start(find_start(fmt, prompt))
         self._machine.set_trace(trace)
         self._is_finished = False
@@ -110,7 +110,7 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     start = find_start(fmt, prompt)
     if not start.prefill:
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
-    machine = Machine(plan_of(fmt), Tools(None), fmt.policy, generate_call_id)
+    machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
     return OutputStart(machine.stage, machine.has_reasoned)
 

@@ -57,23 +57,27 @@ class FieldStep:
     regex: re.Pattern[str]
 
     def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
-        """Match the field at `pos`, store its text in `fields`, and return the end of the match.
+        """Match the field at `pos`, and store its text in `fields`.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
         because the name may continue. If the message ends after `"sum"`, the name may be
         incomplete, so the result is NO_MATCH.
+
+        Returns:
+            The end of the match, NEED_MORE or NO_MATCH.
         """
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
-        if end == len(text) and not is_final:
+        is_at_text_end = end == len(text)
+        if is_at_text_end and not is_final:
             return NEED_MORE if end - pos < MAX_HEAD_CHARS else NO_MATCH
         if end == pos and self.name != "rest":
-            return NO_MATCH
+            return NO_MATCH  # Only the field `rest` may be empty.
         value = text[pos:end]
         if self.name == "name":
-            is_incomplete = end == len(text)
-            differs = fields.get("name", value) != value  # All occurrences must be equal.
-            if is_incomplete or differs or value.isdigit():
+            # A pattern may contain the name twice. Both names must be equal.
+            differs = fields.get("name", value) != value
+            if is_at_text_end or differs or value.isdigit():
                 return NO_MATCH
         fields[self.name] = value
         return end
@@ -138,18 +142,23 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def _skip_pattern_blanks(text: str, pos: int) -> int:
-    """Return the end of the white space at `pos`, which may be written as `Ġ` or `Ċ`."""
+    """Return the position after the white space at `pos`. The characters `Ġ` and `Ċ` count too."""
     match = _BLANKS_IN_PATTERN(text, pos)
     return match.end() if match else pos
 
 
 def blank_variants(marker: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker, which differ in the white space inside the marker.
+    r"""Return the spellings of a marker that differ only in the white space inside the marker.
 
-    Examples: `<invoke name="` gives `<invoke name="`, `<invokename="` and `<invokeĠname="`. White
-    space may separate a tag from the text before and after the tag, so `<|start|>assistant` also
-    gives `<|start|> assistant` and `<|start|>\nassistant`. Declared white space may be followed by
-    one more blank. A marker that is one tag without white space gives only itself.
+    A model may change this white space in three ways:
+
+    - It omits a space in a marker that starts with a tag, or its tokenizer writes `Ġ` instead.
+      Example: `<invoke name="` also gives `<invokename="` and `<invokeĠname="`.
+    - It adds a blank between a tag and the text before or after the tag. Example:
+      `<|start|>assistant` also gives `<|start|> assistant` and `<|start|>\nassistant`.
+    - It adds a blank to the declared white space.
+
+    A marker that is one tag without white space gives only itself.
     """
     variants = [marker]
     if marker.startswith("<"):
@@ -201,7 +210,7 @@ def compile_pattern(source: str) -> Pattern:
 
 
 def _literal_steps(literal: str) -> list[str | BlanksStep]:
-    r"""Return the steps that match a literal with other white space than declared.
+    r"""Return the steps that match a literal, even if the white space in the text differs.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`.
     """
@@ -217,15 +226,22 @@ def _literal_steps(literal: str) -> list[str | BlanksStep]:
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex of a field. The match ends before the next literal of the pattern.
 
-    Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
+    Examples: in the pattern `{name}<sep>`, the regex of the name excludes `<`. In the pattern
+    `{rest}<sep>`, the regex matches any text before `<sep>` on the same line.
+
+    Args:
+        name: The name of the field.
+        next_literal: The literal after the field, or "" if there is none.
     """
     if name == "rest":
         stop = re.escape(next_literal.strip())
+        if not stop:
+            return re.compile(".*")
         rest_of_line = f"(?:(?!{stop}).)*"
         # A model may insert one line break before the last two words of a header. More words after
         # a line break are content.
         last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
-        return re.compile(rest_of_line + last_words if stop else ".*")
+        return re.compile(rest_of_line + last_words)
     stop_char = re.escape(next_literal[:1]) if next_literal[:1].strip() else ""
     return re.compile(f"{_FIELD_CLASSES[name]}{stop_char}]+")
 

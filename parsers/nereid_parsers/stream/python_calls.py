@@ -25,18 +25,18 @@ _KEYWORD = re.compile(r"[^\W\d]\w*").match
 class PythonCallsReader(StepReader):
     """Reads tool calls in Python syntax, for example `[f(a=1), g()]`."""
 
-    def __init__(self, writer: CallWriter, part: PythonCalls, is_certain: bool) -> None:
+    def __init__(self, writer: CallWriter, part: PythonCalls, *, is_confirmed: bool) -> None:
         """Create a reader.
 
         Args:
             writer: The writer of the tool calls.
             part: The declaration of the brackets and separators.
-            is_certain: Whether a marker proves that the text contains tool calls.
+            is_confirmed: Whether a marker shows that the text contains tool calls.
         """
         first_step = self._read_opening_bracket if part.open else self._read_call_start
         super().__init__(writer, first_step)
         self._part = part
-        self._is_certain = is_certain
+        self._is_confirmed = is_confirmed
         self._num_arguments = 0
         self._literal = LiteralReader(PYTHON)
 
@@ -55,16 +55,17 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _wait_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE, or reject the text if it has ended or the unread text is too long."""
+        """Return NEED_MORE because `text[pos:]` is incomplete.
+
+        If no more text follows, or if `text[pos:]` is too long, set the status BROKEN and return
+        `pos`.
+        """
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket before all tool calls, for example `[`.
-
-        Return the position after the bracket.
-        """
+        """Read the bracket before all tool calls, for example `[`. Return the position after it."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -91,7 +92,7 @@ class PythonCallsReader(StepReader):
         if arguments_start == NO_MATCH:
             return self._reject(pos)
         name = name_match.group().removesuffix(self._part.suffix)
-        if not self.writer.start(name, "", self._is_certain):
+        if not self.writer.start(name, "", is_confirmed=self._is_confirmed):
             return self._reject(pos)
         self._num_arguments = 0
         self._step = self._read_keyword_or_end
@@ -149,11 +150,15 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, pos: int) -> int:
-        """End the tool call whose text ends at `pos`, and return `pos`."""
+        """End the tool call whose text ends at `pos`, and return `pos`.
+
+        The text that follows is confirmed to be another tool call if it looks like one. If the
+        format declares neither a closing bracket nor a separator, the body ends here too.
+        """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
-        self._is_certain = True
+        self._is_confirmed = True
         self._step = self._read_between_calls
         if not self._part.close and not self._part.separator.strip():
             self.status = DONE
@@ -182,7 +187,10 @@ class PythonCallsReader(StepReader):
         return True
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended."""
+        """End the open tool call, because the message has ended.
+
+        After a complete tool call, the missing closing bracket is ignored.
+        """
         if self._step == self._read_between_calls:
             self.status = DONE
             return
@@ -205,7 +213,10 @@ class BareKeyReader(BodyReader):
         return self.writer.tools.argument_types(self._head.name, key)
 
     def read(self, text: str, pos: int) -> int:
-        """Read a piece of the object and write it as JSON, see `BodyReader.read`."""
+        """Start the tool call at the opening brace, and write the next piece of the object as JSON.
+
+        End the tool call after the closing brace. For the result see `BodyReader.read`.
+        """
         if not self.writer.is_open:
             pos = skip_blanks(text, pos)
             if pos == len(text):

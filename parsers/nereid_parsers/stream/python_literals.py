@@ -16,9 +16,10 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _BARE_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
-# The texts that can follow the closing quote of a key, of an item or member, and of an argument of
-# a call. Each regex also matches an incomplete text. A closing parenthesis does not end the call if
-# another parenthesis or a quote follows.
+# The texts that can follow a closing quote: one regex for a key of an object, one for an item of a
+# container or the value of a member, and one for an argument of a call. Each regex also matches the
+# beginning of such a text. A closing parenthesis does not end the call if another parenthesis or a
+# quote follows.
 _AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
 _AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
 _AFTER_ARGUMENT = re.compile(
@@ -233,7 +234,10 @@ class LiteralReader:
         return pos + 1
 
     def _close_container(self) -> None:
-        """Write the closing bracket of the innermost list, tuple, set or object."""
+        """Write the closing bracket of the innermost container, and leave this container.
+
+        If no container is open any more, the status becomes DONE.
+        """
         if self._expected is _Expected.FIRST_KEY:
             self._json_parts.append("{")
         self._json_parts.append(self._containers.pop().json_close)
@@ -248,6 +252,9 @@ class LiteralReader:
 
         A closing bracket may follow an opening bracket or a trailing comma, as in `[]` and `(1,)`.
         Examples: for `(`, `[` is written, and for `None`, `null` is written.
+
+        Returns:
+            The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
         may_close = self._expected is not _Expected.VALUE
@@ -278,7 +285,8 @@ class LiteralReader:
     def _open_container(self, bracket: str, pos: int) -> int:
         """Read the opening bracket of a list, tuple, set or object. Such a value cannot be a key.
 
-        The text `{` is written later, because it opens an object or a set.
+        For `[` and `(`, `[` is written. For `{`, nothing is written until the first key or item
+        shows whether `{` opens an object or a set. Return the position after the bracket.
         """
         if self._expected in _KEYS or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
@@ -293,7 +301,10 @@ class LiteralReader:
         return pos + 1
 
     def _begin_value(self) -> None:
-        """Write the comma before an item. Expect the token that follows a value or a key."""
+        """Write the comma before an item, and set the token that may follow the value or key.
+
+        A colon follows a key. A comma or a closing bracket follows any other value.
+        """
         if self._expected in _KEYS:
             self._expected = _Expected.COLON
             return
@@ -338,20 +349,21 @@ class LiteralReader:
         if is_member and self._types is not None and "string" not in self._types:
             self._converted_types = self._types
         self._begin_value()
-        can_follow = _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
-        if is_key:
-            can_follow = _AFTER_KEY
+        can_follow_value = _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
+        can_follow = _AFTER_KEY if is_key else can_follow_value
         self._stored_string = []
-        output = self._stored_string
-        if not is_key and self._converted_types is None:
-            output = self._json_parts
-            output.append('"')
+        is_stored = is_key or self._converted_types is not None
+        if not is_stored:
+            self._json_parts.append('"')
+        output = self._stored_string if is_stored else self._json_parts
         self._string = StringReader(quote, self._dialect, can_follow, output)
 
     def _close_string(self) -> None:
-        """End the open string. If the schema does not allow a string, write its value as JSON.
+        """End the open string.
 
-        Example: the string `3` becomes the number `3` if the schema allows only an integer.
+        There are three cases: a key is stored until its colon is read. If the schema does not allow
+        a string, the converted value is written. Example: the string `3` becomes the number `3` if
+        the schema allows only an integer. For any other string, the closing quote is written.
         """
         self._string = None
         if self._expected is _Expected.COLON:

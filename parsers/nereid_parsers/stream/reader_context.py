@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nereid_parsers.policy import Policy, TextRule
-from nereid_parsers.stream.format_plan import FormatPlan
+from nereid_parsers.stream.compiled_format import CompiledFormat
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 
@@ -15,13 +15,13 @@ class ReaderContext:
     """The objects that all readers of one message share.
 
     Attributes:
-        plan: The compiled format.
+        format: The compiled format.
         policy: The rules for cases that the format does not define.
         buffer: The buffer that contains the text.
         text: The writer of reasoning and content.
     """
 
-    plan: FormatPlan
+    format: CompiledFormat
     policy: Policy
     buffer: TextBuffer
     text: TextWriter

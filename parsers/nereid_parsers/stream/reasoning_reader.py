@@ -7,7 +7,7 @@ from nereid_parsers.events import ReasoningDelta
 from nereid_parsers.policy import StrayClose
 from nereid_parsers.stream.body_reader import Head
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.format_plan import MarkerKind
+from nereid_parsers.stream.compiled_format import MarkerKind
 from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
@@ -18,7 +18,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# The description of a deviation from the format, which an event contains.
+# An event contains this description of a deviation from the format.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
@@ -35,8 +35,8 @@ class ReasoningReader:
     """
 
     __slots__ = (
-        "_buffer", "_calls", "_calls_first", "_headers", "_is_inline", "_is_interrupted",
-        "_is_never_closed", "_part", "_plan", "_state", "_stored_text", "_stray_close", "_text",
+        "_buffer", "_calls", "_calls_first", "_format", "_headers", "_is_inline", "_is_interrupted",
+        "_is_never_closed", "_part", "_state", "_stored_text", "_stray_close", "_text",
         "has_reasoned", "is_reasoning_by_default",
     )  # fmt: skip
 
@@ -50,8 +50,8 @@ class ReasoningReader:
         """
         self.has_reasoned = False
         self.is_reasoning_by_default = False
-        self._plan = context.plan
-        self._part = context.plan.reasoning
+        self._format = context.format
+        self._part = context.format.reasoning
         self._buffer = context.buffer
         self._text = context.text
         self._calls = calls
@@ -63,7 +63,8 @@ class ReasoningReader:
         self._state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
-        # Whether a tool call has ended the reasoning, so that a closing marker may still follow.
+        # Whether a tool call, or the opening marker of the content, has ended the reasoning. The
+        # closing marker of the reasoning may then still follow.
         self._is_interrupted = False
         # Whether the message has ended, so that no closing marker of the reasoning can follow.
         self._is_never_closed = False
@@ -85,24 +86,25 @@ class ReasoningReader:
 
         Example: `Let me see.</think>` shows that the text is reasoning.
         """
-        start, marker = self._plan.content_markers.find(self._buffer)
+        start, marker = self._format.content_markers.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(start))
         if not marker:
             return None
-        return self._classify(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
+        is_closing = self._format.kinds[marker] is MarkerKind.CLOSE_REASONING
+        return self._classify(is_reasoning=is_closing)
 
     def finish_unclassified(self) -> State:
-        """Return the stored text to the buffer, because the message has ended without a marker.
+        """Put the stored text back into the buffer, because no marker has classified it.
 
-        The attribute `is_reasoning_by_default` decides whether the text is then read as reasoning.
+        Return the next state. It depends on `is_reasoning_by_default`.
         """
-        return self._classify(self.is_reasoning_by_default)
+        return self._classify(is_reasoning=self.is_reasoning_by_default)
 
-    def _classify(self, is_reasoning: bool) -> State:
+    def _classify(self, *, is_reasoning: bool) -> State:
         """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
 
         Args:
-            is_reasoning: Whether the text is read as reasoning. Otherwise it is read as content.
+            is_reasoning: Whether the text is to be read as reasoning. If not, it is content.
         """
         self._buffer.push_back(self._take_stored_text())
         return self.start_opened() if is_reasoning else State.CONTENT
@@ -120,7 +122,11 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Return the first state of an output whose prompt has opened the reasoning."""
+        """Return the state in which reasoning is read whose opening marker is not in the output.
+
+        Inline reasoning is returned as content, with its markers. So the missing opening marker is
+        written here.
+        """
         if self._is_inline:
             self.repeat_opening_marker()
         else:
@@ -128,7 +134,7 @@ class ReasoningReader:
         return self._state
 
     def repeat_opening_marker(self) -> None:
-        """Write the opening marker of the reasoning, which the model did not write, as content."""
+        """Write the opening marker as content. The model did not write this marker itself."""
         if self._part is not None:
             self._text.write_generated_content(self._part.open.strip())
 
@@ -138,12 +144,12 @@ class ReasoningReader:
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
         is removed. The rest, `Hi`, is content.
         """
-        start, marker = self._plan.reasoning_markers.find(self._buffer)
+        start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ReasoningDelta)
         if not marker:
             return None
-        kind = self._plan.reasoning_kinds[marker]
+        kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
             return self._read_interrupt(marker)
         if kind is MarkerKind.START_MESSAGE:
@@ -152,16 +158,18 @@ class ReasoningReader:
             return self._read_content_opening(marker)
         if kind is MarkerKind.OPEN_REASONING:
             return self._read_second_opening(marker)
+        # The marker ends the reasoning, the message or the model's turn.
         self._text.write_markup(self._buffer.take(len(marker)))
         if kind is MarkerKind.CLOSE_REASONING:
             self.has_reasoned = True
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
-        """Handle an opening marker of the reasoning inside the reasoning. Return the next state.
+        """Read a second opening marker, although the reasoning is already open.
 
         Models sometimes repeat the opening marker with which the prompt ends. Such a marker is
-        removed. If the model has already written other reasoning, the marker is a part of it.
+        removed. After other reasoning, the marker is a part of the reasoning. Return the next
+        state.
         """
         if self._text.has_text:
             return self._continue(marker)
@@ -169,7 +177,7 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Handle the content's opening marker, which was found inside the reasoning.
+        """Read the content's opening marker inside the reasoning. Return the next state.
 
         The marker ends the reasoning if the reasoning is empty, or if the marker is a special
         token, which a model does not quote. Otherwise the marker is a part of the reasoning.
@@ -196,12 +204,12 @@ class ReasoningReader:
 
     def read_inline(self) -> State | None:
         """Read reasoning, including its markers, and write all of this text as content."""
-        start, marker = self._plan.reasoning_markers.find(self._buffer)
+        start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write_content_exactly(self._buffer.take_until(start))
         if not marker:
             return None
-        kind = self._plan.reasoning_kinds[marker]
+        kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
             return self._read_interrupt(marker)
         self._text.write_content_exactly(self._buffer.take(len(marker)))
@@ -213,12 +221,19 @@ class ReasoningReader:
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_interrupt(self, marker: str) -> State | None:
-        """Handle a marker of tool calls inside the reasoning. Return the next state.
+        """Decide whether a marker of tool calls inside the reasoning starts a tool call.
 
-        Examples: `<tool_call> is a tag` is a part of the reasoning. After `<think>I call it.`, the
-        text `<tool_call>{"name": ` is a tool call if the reasoning is never closed, and otherwise a
-        part of the reasoning, so the text is stored until this is known. Directly after `<think>`,
-        the same text is a tool call. The policy CALLS_FIRST allows no tool call in the reasoning.
+        There are four cases:
+
+        - No tool call follows, as in `<tool_call> is a tag`. The marker is a part of the reasoning.
+        - The marker directly follows `<think>`. The tool call ends the reasoning.
+        - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. The text is
+          a tool call if the reasoning is never closed, and otherwise a part of the reasoning. It is
+          stored in the state INTERRUPTED_REASONING until this is known.
+        - The policy is CALLS_FIRST. The reasoning cannot contain tool calls.
+
+        Returns:
+            The next state, or None if more text is required.
         """
         if self._calls_first:
             return self._continue(marker)
@@ -235,17 +250,19 @@ class ReasoningReader:
     def _match_call_at(self, marker: str) -> Head | int:
         """Match a tool call at `marker`, or after `marker` if `marker` opens a tool section.
 
+        Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
+
         Returns:
             The head of the tool call, NEED_MORE or NO_MATCH.
         """
         buffer = self._buffer
-        candidates = self._plan.calls.by_trigger.get(marker)
+        candidates = self._format.calls.by_trigger.get(marker)
         pos = buffer.pos
         if candidates is None:
-            candidates = self._plan.calls.all
+            candidates = self._format.calls.all
             pos = skip_blanks(buffer.text, pos + len(marker))
-        for plan in candidates:
-            match = plan.match(buffer.text, pos, buffer.is_final)
+        for form in candidates:
+            match = form.match(buffer.text, pos, buffer.is_final)
             if match != NO_MATCH:
                 return match
         return NO_MATCH
@@ -256,7 +273,7 @@ class ReasoningReader:
         Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
         call is a part of the reasoning, because the reasoning is closed after the tool call.
         """
-        start, marker = self._plan.reasoning_closes.find(self._buffer)
+        start, marker = self._format.reasoning_closes.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(start))
         if not marker:
             return None
@@ -264,7 +281,7 @@ class ReasoningReader:
         return self._state
 
     def finish_interrupted(self) -> State:
-        """Read the stored text as a tool call, because the message has ended.
+        """Put the stored text back into the buffer, so that it is read as a tool call.
 
         Example: in `<think>I call it.<tool_call>{"name": "f"}</tool_call>`, the reasoning is never
         closed, so `<tool_call>` ends the reasoning.
@@ -274,7 +291,7 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _end_at_call(self) -> State:
-        """End reasoning that no closing marker ends, because a tool call follows."""
+        """End the reasoning before a tool call, and report that its closing marker is missing."""
         self._text.drop_blanks()
         self._text.is_after_marker = True
         self.has_reasoned = True
@@ -326,12 +343,13 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether a closing marker in the content is removed. Otherwise it is content.
+        """Return True if a closing marker in the content is removed, and False if it is content.
 
         Before the first content and the first tool call, the marker is removed. The policy
-        CALLS_FIRST allows only one such marker. Later, the marker is removed if a tool call has
-        ended the reasoning, or if the marker is a special token and the policy is not CALLS_FIRST.
-        Examples: `</think>Hi` becomes `Hi`, and `Hi</think>` stays `Hi</think>`.
+        CALLS_FIRST allows only one such marker. Later, the marker is removed in two cases: another
+        marker has ended the reasoning without a closing marker, or the marker is a special token
+        and the policy is not CALLS_FIRST. Examples: `</think>Hi` becomes `Hi`, and `Hi</think>`
+        stays `Hi</think>`.
         """
         if not self._has_output():
             return not (self.has_reasoned and self._calls_first)

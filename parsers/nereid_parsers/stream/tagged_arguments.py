@@ -11,10 +11,10 @@ from json.encoder import encode_basestring as quote_json
 from nereid_parsers.stream.argument_types import to_json
 from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
 from nereid_parsers.stream.python_strings import escape_json
 from nereid_parsers.stream.status import BROKEN, DONE
-from nereid_parsers.stream.tag_plan import MarkerRole, TagOpening, TagsPlan
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A
 # value that starts with another character can only be a string.
@@ -32,14 +32,14 @@ _STRING_TYPE_NAMES = ("string", "str")
 class TaggedReader(StepReader):
     """Reads tagged values as the arguments of one tool call."""
 
-    def __init__(self, writer: CallWriter, head: Head, plan: TagsPlan) -> None:
+    def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
-        self._plan = plan
+        self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
         # These attributes describe the current value. `_value_pieces` contains the text of the
         # value only if the value is not written as it arrives.
-        self._form = plan.forms[0]
+        self._form = tags.forms[0]
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
@@ -60,22 +60,22 @@ class TaggedReader(StepReader):
         pos = skip_blanks(text, pos)
         if pos == len(text):
             return pos
-        plan = self._plan
-        if plan.is_at_stop_marker(text, pos):
+        tags = self._tags
+        if tags.is_at_stop_marker(text, pos):
             self._close_arguments()
             self.writer.end()
             self.status = DONE
             return pos
-        opening = plan.match(text, pos, self.is_final)
+        opening = tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
             self._form = opening.form
             self._start_value(opening.fields)
             return opening.end
         if opening == NEED_MORE:
             return NEED_MORE
-        if plan.may_become_stop_marker(text, pos):
+        if tags.may_become_stop_marker(text, pos):
             return len(text) if self.is_final else NEED_MORE
-        if self.is_final and plan.match(text, pos, is_final=False) == NEED_MORE:
+        if self.is_final and tags.match(text, pos, is_final=False) == NEED_MORE:
             return len(text)  # The message ends inside the opening of a value.
         return self._reject(pos)  # There is text between the arguments.
 
@@ -171,9 +171,9 @@ class TaggedReader(StepReader):
         been read yet. Example: `A<parameter=days>3</parameter>` contains the value `A` if the tool
         declares `days`.
         """
-        if self._plan.is_at_stop_marker(text, pos):
-            return self._plan.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
-        opening = self._plan.match(text, pos, self.is_final)
+        if self._tags.is_at_stop_marker(text, pos):
+            return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
+        opening = self._tags.match(text, pos, self.is_final)
         if opening == NEED_MORE:
             return MarkerRole.UNDECIDED
         if not isinstance(opening, TagOpening):

@@ -22,8 +22,8 @@ class TextWriter:
     The writer stores three kinds of text until more text shows how to classify it:
 
     - White space at the end of a text. It belongs to the marker that follows, or else to the text.
-    - Tentative text, which looks like the start of a tool call or message. It is removed if a tool
-      call or message follows. Otherwise it is content.
+    - Undecided text, which looks like the start of a tool call or message. The undecided text is
+      removed if a tool call or message follows. Otherwise it is content.
     - The text of a tool call, as long as a part of it may be read again. Only the trace receives
       this text later.
 
@@ -37,19 +37,19 @@ class TextWriter:
         is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
             of that text then belong to the marker.
         has_text: Whether text other than white space has been written since the last marker.
-        tentative: The pieces of the tentative text.
+        undecided: The pieces of the undecided text.
     """
 
     __slots__ = (
         "_blanks", "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
-        "_removed_blanks", "_trace", "has_content", "has_text", "is_after_marker", "tentative",
+        "_removed_blanks", "_trace", "has_content", "has_text", "is_after_marker", "undecided",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
         self.has_content = False
         self.is_after_marker = False
         self.has_text = False
-        self.tentative: list[str] = []
+        self.undecided: list[str] = []
         self._events = events
         self._trace: Trace | None = None
         self._blanks: list[str] = []
@@ -109,7 +109,7 @@ class TextWriter:
         """
         is_content = event_type is ContentDelta
         if self.is_after_marker:
-            text = self._after_marker(text, is_content)
+            text = self._strip_after_marker(text, is_content)
         if self._trace is not None:
             self._trace(CONTENT if is_content else REASONING, text)
         if is_content:
@@ -119,10 +119,11 @@ class TextWriter:
         self.has_text = True
         self._is_last_text_content = is_content
 
-    def _after_marker(self, text: str, is_content: bool) -> str:
-        """Remove the blank lines that belong to a marker from the text after the marker.
+    def _strip_after_marker(self, text: str, is_content: bool) -> str:
+        """Return the text after a marker, without the blank lines that belong to the marker.
 
-        Blank lines between two pieces of content separate these pieces, so they are kept.
+        Blank lines between two pieces of content separate these pieces, so they are kept. The
+        attribute `is_after_marker` becomes False.
         """
         self.is_after_marker = False
         continues_content = is_content and self.has_content
@@ -147,7 +148,7 @@ class TextWriter:
         return blanks
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Remove the blank lines at the start of `text`, and classify them as "markup".
+        r"""Return `text` without the blank lines at its start, which are classified as "markup".
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
@@ -171,20 +172,26 @@ class TextWriter:
     # ---- white space -----------------------------------------------------------------------------
 
     def hold_blanks(self, blanks: str) -> None:
-        """Store white space between two markers. Add it to the tentative text if there is any."""
+        """Store white space between two markers.
+
+        If there is undecided text, the white space becomes a part of it.
+        """
         if blanks:
-            (self.tentative or self._blanks).append(blanks)
+            (self.undecided or self._blanks).append(blanks)
 
     def drop_blanks(self) -> None:
-        """Classify the stored white space as "markup", because a marker follows."""
+        """Remove the stored white space from the output, because a marker follows.
+
+        White space after content is remembered, because it is restored if more content follows.
+        """
         blanks = self._take_blanks()
         if self.has_text and self._is_last_text_content:
             self._removed_blanks = blanks
         self._classify(MARKUP, blanks)
         self.has_text = False
 
-    def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
-        """Classify the stored white space, because the message has ended.
+    def finish_blanks(self, *, is_reasoning: bool, has_calls: bool) -> None:
+        """Write or remove the stored white space, because the message has ended.
 
         There are three cases:
 
@@ -209,42 +216,45 @@ class TextWriter:
             self._classify(CONTENT, blanks)
             self._events.append(ContentDelta(blanks))
 
-    # ---- tentative text --------------------------------------------------------------------------
+    # ---- undecided text --------------------------------------------------------------------------
 
     @property
-    def tentative_text(self) -> str:
+    def undecided_text(self) -> str:
         """The text that is removed if a tool call or message follows, and otherwise is content."""
-        return "".join(self.tentative)
+        return "".join(self.undecided)
 
-    def hold_tentative(self, text: str) -> None:
-        """Add text to the tentative text."""
-        self.tentative.append(text)
+    def hold_undecided(self, text: str) -> None:
+        """Add text to the undecided text."""
+        self.undecided.append(text)
 
-    def accept_tentative(self) -> None:
-        """Classify the text that was held back, and the white space before it, as "markup"."""
+    def drop_undecided(self) -> None:
+        """Remove the undecided text, and the white space before it, from the output."""
         self.drop_blanks()
-        self._classify(MARKUP, self.tentative_text)
-        self.tentative = []
+        self._classify(MARKUP, self.undecided_text)
+        self.undecided = []
 
-    def reject_tentative(self, text: str, fault: str) -> None:
-        """Write the tentative text, followed by `text`, as content.
+    def write_undecided(self, text: str, fault: str) -> None:
+        """Write the undecided text, followed by `text`, as content.
 
         If both texts contain only white space, store the white space, because a marker may follow.
+        Example: with the undecided text `<tool_call>` and the text ` is`, an event for the content
+        `<tool_call> is` is appended.
 
         Args:
-            text: The text after the tentative text.
+            text: The text after the undecided text.
             fault: The reason that the event gives for returning a marker as content.
         """
-        text = self._without_prompt(self.tentative_text + text)
-        self.tentative = []
-        if not text:
+        new_text = self._without_prompt(self.undecided_text + text)
+        self.undecided = []
+        if not new_text:
             return
-        if not text.strip():
-            self._blanks.append(text)
+        if not new_text.strip():
+            self._blanks.append(new_text)
             return
-        text = self._take_blanks() + text
-        self._classify(CONTENT, text)
-        self._events.append(ContentDelta(self._take_removed_blanks() + text, fault))
+        content = self._take_blanks() + new_text
+        self._classify(CONTENT, content)
+        # The trace has already received the removed white space as "markup".
+        self._events.append(ContentDelta(self._take_removed_blanks() + content, fault))
         self.is_after_marker = False
         self.has_content = True
         self.has_text = True
@@ -252,18 +262,18 @@ class TextWriter:
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def write_call(self, text: str, may_be_reread: bool) -> None:
-        """Classify the text of a tool call as "call", and the tentative text before it as "markup".
+    def write_call(self, text: str, *, may_be_reread: bool) -> None:
+        """Classify the text of a tool call as "call", and remove the undecided text before it.
 
         Args:
             text: The text.
             may_be_reread: Whether the text may be read again. If so, the text is stored until
                 `end_call`.
         """
-        if self.tentative:
-            self.accept_tentative()
+        if self.undecided:
+            self.drop_undecided()
         if self._trace is None and not self._num_prompt_chars:
-            return
+            return  # Nobody needs the classification.
         if may_be_reread and self._trace is not None:
             self._call_text.append(text)
         else:
@@ -290,10 +300,12 @@ class TextWriter:
         """
         self._blanks = []
         self._removed_blanks = ""
-        self._num_prompt_chars = len(self.tentative_text) + num_unread_chars
+        self._num_prompt_chars = len(self.undecided_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:
         """Return `text` without the characters at its start that belong to the prompt.
+
+        These characters are subtracted from `_num_prompt_chars`.
 
         Example: the prompt ends with `<th`, and the model writes `ink>`. For the marker `<think>`,
         the result is `ink>`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import Enum
+from typing import NamedTuple
 
 from nereid_parsers.stream.argument_types import Tools, loads
 
@@ -59,14 +60,26 @@ class _State(Enum):
     END = "end"
 
 
+class DelayedText(NamedTuple):
+    """The text that a `WrapperFilter` still stores when the arguments end.
+
+    Attributes:
+        text: The text, without the superfluous object around the arguments.
+        is_unwrapped: Whether a superfluous object was removed.
+    """
+
+    text: str
+    is_unwrapped: bool
+
+
 class WrapperFilter:
-    """Delays the JSON text of arguments as long as a superfluous object may enclose them.
+    """Stores the JSON text of arguments until it is known whether an extra object encloses them.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
 
     Attributes:
-        is_passing: Whether the filter passes on all text that follows.
+        is_passing: Whether `add` returns all text unchanged from now on.
     """
 
     __slots__ = ("_delayed", "_state", "is_passing")
@@ -75,7 +88,7 @@ class WrapperFilter:
         """Create a filter for the arguments of one tool call.
 
         Args:
-            is_passing: Whether all text is passed on unchanged.
+            is_passing: Whether `add` returns all text unchanged.
         """
         self.is_passing = is_passing
         self._state = _State.BRACE
@@ -98,41 +111,56 @@ class WrapperFilter:
         return self._read_key(delayed)
 
     def _read_brace(self, text: str) -> str:
-        """Look for the opening brace in `text`. Return the text that is no longer delayed."""
-        start = text.lstrip()
-        if not start and len(text) <= _MAX_BLANKS:
+        """Look for the opening brace in `text`. Return the text that is no longer delayed.
+
+        Examples: a few blanks give "", because the brace may follow. The text `{` gives `{`. The
+        text `[` is not the start of an object, so it is returned, and the filter stops.
+        """
+        visible = text.lstrip()
+        if not visible and len(text) <= _MAX_BLANKS:
             return ""
-        if not start.startswith("{"):
-            return self._pass_on(text)  # The arguments are not an object.
+        if not visible.startswith("{"):
+            return self._stop_filtering(text)
         self._state = _State.KEY
-        after_brace = start[1:]
+        after_brace = visible[1:]
         return text.removesuffix(after_brace) + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that is no longer delayed.
+
+        Examples: `"arg` gives "", because it may become `"arguments"`. The complete key
+        `"arguments"` gives "" too, and all text that follows is delayed. The text `"age` is
+        returned, and the filter stops.
 
         Args:
             text: The text after the opening brace.
         """
         key = text.lstrip()
         if len(text) - len(key) > _MAX_BLANKS:
-            return self._pass_on(text)
+            return self._stop_filtering(text)
         self._delayed = [text]
         if key.startswith(_QUOTED_KEYS):
             self._state = _State.END
             return ""
         is_incomplete = any(name.startswith(key) for name in _QUOTED_KEYS)
-        return "" if is_incomplete else self._pass_on(text)
+        return "" if is_incomplete else self._stop_filtering(text)
 
-    def _pass_on(self, text: str) -> str:
-        """Return `text`, and pass on all text that follows."""
+    def _stop_filtering(self, text: str) -> str:
+        """Return `text`, and let `add` return all later text unchanged."""
         self.is_passing = True
         self._delayed = []
         return text
 
-    def finish(self) -> tuple[str, bool]:
-        """Return the delayed text, and whether a superfluous object was removed from this text."""
+    def finish(self) -> DelayedText:
+        """Return the text that is still delayed when the arguments end.
+
+        Example: after `{"arguments": {"a": 1}}`, the text is `"a": 1}`, because `add` has already
+        returned the opening brace.
+        """
         text = "".join(self._delayed)
-        # The opening brace has been passed on already.
-        inner = unwrap("{" + text) if self._state is _State.END else None
-        return (text, False) if inner is None else (inner.removeprefix("{"), True)
+        if self._state is not _State.END:
+            return DelayedText(text, is_unwrapped=False)
+        inner = unwrap("{" + text)
+        if inner is None:
+            return DelayedText(text, is_unwrapped=False)
+        return DelayedText(inner.removeprefix("{"), is_unwrapped=True)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.call_plan import CallPlan, RoutePlan
+from nereid_parsers.stream.compiled_call import CompiledCall, CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.pattern_matching import blank_variants
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
@@ -18,7 +18,7 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # contains such text.
 _MIN_CLOSING_MARKER_CHARS = 4
 # A shorter text is too frequent in content to start a tool call whose opening marker is missing.
-_MIN_ORPHAN_MARKER_CHARS = 8
+_MIN_HEAD_MARKER_CHARS = 8
 
 
 class MarkerKind(Enum):
@@ -29,7 +29,7 @@ class MarkerKind(Enum):
     INTERRUPT         A tool call starts inside the reasoning, and ends the reasoning.
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
-    ORPHAN_CALL       The head of a tool call starts. The marker before the head is missing.
+    CALL_HEAD         The head of a tool call starts. The model has omitted the marker before it.
     BARE_CALL         The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
@@ -42,7 +42,7 @@ class MarkerKind(Enum):
     INTERRUPT = "interrupt"
     OPEN_SECTION = "open_section"
     OPEN_CALL = "open_call"
-    ORPHAN_CALL = "orphan_call"
+    CALL_HEAD = "call_head"
     BARE_CALL = "bare_call"
     CLOSE_CALLS = "close_calls"
     WRAP_CONTENT = "wrap_content"
@@ -51,27 +51,27 @@ class MarkerKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CallPlans:
+class CompiledCalls:
     """The compiled declarations of all forms of a tool call.
 
     Attributes:
         all: All forms, in the order in which they are tried.
         by_trigger: The forms that start with a marker. The keys are the markers.
-        orphans: The forms without their opening marker. The keys are the first literals of their
-            heads.
+        by_head: The forms that start with their head, because the model has omitted the opening
+            marker. The keys are the first literals of the heads.
         bare: The forms that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
 
-    all: tuple[CallPlan, ...] = ()
-    by_trigger: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
-    orphans: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
-    bare: tuple[CallPlan, ...] = ()
+    all: tuple[CompiledCall, ...] = ()
+    by_trigger: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
+    by_head: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
+    bare: tuple[CompiledCall, ...] = ()
     kinds: dict[str, MarkerKind] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class FormatPlan:
+class CompiledFormat:
     """A format, compiled for the parser.
 
     Attributes:
@@ -95,9 +95,9 @@ class FormatPlan:
     outer_markers: Lexer
     kinds: dict[str, MarkerKind]
     reasoning_kinds: dict[str, MarkerKind]
-    calls: CallPlans
-    routes: tuple[RoutePlan, ...] = ()
-    message_call: CallPlan | None = None
+    calls: CompiledCalls
+    routes: tuple[CompiledHeader, ...] = ()
+    message_call: CompiledCall | None = None
 
     @property
     def reasoning(self) -> Reasoning | None:
@@ -116,26 +116,27 @@ class FormatPlan:
 
 
 @lru_cache(maxsize=512)
-def plan_of(fmt: FormatData) -> FormatPlan:
+def compile_format(fmt: FormatData) -> CompiledFormat:
     """Compile a format. The compiled format is cached for all formats that are equal."""
     if isinstance(fmt.layout, Messages):
-        return _plan_messages(fmt, fmt.layout)
-    return _plan_sections(fmt, fmt.layout)
+        return _compile_messages(fmt, fmt.layout)
+    return _compile_sections(fmt, fmt.layout)
 
 
-def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
+def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """Compile a format with the layout `Messages`."""
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
     kinds = calls.kinds | message_kinds
-    # The header of such a message contains the function's name. The message is outside all tool
-    # sections.
-    message_call = CallPlan(
+    # A tool call can be a message of its own, whose header contains the function's name. This
+    # message is outside all tool sections, so its section declares only the markers that end
+    # broken arguments. A section must contain a call, but this call is not used.
+    message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),), also_close=layout.ends),
     )
-    return FormatPlan(
+    return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
         reasoning_closes=Lexer(()),
@@ -144,18 +145,18 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
         kinds=kinds,
         reasoning_kinds=message_kinds,
         calls=calls,
-        routes=tuple(RoutePlan(route, layout, message_call) for route in layout.routes),
+        routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
         message_call=message_call,
     )
 
 
-def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
+def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format with the layout `Sections`.
 
-    A format may declare one text as several markers. In each table below, the last of these
-    declarations determines the meaning. So in the content, an end-of-turn token always ends the
-    turn. A marker that both opens and closes the reasoning opens it in the content and closes it in
-    the reasoning.
+    A format may declare one text as several markers. In each table of meanings below, a later dict
+    overrides an earlier dict. So in the content, an end-of-turn token always ends the turn. A
+    marker that both opens and closes the reasoning opens the reasoning in the content, and closes
+    the reasoning inside the reasoning.
     """
     wrapper = layout.content
     wrapper_open = (wrapper.open,) if wrapper is not None else ()
@@ -175,7 +176,7 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
         | opens
         | closes
     )
-    return FormatPlan(
+    return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
         reasoning_closes=Lexer(closes),
@@ -198,7 +199,7 @@ def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
     return kinds
 
 
-def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
+def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
     These are the declared markers, and all opening markers of tool calls and tool sections.
@@ -208,7 +209,7 @@ def _interrupting_markers(reasoning: Reasoning, calls: CallPlans) -> list[str]:
     """
     declared = list(reasoning.interrupted_by)
     closes = set(_visible(reasoning.closes))
-    if any(closes.intersection(plan.closing_markers) for plan in calls.all):
+    if any(closes.intersection(form.closing_markers) for form in calls.all):
         return declared
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     return declared + [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
@@ -222,7 +223,7 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
     return (marker.strip() for marker in markers if marker.strip())
 
 
-def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
+def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CompiledCalls:
     """Compile all forms of a tool call.
 
     Args:
@@ -231,35 +232,36 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
             surround the tool section, such a tool call never starts in the content.
     """
     if tools is None:
-        return CallPlans()
-    plans = tuple(CallPlan(call, tools) for call in _with_json_variants(tools.calls))
-    bare: tuple[CallPlan, ...] = ()
-    plans_in_content = plans
+        return CompiledCalls()
+    forms = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
+    bare: tuple[CompiledCall, ...] = ()
+    forms_in_content = forms
     if tools.opens:
         # A model may omit the opening marker of the tool section. The content can then contain tool
         # calls that have an opening marker of their own.
-        plans_in_content = tuple(plan for plan in plans if plan.call.open.strip())
+        forms_in_content = tuple(form for form in forms if form.call.open.strip())
     elif allows_bare:
-        bare = tuple(plan for plan in plans if plan.is_bare)
-    by_trigger = _group_by_trigger(plans_in_content)
-    orphans = _group_by_trigger(_orphan_plans(tools))
+        bare = tuple(form for form in forms if form.is_bare)
+    by_trigger = _group_by_trigger(forms_in_content)
+    by_head = _group_by_trigger(_forms_without_marker(tools))
     for trigger in by_trigger:
-        orphans.pop(trigger, None)  # A complete tool call may start with this text.
-    kinds = dict.fromkeys(orphans, MarkerKind.ORPHAN_CALL)
-    kinds |= _call_kinds(tools, plans, by_trigger, bare)
-    return CallPlans(plans, by_trigger, orphans, bare, kinds)
+        by_head.pop(trigger, None)  # With this text, a tool call starts that omits no marker.
+    kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
+    kinds |= _call_kinds(tools, forms, by_trigger, bare)
+    return CompiledCalls(forms, by_trigger, by_head, bare, kinds)
 
 
-def _orphan_plans(tools: ToolSection) -> Iterator[CallPlan]:
-    """Yield the forms of tool calls that start with the head, because a marker is missing.
+def _forms_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
+    """Yield the forms of tool calls whose opening marker the model may omit.
 
-    The missing marker is that of the tool call or of the section. Example: for the tool call
-    `<tool_call><function={name}>..</tool_call>`, the form that starts with `<function={name}>`.
+    Such a form starts with the head. The omitted marker is the opening marker of the tool call or
+    of the tool section. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives
+    the form `<function={name}>..</tool_call>`.
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
         if has_marker and _has_tag_in_head(call):
-            yield CallPlan(replace(call, open=""), tools, is_orphan=True)
+            yield CompiledCall(replace(call, open=""), tools, omits_marker=True)
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
@@ -278,7 +280,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _has_tag_in_head(call: Call) -> bool:
-    """Return whether the head starts with a tag that identifies a tool call without other markers.
+    """Return whether the head starts with a tag that identifies a tool call even on its own.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
@@ -286,40 +288,47 @@ def _has_tag_in_head(call: Call) -> bool:
     if not isinstance(first_part, str):
         return False
     is_tag = "<" in first_part and not first_part[0].isalnum()
-    return is_tag and len(first_part.strip()) >= _MIN_ORPHAN_MARKER_CHARS
+    return is_tag and len(first_part.strip()) >= _MIN_HEAD_MARKER_CHARS
 
 
-def _group_by_trigger(plans: Iterable[CallPlan]) -> dict[str, tuple[CallPlan, ...]]:
+def _group_by_trigger(forms: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
     """Return a dict from each marker to the forms of a tool call that start with this marker.
 
-    Example: `{"<tool_call>": (plan,)}`. Each spelling that `blank_variants` returns for a marker
+    Example: `{"<tool_call>": (form,)}`. Each spelling that `blank_variants` returns for a marker
     is a key.
     """
-    by_trigger: dict[str, tuple[CallPlan, ...]] = {}
-    for plan in plans:
-        if plan.call.trigger:
-            for trigger in blank_variants(plan.call.trigger):
-                by_trigger[trigger] = (*by_trigger.get(trigger, ()), plan)
+    by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
+    for form in forms:
+        if form.call.trigger:
+            for trigger in blank_variants(form.call.trigger):
+                by_trigger[trigger] = (*by_trigger.get(trigger, ()), form)
     return by_trigger
 
 
 def _call_kinds(
     tools: ToolSection,
-    plans: tuple[CallPlan, ...],
-    by_trigger: dict[str, tuple[CallPlan, ...]],
-    bare: tuple[CallPlan, ...],
+    forms: tuple[CompiledCall, ...],
+    by_trigger: dict[str, tuple[CompiledCall, ...]],
+    bare: tuple[CompiledCall, ...],
 ) -> dict[str, MarkerKind]:
     """Return the meanings of the markers that belong to tool calls.
 
-    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`. If one text has several
+    meanings, the last meaning that is assigned below applies.
+
+    Args:
+        tools: The declaration of the tool calls.
+        forms: All forms of a tool call.
+        by_trigger: The forms that start with a marker in the content, by marker.
+        bare: The forms that start without a marker in the content.
     """
     kinds: dict[str, MarkerKind] = {}
-    for plan in plans:
-        for marker in plan.closing_markers:
+    for form in forms:
+        for marker in form.closing_markers:
             if len(marker) >= _MIN_CLOSING_MARKER_CHARS:
                 kinds[marker] = MarkerKind.CLOSE_CALLS
-    for plan in bare:
-        kinds |= dict.fromkeys(plan.body_openings(), MarkerKind.BARE_CALL)
+    for form in bare:
+        kinds |= dict.fromkeys(form.body_openings(), MarkerKind.BARE_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
     kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)

@@ -1,4 +1,4 @@
-"""Compiled declarations of tool calls and of message headers, to match the model's text."""
+"""Compiles declarations of tool calls and message headers, and matches them with the text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.body_reader import BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.compiled_tags import CompiledTags
 from nereid_parsers.stream.json_bodies import ArrayReader, JsonArgumentsReader
 from nereid_parsers.stream.json_object import ObjectReader
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
@@ -21,7 +22,6 @@ from nereid_parsers.stream.pattern_matching import (
     skip_blanks,
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
-from nereid_parsers.stream.tag_plan import TagsPlan
 from nereid_parsers.stream.tagged_arguments import TaggedReader
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
@@ -36,29 +36,29 @@ from nereid_parsers.tool_declarations import (
 )
 
 
-class CallPlan:
+class CompiledCall:
     """The compiled declaration of one form of a tool call.
 
     Attributes:
         call: The declaration.
         is_bare: Whether the tool call starts without a marker.
-        is_orphan: Whether the marker before the head is missing. Such a tool call is accepted only
-            if the request offers the function.
+        omits_marker: Whether the model has omitted the marker before the head. Such a tool call is
+            accepted only if the request offers the function.
         closing_markers: The parts of the closing marker of the tool call.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
 
-    def __init__(self, call: Call, section: ToolSection, is_orphan: bool = False) -> None:
+    def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
         """Compile one form of a tool call.
 
         Args:
             call: The declaration.
             section: The tool section that contains the tool call.
-            is_orphan: Whether the marker before the head is missing.
+            omits_marker: Whether the model has omitted the marker before the head.
         """
         self.call = call
         self.is_bare = not call.trigger
-        self.is_orphan = is_orphan
+        self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
@@ -69,8 +69,9 @@ class CallPlan:
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the marker and the head of a tool call at `pos`, and the start of its body.
 
-        Example: `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the head
-        ends at 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives NO_MATCH.
+        The start of the body is examined because ordinary text may contain the marker. Example:
+        `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the head ends at
+        11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives NO_MATCH.
 
         Returns:
             The head, NEED_MORE or NO_MATCH.
@@ -106,34 +107,35 @@ class CallPlan:
         is_possible = not is_final and self._possible_body_start.match(text, pos) is not None
         return NEED_MORE if is_possible else NO_MATCH
 
-    def create_reader(self, writer: CallWriter, head: Head, is_certain: bool) -> BodyReader:
-        """Return a reader for the body after `head`.
+    def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
+        """Return a reader for the body after `head`. The declaration's type determines its class.
 
         Args:
             writer: The writer of the tool call.
             head: The head that `match` returned.
-            is_certain: Whether a marker proves that the text is a tool call.
+            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
+                call.
         """
         body = self.call.body
         if isinstance(body, JsonArguments):
             return JsonArgumentsReader(writer, head)
         if isinstance(body, JsonObject):
-            return ObjectReader(writer, body.keys, is_certain)
+            return ObjectReader(writer, body.keys, is_confirmed=is_confirmed)
         if isinstance(body, JsonArray):
-            return ArrayReader(writer, body.keys, is_certain)
+            return ArrayReader(writer, body.keys, is_confirmed=is_confirmed)
         if isinstance(body, PythonCalls):
-            return PythonCallsReader(writer, body, is_certain)
+            return PythonCallsReader(writer, body, is_confirmed=is_confirmed)
         if isinstance(body, BareKeyArguments):
             return BareKeyReader(writer, head, body.quote)
         if isinstance(body, NestedTags):
             return NestedReader(writer, head, body.mark, stop_marker=self.closing_markers[0])
-        assert self._tags is not None
+        assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether this tool call without a marker may start after other content.
+        """Return whether a tool call of this form may start after content. The form has no marker.
 
-        Only JSON and Python calls between brackets are distinguished from other content.
+        Only JSON, and Python calls between brackets, can be distinguished from content.
         """
         body = self.call.body
         if isinstance(body, PythonCalls):
@@ -165,16 +167,17 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     return tuple(marker for marker in markers if marker)
 
 
-def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> TagsPlan | None:
+def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
     """Return the compiled tagged arguments of a tool call, or None for all other arguments."""
     if not isinstance(call.body, TaggedArguments):
         return None
     closing = marker_parts(call.close)
-    # Arguments end at the first part of the closing marker, because it follows the last argument.
+    # The first part of the closing marker follows directly after the last argument, so that this
+    # part ends the arguments.
     stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
-    return TagsPlan(call.body, head, tuple(stop_markers), tuple(markers_between_calls))
+    return CompiledTags(call.body, head, tuple(stop_markers), tuple(markers_between_calls))
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -191,8 +194,9 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _first_characters(call: Call) -> tuple[str, str]:
-    """Return regexes for the first two visible characters of a body. The regex "" matches any text.
+    """Return two regexes, for the first and for the second visible character of a body.
 
+    The regex "" means that any character is accepted.
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
     """
     body = call.body
@@ -220,9 +224,9 @@ def _ends_with_marker(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a tool call, filled in from the fields of its head.
+    """Return the id of a tool call, which is composed of the fields in the tool call's head.
 
-    Return "" if a field is missing. Example:
+    The result is "" if a field is missing. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
     `"functions.f:0"`.
     """
@@ -232,7 +236,7 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
         return ""
 
 
-class RoutePlan:
+class CompiledHeader:
     """The compiled declaration of a message header.
 
     Attributes:
@@ -240,7 +244,7 @@ class RoutePlan:
         has_calls: Whether the body may contain tool calls.
     """
 
-    def __init__(self, route: Route, layout: Messages, message_call: CallPlan) -> None:
+    def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         """Compile a route.
 
         Args:

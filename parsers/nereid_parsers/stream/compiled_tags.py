@@ -23,7 +23,7 @@ from nereid_parsers.tool_declarations import TaggedArguments
 # A value may contain a marker that ends tool calls. The reader waits for at most this number of
 # characters after such a marker, to see whether the value's own closing marker follows.
 _MAX_UNDECIDED_CHARS = 2048
-_NEVER = "(?!)"  # A regex that matches no text.
+_NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
@@ -39,7 +39,7 @@ class MarkerRole(Enum):
     UNDECIDED = "undecided"
 
 
-class TagPlan:
+class CompiledTag:
     """The compiled declaration of one form of a tagged value.
 
     Attributes:
@@ -49,8 +49,8 @@ class TagPlan:
         find_end: A function that finds the closing marker or an early end. The match includes the
             declared white space before the marker. The group "close" is the closing marker, and the
             group "early" is the early end.
-        find_possible_end: A function that also finds a prefix of such a match at the end of the
-            text.
+        find_possible_end: A function that also finds an incomplete marker at the end of the text.
+            Both groups are then empty.
     """
 
     def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
@@ -91,7 +91,7 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], blanks: str) -> st
 
 
 def _value_end_prefixes(markers: tuple[str, ...], blanks: str) -> list[str]:
-    r"""Return regexes that match the beginning of a value's end at the end of a text.
+    r"""Return regexes that match incomplete markers at the end of a text.
 
     Example: for the marker `</p>` and the white space `\n`, the regexes match `\n</` and `</`.
     """
@@ -103,7 +103,7 @@ def _value_end_prefixes(markers: tuple[str, ...], blanks: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers. Without markers, it matches no text.
+    """Return a regex that matches any of the markers. If `markers` is empty, it never matches.
 
     White space around the tags of a marker is optional, see `spaced_marker_regex`.
     """
@@ -129,12 +129,12 @@ class TagOpening:
         fields: The values of the pattern's fields, for example `{"key": "city"}`.
     """
 
-    form: TagPlan
+    form: CompiledTag
     end: int
     fields: dict[str, str]
 
 
-class TagsPlan:
+class CompiledTags:
     """The compiled declaration of tagged arguments.
 
     Attributes:
@@ -160,8 +160,10 @@ class TagsPlan:
         """
         forms = (part, *part.also)
         openings = tuple(dict.fromkeys(_first_literal(form) for form in forms))
+        # If the closing marker of a value is missing, one of these texts follows the value.
+        early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
-        self.forms = tuple(TagPlan(form, (*stop_markers, *openings)) for form in forms)
+        self.forms = tuple(CompiledTag(form, early_ends) for form in forms)
         self._head = head
         closes = _any_of(form.close for form in self.forms)
         self._find_close_or_opening = re.compile(
@@ -225,15 +227,17 @@ class TagsPlan:
         return MarkerRole.AFTER_VALUE if is_decided else MarkerRole.UNDECIDED
 
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
-        """Return whether the text contains only markers and the head of another tool call.
+        """Return whether `text[start:end]` consists of markers and the head of another tool call.
 
+        If the tools are known, the request must offer the function that the head names.
         Example: `</function></call><call><function=f>` contains the head of a call of f.
         """
         markers = self._match_markers(text, start, end)
+        head_start = markers.end() if markers else start
         fields: dict[str, str] = {}
-        head_end = self._head.match(text, markers.end() if markers else start, False, fields)
-        is_offered = not tools.is_known or fields.get("name") in tools.parameters
-        return head_end >= 0 and skip_blanks(text, head_end) == end and is_offered
+        head_end = self._head.match(text, head_start, is_final=False, fields=fields)
+        is_whole_text = head_end >= 0 and skip_blanks(text, head_end) == end
+        return is_whole_text and (not tools.is_known or fields.get("name") in tools.parameters)
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""

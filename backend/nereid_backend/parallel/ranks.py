@@ -199,8 +199,9 @@ class Ranks:
             ]
             deaths = [reason for reason in reasons if "failed" not in reason]
             self._failure = "; ".join(deaths or reasons)
-            self._has_failed.set()
+            # After the event is set, this process may end at any time.
             self.rank.remove_store()
+            self._has_failed.set()
             if self.rank.device_type == "cuda":
                 # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
                 distributed_c10d._abort_process_group()

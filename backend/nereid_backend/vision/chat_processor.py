@@ -150,8 +150,11 @@ class ChatProcessor:
             return self.prepare_text(text, found)
         try:
             return self.prepare_text(placeholder * len(found) + text, found)
-        except RequestError:
-            return self.prepare_text(text, found)
+        except RequestError as error:
+            try:
+                return self.prepare_text(text, found)
+            except RequestError:
+                raise error from None
 
     def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
         """Return the prompt of a rendered text with one placeholder for each image.

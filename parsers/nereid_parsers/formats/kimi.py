@@ -1,4 +1,4 @@
-"""Moonshot Kimi: tool calls between begin and end tokens, or in typed tags since K3."""
+"""Moonshot Kimi: tool calls between begin and end tokens. Since K3, they are in typed tags."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,11 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of tool calls whose head is only an id, such as `functions.f:0`."""
+    """Return the declaration of tool calls whose head is only an id, such as `functions.f:0`.
+
+    Args:
+        head: The pattern of the id, for example `functions.{name}:{number}`.
+    """
     return Call(
         JsonArguments(),
         open="<|tool_call_begin|>",

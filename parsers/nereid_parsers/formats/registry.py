@@ -112,8 +112,8 @@ def get_format(
     Args:
         name: A reasoning name, a tool name, or a name that is both. If it is both, the format
             contains both parts.
-        reasoning: The name of the reasoning part. Without this name, the format has the reasoning
-            that the entry of the tool calls declares, if any.
+        reasoning: The name of the reasoning part. If this name is missing, the format has the
+            reasoning that the entry of the tool calls declares, or none.
         tools: The name of the tool calls.
         policy: The policy of the format.
 
@@ -146,7 +146,10 @@ def get_format(
 
 
 def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
-    """Return the reasoning entry and the tool entry of a name. At most one of them is None.
+    """Return the reasoning entry and the tool entry of a name.
+
+    If the name has only one of the two entries, the other one is None. Example: `hermes` has only a
+    tool entry.
 
     Raises:
         UnknownFormatError: No entry has this name.
@@ -159,7 +162,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for a name or an alias. Only normalise an unknown name."""
+    """Return the registered name for a name or an alias. If it is unknown, return it normalised."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 
@@ -249,21 +252,30 @@ def _combine(
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
     ends = tuple(dict.fromkeys(end for entry in entries for end in entry.ends))
+    return Format(label, _layout(label, reasoning, tools), policy, ends, sources=sources)
+
+
+def _layout(
+    label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
+) -> Sections | Messages:
+    """Return the layout of a format. If an entry describes whole messages, this is its part.
+
+    Raises:
+        FormatError: One entry describes whole messages, and the other entry describes other text.
+    """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    layout: Sections | Messages
+    reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
         if tool_part not in (None, reasoning_part):
-            raise _not_combinable(label, label.partition("+")[0])
-        layout = reasoning_part
-    elif isinstance(tool_part, Messages):
+            raise _not_combinable(label, reasoning_name)
+        return reasoning_part
+    if isinstance(tool_part, Messages):
         if reasoning_part is not None:
-            raise _not_combinable(label, label.partition("+")[2])
-        layout = tool_part
-    else:
-        content = reasoning.content if reasoning is not None else None
-        layout = Sections(reasoning_part, content, tool_part)
-    return Format(label, layout, policy, ends, sources=sources)
+            raise _not_combinable(label, tools_name)
+        return tool_part
+    content = reasoning.content if reasoning is not None else None
+    return Sections(reasoning_part, content, tool_part)
 
 
 def _not_combinable(label: str, name: str) -> FormatError:

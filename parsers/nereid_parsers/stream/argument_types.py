@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _TYPE_ALIASES = {
@@ -95,10 +95,12 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
 def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
-    """Return the JSON types that `schema` allows. The keyword `nullable` is ignored.
+    """Return the JSON types that `schema` allows, or None. The keyword `nullable` is ignored.
 
-    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives
-    `{"string", "integer"}`, and `{"items": {}}` gives `{"array"}`.
+    The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
+    or a keyword that occurs only in schemas of one type. Examples: `{"type": "int"}` gives
+    `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string", "integer"}`, and `{"items": {}}` gives
+    `{"array"}`.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
@@ -181,7 +183,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text, preferably of one of the JSON types `types`.
+    """Convert the text of an argument to JSON text, if possible of one of the JSON types `types`.
 
     JSON text of an allowed type is returned without surrounding white space and otherwise
     unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.
@@ -194,15 +196,12 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
         text: The text, as the model wrote it.
         types: The JSON types that the schema allows, or None if they are not known.
     """
-    literal_text = text.strip()
-    if types is not None and "string" not in types:
-        literal_text = without_leading_zeros(literal_text)
-    literal = _parse_literal(literal_text)
-    if literal is not None:
-        json_type, json_text = literal
-        if not _becomes_string(json_type, types):
-            return json_text
-    return json.dumps(text, ensure_ascii=False)
+    stripped = text.strip()
+    may_be_string = types is None or "string" in types
+    literal = _parse_literal(stripped if may_be_string else without_leading_zeros(stripped))
+    if literal is None or _becomes_string(literal.json_type, types):
+        return json.dumps(text, ensure_ascii=False)
+    return literal.json_text
 
 
 def without_leading_zeros(text: str) -> str:
@@ -214,8 +213,15 @@ def without_leading_zeros(text: str) -> str:
     return match.group(1) + match.group(2) if match else text
 
 
+class _Literal(NamedTuple):
+    """A JSON value or Python literal: its JSON type and its JSON text."""
+
+    json_type: str
+    json_text: str
+
+
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether the text of a JSON value is written as a JSON string.
+    """Return whether the text of a JSON value must become a JSON string to match the schema.
 
     Examples:
         The text `12` stays an integer if the schema allows "number". The text becomes the string
@@ -234,22 +240,23 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False
     if "string" in types:
         return True
-    # The schema allows neither the type of this value nor a string. A number or a boolean is
-    # nevertheless written as a string. Other values are kept, and so is a fraction if the schema
-    # demands an integer.
-    is_fraction_for_integer = json_type == "number" and "integer" in types
-    return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
+    # The schema allows neither the type of this value nor a string, so no conversion is right. A
+    # fraction stays a fraction if the schema demands an integer. Any other number, and a boolean,
+    # becomes a string. null, an object or an array stays unchanged.
+    if json_type == "number" and "integer" in types:
+        return False
+    return json_type in ("integer", "number", "boolean")
 
 
-def _parse_literal(text: str) -> tuple[str, str] | None:
-    """Return the JSON type and the JSON text of a JSON value or Python literal.
+def _parse_literal(text: str) -> _Literal | None:
+    """Parse a JSON value or a Python literal. Return None if `text` is neither of them.
 
-    Examples: `"True"` gives `("boolean", "true")`, `"{'a': 1}"` gives `("object", '{"a": 1}')`, and
-    `"Paris"` gives None.
+    Examples: `"True"` gives the type "boolean" and the text `true`. `"{'a': 1}"` gives the type
+    "object" and the text `{"a": 1}`. `"Paris"` gives None.
     """
-    text = _JSON_WORDS.get(text, text)
+    json_text = _JSON_WORDS.get(text, text)
     try:
-        return json_type_of(loads(text)), text
+        return _Literal(json_type_of(loads(json_text)), json_text)
     except ValueError:
         pass
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
@@ -259,6 +266,7 @@ def _parse_literal(text: str) -> tuple[str, str] | None:
             # Python warns about invalid escape sequences, but nobody can correct the model's text.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
-        return json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return _Literal(json_type_of(value), json_text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -40,12 +40,6 @@ class CallReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
-        """Create a reader for the tool calls of one message.
-
-        Args:
-            context: The objects that all readers of the message share.
-            writer: The writer of tool calls.
-        """
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
@@ -177,7 +171,7 @@ class CallReader:
         expected = self._expected
         match = expected.match(self._buffer, self._writer.tools)
         if isinstance(match, MatchedCall):
-            return self._start_body(match)
+            return self._read_head(match)
         if match == NEED_MORE:
             return None
         num_chars = len(expected.opening)
@@ -191,16 +185,10 @@ class CallReader:
     def _begin_body(self, match: MatchedCall) -> None:
         """Create the reader of the body after a matched head, and let this reader begin."""
         body = match.form.create_reader(self._writer, match.head, is_confirmed=match.is_confirmed)
-        self._open_call = OpenCall(
-            match.form,
-            body,
-            is_confirmed=match.is_confirmed,
-            buffer=self._buffer,
-            text=self._text,
-        )
+        self._open_call = OpenCall(match, body, self._buffer, self._text)
         body.begin()
 
-    def _start_body(self, match: MatchedCall) -> State:
+    def _read_head(self, match: MatchedCall) -> State:
         """Read the matched head of a tool call, and return the state in which the body is read."""
         if match.form.omits_marker:
             self._writer.report(_MISSING_MARKER)
@@ -316,7 +304,7 @@ class CallReader:
             return None
         self._text.hold_blanks(self._buffer.take_until(pos))
         # No marker precedes this object, so the object is a tool call only if its name is offered.
-        return self._start_body(MatchedCall(form, Head(pos), is_confirmed=False))
+        return self._read_head(MatchedCall(form, Head(pos), is_confirmed=False))
 
     def read_between(self) -> State | None:
         """Read the text after a tool call, or after the opening marker of a tool section.

@@ -50,36 +50,15 @@ class CallWriter:
     """
 
     __slots__ = (
-        "_arguments",
-        "_broken_arguments",
-        "_call_id",
-        "_events",
-        "_filter",
-        "_has_written",
-        "_is_discarded",
-        "_name",
-        "_new_id",
-        "_num_cuts",
-        "_reports",
-        "_unknown_tool",
-        "is_open",
-        "keeps_arguments",
-        "last_index",
-        "num_started",
-        "tools",
+        "_arguments", "_broken_arguments", "_call_id", "_events", "_filter", "_has_written",
+        "_is_discarded", "_name", "_new_id", "_num_cuts", "_reports", "_unknown_tool", "is_open",
+        "keeps_arguments", "last_index", "num_started", "tools",
     )  # fmt: skip
 
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create a writer.
-
-        Args:
-            events: The list to which the events are appended.
-            tools: The tools that the prompt offers.
-            policy: The rules for unknown tools and broken arguments.
-            new_id: A function that generates the id of a tool call to which the model gave no id.
-        """
+        """Create a writer that appends to `events`. For the other arguments see `StreamParser`."""
         self.tools = tools
         self.keeps_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self.is_open = False

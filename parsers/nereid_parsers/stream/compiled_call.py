@@ -49,13 +49,7 @@ class CompiledCall:
     """
 
     def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
-        """Compile one form of a tool call.
-
-        Args:
-            call: The declaration.
-            section: The tool section that contains the tool call.
-            omits_marker: Whether the model has omitted the marker before the head.
-        """
+        """Compile the declaration `call`, which is a part of the tool section `section`."""
         self.call = call
         self.is_bare = not call.trigger
         self.omits_marker = omits_marker
@@ -245,12 +239,9 @@ class CompiledHeader:
     """
 
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
-        """Compile a route.
+        """Compile `route`, which is a part of `layout`.
 
-        Args:
-            route: The declaration.
-            layout: The layout that contains the route.
-            message_call: The form of a tool call that is a message of its own.
+        The arguments of a tool call that is a message of its own are matched by `message_call`.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls

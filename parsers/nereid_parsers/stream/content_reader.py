@@ -22,14 +22,8 @@ class ContentReader:
     """
 
     __slots__ = (
-        "_buffer",
-        "_calls",
-        "_calls_first",
-        "_format",
-        "_headers",
-        "_marker_handlers",
-        "_text",
-    )
+        "_buffer", "_calls", "_calls_first", "_format", "_headers", "_marker_handlers", "_text",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -38,14 +32,6 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content of one message.
-
-        Args:
-            context: The objects that all readers of the message share.
-            calls: The reader of tool calls.
-            headers: The reader of message headers.
-            reasoning: The reader of reasoning.
-        """
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text

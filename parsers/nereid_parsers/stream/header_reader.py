@@ -23,12 +23,6 @@ class HeaderReader:
     __slots__ = ("_buffer", "_calls", "_calls_first", "_format", "_text")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
-        """Create a reader for the headers of one output.
-
-        Args:
-            context: The objects that all readers of the output share.
-            calls: The reader of tool calls.
-        """
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text

@@ -55,13 +55,7 @@ class ArrayReader(BodyReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
-        """Create a reader for one array.
-
-        Args:
-            writer: The writer of the tool calls.
-            keys: The declaration of the keys in each object.
-            is_confirmed: Whether a marker shows that the array contains tool calls.
-        """
+        """Create a reader for one array. For the arguments see `ObjectReader`."""
         super().__init__(writer)
         self._keys = keys
         self._is_confirmed = is_confirmed

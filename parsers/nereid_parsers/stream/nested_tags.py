@@ -105,7 +105,7 @@ class NestedReader(StepReader):
             self.status = BROKEN
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read a piece of text or one tag at `pos`.
+        """Read a piece of text, one tag or the end of the body at `pos`.
 
         Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
 
@@ -130,7 +130,12 @@ class NestedReader(StepReader):
         return self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the mark and the tag at `pos`, for example `~<city>`, `~</city>` or `~ <city>`."""
+        """Read the mark and the tag at `pos`, and open or close the element of this tag.
+
+        Examples with the mark `~`: `~<city>`, `~</city>` and `~ <city>`. Return the position after
+        the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid, set the
+        status BROKEN and return `pos`.
+        """
         tag_start = skip_blanks(text, pos + len(self._mark))
         match = _TAG(text, tag_start)
         if match is None:
@@ -150,10 +155,12 @@ class NestedReader(StepReader):
 
         Write the comma that separates the new child from its siblings, and the key of the new
         child. Example: for the second child `days` of an object, `, "days": ` is written. If the
-        previous child has the same name, both become items of an array, so nothing is written.
+        previous child has the same name and its value is delayed, both values become items of an
+        array, so nothing is written.
         """
         parent = self._elements[-1]
-        if not (parent.delayed_values and name == parent.last_child):
+        becomes_array_item = parent.delayed_values and name == parent.last_child
+        if not becomes_array_item:
             self._write_delayed_values(parent)
             self._write_key(parent, name)
         parent.last_child = name
@@ -178,13 +185,12 @@ class NestedReader(StepReader):
             parent.delayed_values = []
 
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
-        """Decide whether an element contains text or children, from the text after its opening tag.
+        """Decide whether an element contains text or children, and set its kind.
 
+        The text after the element's opening tag decides. Nothing is read, but an opening quote or
+        bracket is written. Return `pos` for text, the position of the child's tag, or NEED_MORE.
         Examples, with the mark `~`: in `~<city>~<name>`, the element `city` has a child. In
         `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
-
-        Returns:
-            The position from which reading continues, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
         has_text = skip_blanks(text, pos) < mark_start
@@ -244,7 +250,7 @@ class NestedReader(StepReader):
         return match.start(), match.group() == self._mark
 
     def _read_text(self, element: _Element, text: str, pos: int) -> int:
-        """Read the text of an element up to the next mark. If the mark is at `pos`, read the tag.
+        """Read the text of an element up to the next mark, or read the mark and the tag at `pos`.
 
         Example: from `Paris~</city>`, the first call reads `Paris`, and the next call reads the
         closing tag.
@@ -281,7 +287,10 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: _Element) -> None:
-        """Write the value of an element, or delay it because another value may follow."""
+        """Write the value of an element that has closed. Delay it if it may become an array item.
+
+        Several siblings with the same name become an array if the schema allows an array.
+        """
         parent = self._elements[-1]
         value = self._value_as_json(element)
         types = json_types_of(element.schema, self._root_schema)
@@ -311,7 +320,10 @@ class NestedReader(StepReader):
         self.status = DONE
 
     def abandon(self) -> bool:
-        """Close all open elements to make the arguments valid JSON. See `BodyReader.abandon`."""
+        """Close all open elements, so that the arguments are valid JSON. End the tool call.
+
+        For the result see `BodyReader.abandon`.
+        """
         while len(self._elements) > 1:
             if self._elements[-1].kind is _Kind.UNKNOWN:
                 self._elements[-1].kind = _Kind.VALUE

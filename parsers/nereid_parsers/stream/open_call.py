@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader
-from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.expected_call import MatchedCall
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
@@ -36,25 +36,14 @@ class OpenCall:
 
     def __init__(
         self,
-        form: CompiledCall,
+        match: MatchedCall,
         body: BodyReader,
-        *,
-        is_confirmed: bool,
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create the open tool call.
-
-        Args:
-            form: The form of the tool call.
-            body: The reader of the body.
-            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
-                call.
-            buffer: The buffer that contains the text of the body.
-            text: The writer that classifies the text of the body.
-        """
-        self.form = form
-        self.is_confirmed = is_confirmed
+        """Create the open tool call, whose start is `match` and whose body is read by `body`."""
+        self.form = match.form
+        self.is_confirmed = match.is_confirmed
         self._body = body
         self._buffer = buffer
         self._text = text

@@ -41,13 +41,6 @@ class ReasoningReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
-        """Create a reader for the reasoning of one message.
-
-        Args:
-            context: The objects that all readers of the message share.
-            calls: The reader of tool calls.
-            headers: The reader of message headers.
-        """
         self.has_reasoned = False
         self.is_reasoning_by_default = False
         self._format = context.format

@@ -24,7 +24,8 @@ _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
 _MISSING_CLOSE = "the closing marker of an argument is missing"
-# Values of the pattern fields {string} and {type} which declare that a value is a string.
+# An argument is a string if its pattern field {string} has the first of these values, or if its
+# pattern field {type} has one of the other values.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
 
@@ -37,14 +38,18 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
-        # These attributes describe the current value. `_value_pieces` contains the text of the
-        # value only if the value is not written as it arrives.
+        # These attributes describe the current value. `_value_pieces` contains the text of a value
+        # that is stored until its closing marker. For a string that is written as it arrives, the
+        # list is not used.
         self._form = tags.forms[0]
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:
-        """Start the tool call, see `BodyReader.begin`."""
+        """Start the tool call, because a head and an argument's tag are enough to recognise it.
+
+        If the tool call cannot start, set the status BROKEN.
+        """
         if not self._start_named_call(self._head):
             self.status = BROKEN
 
@@ -97,7 +102,8 @@ class TaggedReader(StepReader):
 
         The opening of a value may declare whether the value is a string, for example
         `<parameter name="days" string="true">` or `<parameter name="days" type="integer">`. If this
-        declaration contradicts the tool's schema, the types of the schema are returned.
+        declaration contradicts the tool's schema, the types of the schema are returned. Example:
+        `string="true"` gives `{"integer"}` if the schema allows only an integer.
 
         Args:
             key: The name of the argument.
@@ -143,8 +149,8 @@ class TaggedReader(StepReader):
         before the next marker, so `a</call>` gives `(1, 1)`.
 
         Returns:
-            The end of the value's text, and the position after the closing marker. The second
-            position is None if more text of the value may follow.
+            The end of the value's text, and the position from which reading continues after the
+            value. The second position is None if more text of the value may follow.
         """
         form = self._form
         find = form.find_end if self.is_final else form.find_possible_end
@@ -165,11 +171,11 @@ class TaggedReader(StepReader):
         return len(text), None
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
-        """Return the role of the stop marker or the opening of another argument at `pos`.
+        """Return the role of a marker inside a value: a stop marker, or the opening of an argument.
 
         The opening ends the value if the tool declares this argument, and if the argument has not
-        been read yet. Example: `A<parameter=days>3</parameter>` contains the value `A` if the tool
-        declares `days`.
+        been read yet. Example: in `A<parameter=days>3</parameter>`, the value ends after `A` if the
+        tool declares `days`.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
@@ -216,7 +222,7 @@ class TaggedReader(StepReader):
         return text_end if text_end > pos else NEED_MORE
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the value must be a string, based on its stored text.
+        """Return whether the stored text shows that the value is a string, whatever text follows.
 
         Example: if all types are allowed, `Par` can only be a string, but `12` can be a number.
         """
@@ -226,7 +232,8 @@ class TaggedReader(StepReader):
         if types == _STRING_OR_NULL:
             value = "".join(self._value_pieces)
             return not any(word.startswith(value) for word in _NULL_WORDS)
-        return bool(self._value_pieces) and self._value_pieces[0][0] not in _FIRST_CHARS_OF_JSON
+        first_char = self._value_pieces[0][0] if self._value_pieces else ""
+        return bool(first_char) and first_char not in _FIRST_CHARS_OF_JSON
 
     def _close_arguments(self) -> None:
         """Write the closing brace of the arguments."""

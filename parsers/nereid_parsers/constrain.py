@@ -19,7 +19,13 @@ from typing import Any
 
 from nereid_parsers.constrain_answer import report_unenforced
 from nereid_parsers.constrain_arguments import tagged_arguments
-from nereid_parsers.constrain_calls import call_node, section_node, trigger_of
+from nereid_parsers.constrain_calls import (
+    ListBody,
+    call_node,
+    list_node,
+    section_node,
+    trigger_of,
+)
 from nereid_parsers.constrain_nodes import (
     BLANKS,
     Node,
@@ -48,8 +54,6 @@ from nereid_parsers.pattern_syntax import Slot, pattern
 from nereid_parsers.stream.parser import OutputStart
 from nereid_parsers.tool_declarations import (
     JsonArguments,
-    JsonArray,
-    PythonCalls,
     TaggedArguments,
     ToolSection,
 )
@@ -123,7 +127,7 @@ def _no_end_marker(fmt: FormatData) -> ConstraintError:
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers of the reasoning and the state of the reasoning after a prompt.
+    """Return the markers around the reasoning, and whether a prompt leaves the reasoning open.
 
     Return None if the format has no reasoning, or no marker that closes the reasoning.
 
@@ -131,31 +135,39 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         fmt: The format of the output.
         start: The state of the reasoning at the end of the prompt.
     """
-    layout = fmt.layout
-    if isinstance(layout, Messages):
-        route = _first_route(layout, Stage.REASONING)
-        if route is None or not layout.ends:
-            return None
-        opening = _header_text(layout, route)
-        closing = layout.ends[0]
-    elif layout.reasoning is None:
+    markers = _reasoning_markers(fmt.layout)
+    if markers is None:
         return None
-    else:
-        opening = layout.reasoning.open
-        closing = layout.reasoning.close
+    opening, closing = markers
     is_open = start.stage is Stage.REASONING
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open, may_open)
+
+
+def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
+    """Return the texts that open and close the reasoning, or None if one of them does not exist.
+
+    Examples: `("<think>", "</think>")`, and `("<|channel|>analysis<|message|>", "<|end|>")` for the
+    layout `Messages`.
+    """
+    if isinstance(layout, Sections):
+        part = layout.reasoning
+        return (part.open, part.close) if part is not None else None
+    route = _first_route(layout, Stage.REASONING)
+    if route is None or not layout.ends:
+        return None
+    return _header_text(layout, route), layout.ends[0]
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
 
 
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes for the reasoning and the markers around the reasoning.
+    """Return the structural-tag nodes that match the reasoning together with its markers.
 
     Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
-    opening marker is omitted.
+    opening marker is omitted. If the model may open the reasoning, the whole reasoning is optional.
+    The list is empty if the reasoning has ended or is excluded.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
@@ -163,17 +175,20 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
     if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return []
     part = layout.reasoning
+    is_open = state is ReasoningState.OPEN
+    if part is None and is_open:
+        raise _no_end_marker(fmt)
     if part is None:
-        if state is ReasoningState.OPEN:
-            raise _no_end_marker(fmt)
         return []
     close = part.close.strip()
     # The content's opening marker may end the reasoning, so reasoning must not contain this marker.
     content_open = (layout.content.open,) if layout.content is not None else ()
     text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
-    if state is ReasoningState.OPEN:
-        return [{"type": "tag", "begin": "", "content": text, "end": close}, BLANKS]
-    options = [{"type": "tag", "begin": part.open.strip(), "content": text, "end": close}]
+    begin = "" if is_open else part.open.strip()
+    reasoning: Node = {"type": "tag", "begin": begin, "content": text, "end": close}
+    if is_open:
+        return [reasoning, BLANKS]
+    options = [reasoning]
     if part.is_opened_by_model:
         # Some models skip the reasoning and write only the closing marker.
         options.append(const(close))
@@ -183,8 +198,12 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the structural-tag node for the whole text after the reasoning.
 
+    The text is the requested content if the request has no tools, and tool calls if the request
+    requires them. Otherwise the text is free text with tool calls, or, if the request also demands
+    a form of the content, either tool calls or the content.
+
     Raises:
-        ConstraintError: The request requires tool calls, but the format has none.
+        ConstraintError: The request has tools, but the format has no tool calls.
     """
     content = _content_node(layout, request)
     if not request.tools:
@@ -195,11 +214,11 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if not request.must_call:
-        if content is None:
-            return _text_with_calls(layout.tools, request)
-        return one_of(section_node(layout.tools, request.tools, request.is_single), content)
-    calls = section_node(layout.tools, request.tools, request.is_single)
+    if not request.must_call and content is None:
+        return _text_with_calls(layout.tools, request)
+    calls = section_node(layout.tools, request.tools, is_single=request.is_single)
+    if not request.must_call and content is not None:
+        return one_of(calls, content)
     # Templates and models write different white space around tool calls.
     empty_content = _empty_content_nodes(layout.content)
     return sequence(*empty_content, BLANKS, without_outer_blanks(calls), BLANKS)
@@ -235,24 +254,22 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
-    if _is_list(tools) and not (tools.opens or tools.calls[0].trigger):
+    is_list = isinstance(tools.calls[0].body, ListBody)
+    has_marker = bool(tools.opens or tools.calls[0].trigger)
+    if is_list and not has_marker:
         # A list without a marker starts with a bracket, and other text may contain brackets too.
         # Such a list is therefore allowed only at the start of the output.
         text = sequence(_NO_BRACKET, any_text())
-        return one_of(section_node(tools, request.tools, request.is_single), text)
+        return one_of(section_node(tools, request.tools, is_single=request.is_single), text)
     tags = [tag(node) for node in _marked_calls(tools, request)]
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        # xgrammar requires that the `begin` text of each tag starts with a trigger.
+        # xgrammar requires that the `begin` text of each tag starts with a trigger, so the white
+        # space before the trigger is removed.
         "tags": [{**node, "begin": node["begin"].lstrip()} for node in tags],
         "stop_after_first": request.is_single,
     }
-
-
-def _is_list(tools: ToolSection) -> bool:
-    """Return whether one body contains all tool calls, as in `[f(), g()]`."""
-    return isinstance(tools.calls[0].body, JsonArray | PythonCalls)
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
@@ -262,22 +279,22 @@ def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
     if every tool call has the markers `<tool_call>..</tool_call>`.
     """
     if tools.opens:
-        return [section_node(tools, request.tools, request.is_single)]
+        return [section_node(tools, request.tools, is_single=request.is_single)]
     call = tools.calls[0]
-    if _is_list(tools):
-        return [call_node(call, request.tools, request.is_single)]
-    return [call_node(call, (tool,), request.is_single) for tool in request.tools]
+    if isinstance(call.body, ListBody):
+        return [list_node(call, call.body, request.tools, is_single=request.is_single)]
+    return [call_node(call, tool) for tool in request.tools]
 
 
 # ---- the layout Messages -------------------------------------------------------------------------
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route whose header the model must write to start a message of this stage.
+    """Return the route that declares the header of messages of a stage, or None.
 
-    Of the routes with this stage, the first one whose header is an exact text is returned. If all
-    headers contain fields, the first route is returned. The result is None if no route has this
-    stage.
+    Of the routes with this stage, the first one whose header is an exact text is returned, because
+    the model must write this header. If all headers contain fields, the first route is returned.
+    The result is None if no route has this stage.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:
@@ -380,7 +397,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         for tool in request.tools
     ]
     if request.is_single or layout.call_end:
-        return one_of(*calls)  # The marker after the tool call also ends the turn.
+        # If a tool call has its own closing marker, this marker also ends the turn.
+        return one_of(*calls)
     end = layout.ends[0] if layout.ends else ""
     return repeated(calls, const(end + layout.start), is_single=False)
 

@@ -140,7 +140,10 @@ def _choice_node(choices: object) -> Node:
 
 
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the node of a response format of type structural_tag, in its old or new form."""
+    """Return the node for a response format of type `structural_tag`.
+
+    The older form has the keys `structures` and `triggers`. The current form has the key `format`.
+    """
     if "structures" in response_format or "triggers" in response_format:
         return _legacy_tag_node(response_format)
     node = response_format.get("format")

@@ -88,9 +88,10 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
 
 
 def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a tagged value that may be a string, and therefore any text.
+    """Return the node for a tagged value that may be a string. A string may be any text.
 
-    Example of matching text: `<parameter=city>Paris</parameter>`.
+    Example of matching text: `<parameter=city>Paris</parameter>`. If the schema lists the allowed
+    strings, the node matches only these strings.
     """
     values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)
@@ -131,25 +132,41 @@ def _tagged_json(
 
     A boolean or null may also be written as in Python (True, False, None). Example of matching
     text: `<parameter=days>3</parameter>`.
+
+    Args:
+        part: The declaration of the tags.
+        key: The name of the argument.
+        schema: The JSON schema of the argument.
+        types: The JSON types that the schema allows.
     """
     type_names = sorted(types or {"object"})
     if "number" not in type_names:
         # Some templates declare the type "number" for every value that is not a string.
         type_names.append("number")
     values = {"key": [key], "string": ["false"], "type": type_names}
-    python_words: list[str] = []
-    if "enum" not in schema and "const" not in schema:
-        python_words += ["True", "False"] if "boolean" in types else []
-        python_words += ["None"] if "null" in types else []
     forms = (part, *part.also)
     if types <= _SCALARS:
         forms = _scalar_forms(forms)
+    python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
     for form in forms:
         json_value = json_schema(schema, excludes=form.close.strip())
-        value = one_of(json_value, *map(const, python_words))
+        value = one_of(json_value, *python_words)
         options.append(sequence(pattern_node(form.open, values), value, const(form.close)))
     return one_of(*options)
+
+
+def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:
+    """Return the Python words that a value may be, in addition to JSON.
+
+    Example: the types {"boolean"} give ["True", "False"]. The result is [] if the schema lists the
+    allowed values, because these values are JSON.
+    """
+    if "enum" in schema or "const" in schema:
+        return []
+    boolean_words = ["True", "False"] if "boolean" in types else []
+    null_words = ["None"] if "null" in types else []
+    return [*boolean_words, *null_words]
 
 
 def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
@@ -159,9 +176,10 @@ def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, 
     `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if another
     form does not name the type, so that the grammar stays small.
     """
-    untyped = tuple(form for form in forms if "{type}" not in form.open) or forms
+    untyped = tuple(form for form in forms if "{type}" not in form.open)
+    candidates = untyped or forms
     return tuple(
-        form for form in untyped if not any(_is_unquoted_form_of(other, form) for other in forms)
+        form for form in candidates if not any(_is_unquoted_form_of(other, form) for other in forms)
     )
 
 
@@ -201,15 +219,16 @@ def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
     def argument(key: str) -> Node:
         return sequence(const(f"{key}="), _python_value(tool.argument(key)))
 
-    arguments = _comma_separated(tool, argument, const(", "))
+    arguments = _comma_separated(tool, argument, ", ")
     return sequence(const(f"{tool.name}{part.suffix}("), arguments, const(")"))
 
 
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the node for a Python literal.
 
-    Inside a list or a dict, constrained output contains the JSON words true, false and null. The
-    parser accepts these words too.
+    Example of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
+    string, and JSON for all other values. Inside a list or a dict, constrained output contains the
+    JSON words true, false and null. The parser accepts these words too.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
@@ -217,8 +236,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     if types == frozenset({"null"}):
         return const("None")
     if types is not None and "null" in types:
-        not_null = {**schema, "type": sorted(types - {"null"})}
-        return one_of(const("None"), json_schema(not_null))
+        schema_without_null = {**schema, "type": sorted(types - {"null"})}
+        return one_of(const("None"), json_schema(schema_without_null))
     if types == _STRING_ONLY and not any(keyword in schema for keyword in _STRING_KEYWORDS):
         return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
     return json_schema(schema)
@@ -230,13 +249,14 @@ def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
     def member(key: str) -> Node:
         return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
 
-    return sequence(const("{"), _comma_separated(tool, member, const(",")), const("}"))
+    return sequence(const("{"), _comma_separated(tool, member, ","), const("}"))
 
 
 def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
     """Return the node for a value in an object with unquoted keys.
 
-    Example of matching text: `[<q>a<q>,<q>b<q>]`.
+    Examples of matching texts with the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for
+    an array, `{city:<q>Paris<q>}` for an object, and JSON for all other values.
     """
     choices = _string_choices(schema)
     if choices is not None:
@@ -254,7 +274,7 @@ def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: Node) -> Node:
+def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
     """Return the node for a list with one member for each argument of `tool`.
 
     Members for optional arguments may be omitted. Example: for the required argument a and the
@@ -265,21 +285,25 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
     Args:
         tool: The tool whose arguments are the members.
         member_node: A function that returns the node for the argument with the given name.
-        separator: The node for the text between two members.
+        separator: The text between two members.
     """
+
+    def separated(node: Node) -> Node:
+        return sequence(const(separator), node)
+
     required = [member_node(key) for key in tool.required_keys]
     omissible = [member_node(key) for key in tool.optional_keys]
     if required:
-        further_required = [sequence(separator, node) for node in required[1:]]
-        further_optional = [optional(sequence(separator, node)) for node in omissible]
+        further_required = [separated(node) for node in required[1:]]
+        further_optional = [optional(separated(node)) for node in omissible]
         return sequence(required[0], *further_required, *further_optional)
     if not omissible:
         return const("")
     if len(omissible) > _MAX_ORDERED_MEMBERS:
-        return optional(separated_tags(omissible, separator["value"]))
+        return optional(separated_tags(omissible, separator))
     # Any of the members can be the first member of the list, so each of them gives one option.
     options = [
-        sequence(first, *(optional(sequence(separator, node)) for node in omissible[number:]))
+        sequence(first, *(optional(separated(node)) for node in omissible[number:]))
         for number, first in enumerate(omissible, start=1)
     ]
     return optional(one_of(*options))

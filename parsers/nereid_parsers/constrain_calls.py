@@ -26,6 +26,8 @@ from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.tool_declarations import (
+    BareKeyArguments,
+    Body,
     Call,
     JsonArguments,
     JsonArray,
@@ -38,6 +40,9 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
+# The bodies that contain all tool calls of a message. All other bodies contain one tool call.
+ListBody = JsonArray | PythonCalls
+
 # The regular expressions for the fields of a tool call's head.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _ID_PLACEHOLDER = '"{id}"'
@@ -48,8 +53,8 @@ _ARRAY_BLANKS: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
-def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the structural-tag node for the tool calls and the markers of a section.
+def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_single: bool) -> Node:
+    """Return one structural-tag node that matches a section: its markers and its tool calls.
 
     Example of matching text: `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
 
@@ -60,24 +65,28 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single:
     """
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else BLANKS
-    if isinstance(call.body, JsonArray | PythonCalls):
-        calls = _list_node(section, tools, is_single)
-        if call.open.strip() and call.close.strip():
-            # If the list has its own markers, models also write one list for each tool call.
-            calls = repeated([calls], separator, is_single)
+    if not isinstance(call.body, ListBody):
+        calls = [call_node(call, tool) for tool in tools]
+        content = repeated(calls, separator, is_single=is_single)
+    elif call.open.strip() and call.close.strip():
+        # If the list has its own markers, some models write a separate list for each call.
+        lists = [_list_or_object(section, call.body, tools, is_single=is_single)]
+        content = repeated(lists, separator, is_single=is_single)
     else:
-        calls = repeated([call_node(call, (tool,), True) for tool in tools], separator, is_single)
-    return sequence(const(section.open), calls, const(section.close))
+        content = _list_or_object(section, call.body, tools, is_single=is_single)
+    return sequence(const(section.open), content, const(section.close))
 
 
-def _list_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for tool calls in a JSON array or in a list of Python calls.
+def _list_or_object(
+    section: ToolSection, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
+) -> Node:
+    """Return the node for a JSON array of tool calls, or for a list of Python calls.
 
-    If the section declares single JSON objects too, the node also matches one JSON object.
+    If the second form of the section is a JSON object, the node also matches one such object.
     """
-    calls = call_node(section.calls[0], tools, is_single)
+    calls = list_node(section.calls[0], body, tools, is_single=is_single)
     if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
-        objects = [call_node(section.calls[1], (tool,), True) for tool in tools]
+        objects = [call_node(section.calls[1], tool) for tool in tools]
         return one_of(calls, *objects)
     return calls
 
@@ -107,34 +116,52 @@ def trigger_of(section: ToolSection) -> str:
     )
 
 
-def call_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for a tool call: opening marker, head, body and closing marker.
+def call_node(call: Call, tool: ToolSchema) -> Node:
+    """Return the node for a call of `tool`: opening marker, head, body and closing marker.
 
-    Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. Arrays and
-    lists of Python calls accept all `tools`, and match the whole list of tool calls. Other bodies
-    accept only the first tool.
+    The body must not be a list, see `list_node`. Example of matching text:
+    `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    """
+    head = _head_node(call.head, tool.name)
+    return sequence(const(call.open), head, _body_node(call.body, tool), const(call.close))
+
+
+def list_node(
+    call: Call, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
+) -> Node:
+    """Return the node for a list that contains all tool calls, between the markers of `call`.
+
+    Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
+
+    Args:
+        call: The declaration of the markers and the head.
+        body: The body of `call`.
+        tools: The tools that the model may call.
+        is_single: Whether the list contains exactly one tool call.
     """
     head = _head_node(call.head, tools[0].name)
-    return sequence(const(call.open), head, _body_node(call, tools, is_single), const(call.close))
+    members = _list_body_node(body, tools, is_single=is_single)
+    return sequence(const(call.open), head, members, const(call.close))
 
 
-def _body_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for the body of a tool call.
-
-    Arrays and lists of Python calls accept all `tools`. Other bodies accept only the first tool.
-    """
-    body = call.body
-    tool = tools[0]
-    if isinstance(body, JsonArray):
-        objects = [_object_node(body.keys, each) for each in tools]
-        if isinstance(body.keys, Keys):
-            objects = [_with_blanks(node, _ARRAY_BLANKS) for node in objects]
-        members = repeated(objects, sequence(const(","), _ARRAY_BLANKS), is_single)
-        return sequence(const("["), _ARRAY_BLANKS, members, _ARRAY_BLANKS, const("]"))
+def _list_body_node(body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool) -> Node:
+    """Return the node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f(a=1)]`."""
     if isinstance(body, PythonCalls):
-        calls = [python_call(body, each) for each in tools]
-        members = repeated(calls, const(body.separator), is_single)
+        calls = [python_call(body, tool) for tool in tools]
+        members = repeated(calls, const(body.separator), is_single=is_single)
         return sequence(const(body.open), members, const(body.close))
+    objects = [_object_node(body.keys, tool) for tool in tools]
+    if isinstance(body.keys, Keys):
+        objects = [_with_blanks(node, _ARRAY_BLANKS) for node in objects]
+    members = repeated(objects, sequence(const(","), _ARRAY_BLANKS), is_single=is_single)
+    return sequence(const("["), _ARRAY_BLANKS, members, _ARRAY_BLANKS, const("]"))
+
+
+def _body_node(body: Body, tool: ToolSchema) -> Node:
+    """Return the node for the body of a tool call. The body must not be a list of tool calls.
+
+    Example of matching text: `{"name": "f", "arguments": {}}`.
+    """
     if isinstance(body, JsonObject):
         return _object_node(body.keys, tool)
     if isinstance(body, JsonArguments):
@@ -143,6 +170,7 @@ def _body_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> No
         return tagged_arguments(body, tool)
     if isinstance(body, NestedTags):
         return nested_arguments(body, tool)
+    assert isinstance(body, BareKeyArguments)
     return bare_key_arguments(body, tool)
 
 
@@ -176,7 +204,8 @@ def _head_node(head: str, name: str) -> Node:
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     """Return the node for a tool call that is a JSON object with the name and the arguments.
 
-    Example of matching text: `{"name": "f", "arguments": {"a": 1}}`.
+    Examples of matching texts: `{"name": "f", "arguments": {"a": 1}}`. The same object with an id
+    at its start or end, if `keys` declares an id. `{"f": {"a": 1}}` for `NameIsKey`.
     """
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
@@ -185,8 +214,8 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     before, after = _object_around_arguments(keys, tool.name)
     # If `keys.order` contains the id, the model must write the id there. An id in an inner object
     # is not allowed at all, because the nodes below describe only the members of the outer object.
-    may_have_id = keys.id is not None and "." not in keys.id and "id" not in keys.order
-    if not may_have_id:
+    has_optional_id = keys.id is not None and "." not in keys.id and "id" not in keys.order
+    if not has_optional_id:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
     # Templates write the id at the start or at the end of the object. Models often omit the id.
     id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
@@ -236,13 +265,14 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     The placeholder `"{id}"` stands for the id, if `keys.order` contains the id. Example: the
     default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
     """
-    arguments_placeholder = "\0"
+    arguments_placeholder = "\0"  # This character occurs in no JSON text.
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}
     values = {
         "name": json.dumps(name, ensure_ascii=False),
         "arguments": arguments_placeholder,
         "id": _ID_PLACEHOLDER,
     }
+    # For the path "function.name", the tree is {"function": {"name": ..}}.
     tree: dict[str, Any] = {}
     for role in keys.order:
         *outer_keys, last_key = paths[role].split(".")

@@ -51,7 +51,7 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def _without_descriptions(schema: object) -> object:
-    """Return a schema without the texts that describe it, which a grammar does not need.
+    """Return a schema without its descriptive texts, because a grammar does not need these texts.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A property
     that is called `description` is kept.
@@ -102,21 +102,22 @@ def optional(part: Node) -> Node:
     return {"type": "optional", "content": part}
 
 
-def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
+def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
     """Return the structural-tag node that matches one or more items, separated by `separator`.
 
     Each item matches one of `items`. If `is_single` is true, the node matches exactly one item.
     Example: the items a and b with the separator `,` match `a`, `b,a` and `a,a,b`.
 
     The usual node for a list, `item (separator item)*`, contains each item twice. If there are many
-    items, the result is a node that contains each item only once, so that the grammar stays small.
+    items, and the separator is constant or blank, the result is a node that contains each item only
+    once, so that the grammar stays small.
     """
     item = one_of(*items)
     if is_single:
         return item
     if len(items) > _MAX_DUPLICATED_ITEMS:
         if separator == BLANKS:
-            # The blanks may match no text, so it does no harm that they also follow the last item.
+            # The blanks can match the empty text, so they may also follow the last item.
             return {"type": "plus", "content": sequence(item, separator)}
         if separator["type"] == "const_string":
             return separated_tags(items, separator["value"])

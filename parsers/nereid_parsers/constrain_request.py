@@ -82,6 +82,7 @@ class Request:
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any] | None,
         response_format: Mapping[str, Any] | None,
+        *,
         parallel_tool_calls: bool,
     ) -> Request:
         """Convert the fields of an OpenAI request.
@@ -127,43 +128,43 @@ class _ToolChoice:
     is_one_function: bool = False
 
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
-        """Return the tools that the model may call.
+        """Return the tools that the model may call. The mode "none" allows no tools.
 
         Raises:
-            ConstraintError: `tools` contains no tool with one of the names.
+            ConstraintError: The request names a function that `tools` does not contain.
         """
-        if self.names is not None:
-            missing = self.names - {tool.name for tool in tools}
-            if missing:
-                raise ConstraintError(
-                    f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
-                )
-            tools = tuple(tool for tool in tools if tool.name in self.names)
-        return () if self.mode == "none" else tools
+        if self.names is None:
+            return () if self.mode == "none" else tools
+        missing = self.names - {tool.name for tool in tools}
+        if missing:
+            raise ConstraintError(
+                f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
+            )
+        return tuple(tool for tool in tools if tool.name in self.names)
 
 
 def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
     """Convert the OpenAI field `tool_choice`.
 
-    Example: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
-    names {"f"}.
+    Examples: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
+    names {"f"}. A missing value gives the mode "auto" if the request has tools, or else "none".
 
     Raises:
         ConstraintError: The value is not a `tool_choice` of the OpenAI API.
     """
     if choice is None:
-        return _ToolChoice("auto" if has_tools else "none")
+        return _ToolChoice(mode="auto" if has_tools else "none")
     if isinstance(choice, str):
         if choice not in ("auto", "required", "none"):
             raise ConstraintError(
                 f"tool_choice: the value must be auto, required, none or an object, but is "
                 f"{shorten(choice)}"
             )
-        return _ToolChoice(choice)
+        return _ToolChoice(mode=choice)
     kind = _object(choice, "tool_choice").get("type")
     if kind == "function":
         names = frozenset({_function_name(choice)})
-        return _ToolChoice("required", names, is_one_function=True)
+        return _ToolChoice(mode="required", names=names, is_one_function=True)
     if kind == "allowed_tools":
         return _parse_allowed_tools(choice.get("allowed_tools", choice))
     raise ConstraintError(

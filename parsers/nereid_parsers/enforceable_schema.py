@@ -1,4 +1,4 @@
-"""Rewrites keywords of a JSON schema that xgrammar ignores into keywords that it enforces.
+"""Rewrites a JSON schema: replaces keywords that xgrammar ignores by keywords that it enforces.
 
 xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
 for integers with bounds.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.stream.argument_types import json_type_of
 
@@ -30,13 +30,28 @@ _STRICTER = {
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # xgrammar ignores the other keywords of a schema that has one of these keywords.
 _ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
+# The values of these keywords are JSON values, not schemas.
+_VALUE_KEYWORDS = ("enum", "const", "default", "examples")
 _LARGEST_MULTIPLE_OF = 1024
 _MAX_MULTIPLES = 256
 _MAX_DEPTH = 64
 
 
 class _CannotMergeError(Exception):
-    """Two schemas have no common schema that xgrammar enforces."""
+    """Two schemas cannot be combined into one schema that xgrammar enforces."""
+
+
+class _Resolved(NamedTuple):
+    """A schema in which references were replaced by their definitions.
+
+    Attributes:
+        schema: The schema.
+        inlined: The references that were replaced. A schema that contains one of these references
+            again is recursive.
+    """
+
+    schema: Schema
+    inlined: frozenset[str]
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
@@ -67,7 +82,7 @@ def is_enforced_multiple(schema: Schema) -> bool:
 
 
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and all schemas inside it, see `enforceable`.
+    """Return a schema in which all schemas are rewritten, see `enforceable`.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
@@ -81,66 +96,74 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
         return [_rewrite(item, root, inlined, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
+    resolved = _Resolved(schema, inlined)
     if isinstance(schema.get("allOf"), list):
-        schema, inlined = _without_all_of(schema, root, inlined)
-    if "multipleOf" in schema:
-        schema = _with_enforced_multiple(schema)
+        resolved = _without_all_of(schema, root, inlined)
     return {
         keyword: value
-        if keyword in ("enum", "const", "default", "examples")
-        else _rewrite(value, root, inlined, depth + 1)
-        for keyword, value in schema.items()
+        if keyword in _VALUE_KEYWORDS
+        else _rewrite(value, root, resolved.inlined, depth + 1)
+        for keyword, value in _with_enforced_multiple(resolved.schema).items()
     }
 
 
-def _without_all_of(
-    schema: Schema, root: object, inlined: frozenset[str]
-) -> tuple[Schema, frozenset[str]]:
+def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
     """Merge the keyword `allOf` of a schema with the other keywords of the schema.
 
-    Returns:
-        The merged schema, and the references that were replaced by their definitions. If the parts
-        cannot be merged, `schema` and `inlined` are returned.
+    Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
+    `{"type": "integer", "minimum": 1, "maximum": 5}`. If the parts cannot be merged, `schema` and
+    `inlined` are returned unchanged.
     """
     others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     parts = schema["allOf"]
-    is_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
-    if is_reference and _ANNOTATIONS.issuperset(others):
-        return {**parts[0], **others}, inlined
+    is_one_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
+    if is_one_reference and _ANNOTATIONS.issuperset(others):
+        # Annotations restrict no values, so the reference may stand beside them without `allOf`.
+        return _Resolved({**parts[0], **others}, inlined)
     try:
         resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
-        merged = functools.reduce(_merge, [part for part, _ in resolved])
+        merged = functools.reduce(_merge, [part.schema for part in resolved])
     except (_CannotMergeError, TypeError, AttributeError):
         # The last two errors mean that a keyword has a value of a wrong type.
-        return schema, inlined
-    return merged, frozenset().union(*(references for _, references in resolved))
+        return _Resolved(schema, inlined)
+    return _Resolved(merged, frozenset().union(*(part.inlined for part in resolved)))
 
 
-def _resolve(part: object, root: object, inlined: frozenset[str]) -> tuple[Schema, frozenset[str]]:
-    """Replace the keywords `$ref` and `allOf` in a part of an `allOf`.
-
-    Returns:
-        The part without these keywords, and the references that were replaced by their definitions.
+def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
+    """Replace the keywords `$ref` and `allOf` of one schema in an `allOf` by what they stand for.
 
     Raises:
         _CannotMergeError: The part is recursive, or it refers to another document.
     """
-    if part is True:
-        return {}, inlined
+    if part is True:  # This schema accepts every value, as the schema {} does.
+        return _Resolved({}, inlined)
     if not isinstance(part, Mapping):
         raise _CannotMergeError
+    target = _follow_reference(part, root, inlined)
+    if "allOf" not in target.schema:
+        return target
+    merged = _without_all_of(target.schema, root, target.inlined)
+    if "allOf" in merged.schema:
+        raise _CannotMergeError
+    return merged
+
+
+def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
+    """Merge a schema with the definition that its keyword `$ref` names.
+
+    Return the schema unchanged if it has no such keyword.
+
+    Raises:
+        _CannotMergeError: The definition contains the reference again, or does not exist.
+    """
     reference = part.get("$ref")
-    if reference is not None:
-        if not isinstance(reference, str) or reference in inlined:
-            raise _CannotMergeError
-        others = {keyword: value for keyword, value in part.items() if keyword != "$ref"}
-        target, inlined = _resolve(_target(reference, root), root, inlined | {reference})
-        part = _merge(others, target)
-    if "allOf" in part:
-        part, inlined = _without_all_of(part, root, inlined)
-        if "allOf" in part:
-            raise _CannotMergeError
-    return part, inlined
+    if reference is None:
+        return _Resolved(part, inlined)
+    if not isinstance(reference, str) or reference in inlined:
+        raise _CannotMergeError
+    others = {keyword: value for keyword, value in part.items() if keyword != "$ref"}
+    definition = _resolve(_target(reference, root), root, inlined | {reference})
+    return _Resolved(_merge(others, definition.schema), definition.inlined)
 
 
 def _target(reference: str, root: object) -> object:
@@ -163,24 +186,34 @@ def _target(reference: str, root: object) -> object:
 def _merge(first: object, second: object) -> dict[str, Any]:
     """Merge two schemas into one schema that accepts only the values which both schemas accept.
 
+    Example: `{"type": "integer", "minimum": 1}` and `{"minimum": 3}` give
+    `{"type": "integer", "minimum": 3}`.
+
     Raises:
         _CannotMergeError: No value matches both schemas, or the result has a combination of
             keywords that xgrammar does not enforce.
     """
-    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        if first is True or second is True:
-            other = second if first is True else first
-            return dict(other) if isinstance(other, Mapping) else {}
-        raise _CannotMergeError
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return _merge_keywords(first, second)
+    if first is True or second is True:  # `true` accepts every value, so the other schema decides.
+        other = second if first is True else first
+        return dict(other) if isinstance(other, Mapping) else {}
+    raise _CannotMergeError
+
+
+def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
+    """Merge the keywords of two schemas, see `_merge`."""
     merged = dict(first)
     for keyword, value in second.items():
         if keyword not in merged:
             merged[keyword] = value
         elif merged[keyword] != value and keyword not in ("properties", "additionalProperties"):
             merged[keyword] = _merge_values(keyword, merged[keyword], value)
+    # These two keywords depend on each other, so they are merged together.
     if "properties" in merged or "additionalProperties" in merged:
         merged |= _merge_properties(first, second, merged.get("required") or [])
-    _check_combination(merged)
+    merged = _drop_impossible_choices(merged)
+    _check_is_enforced(merged)
     return merged
 
 
@@ -210,12 +243,16 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
 
 
 def _common_types(first: object, second: object) -> str | list[str]:
-    """Return the types that both values of `type` allow. An integer is a number, too.
+    """Return the types that both values of the keyword `type` allow. An integer is a number, too.
 
     Example: `"number"` and `["integer", "null"]` have the type `"integer"` in common.
+
+    Raises:
+        _CannotMergeError: The two values have no type in common.
     """
     first_types: set[Any] = set(first) if isinstance(first, list) else {first}
     second_types: set[Any] = set(second) if isinstance(second, list) else {second}
+    # If only one of the schemas allows all numbers, it also allows the integers of the other one.
     for types, other_types in ((first_types, second_types), (second_types, first_types)):
         if "number" in types and "number" not in other_types and "integer" in other_types:
             types.add("integer")
@@ -226,7 +263,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
-    """Return the keywords `properties` and `additionalProperties` of the merged schema.
+    """Return `properties` and `additionalProperties` of the schema that merges two schemas.
 
     Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
     `{"a": {"type": "string", "maxLength": 9}}`.
@@ -238,7 +275,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise _CannotMergeError
     first_properties = first.get("properties") or {}
     second_properties = second.get("properties") or {}
-    # The schemas of all properties that the keyword `properties` does not declare.
+    # `additionalProperties` is the schema of all properties that `properties` does not declare.
     first_rest = first.get("additionalProperties", True)
     second_rest = second.get("additionalProperties", True)
     merged = {}
@@ -248,7 +285,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         if False not in (first_schema, second_schema):
             merged[name] = _merge(first_schema, second_schema)
         elif name in required:
-            raise _CannotMergeError  # One schema requires a property that the other one forbids.
+            raise _CannotMergeError  # The schema `false` forbids a property that is required.
     result: dict[str, Any] = {"properties": merged}
     if False in (first_rest, second_rest):
         result["additionalProperties"] = False
@@ -257,49 +294,64 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     return result
 
 
-def _check_combination(merged: dict[str, Any]) -> None:
-    """Raise _CannotMergeError if xgrammar ignores keywords of a merged schema.
+def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without the values of `enum` that do not have the type of the schema.
 
-    The values of `enum` with a wrong type are removed from `merged`.
+    Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
+    """
+    json_type = schema.get("type")
+    if "enum" not in schema or not isinstance(json_type, str):
+        return schema
+    return {**schema, "enum": [value for value in schema["enum"] if _has_type(value, json_type)]}
+
+
+def _check_is_enforced(merged: dict[str, Any]) -> None:
+    """Raise _CannotMergeError if xgrammar ignores keywords of a merged schema, or if none matches.
+
+    Example: xgrammar ignores `minLength` if the schema also has the keyword `pattern`.
     """
     restrictions = merged.keys() - _ANNOTATIONS
     if "enum" in restrictions and isinstance(merged.get("type"), str):
-        merged["enum"] = [value for value in merged["enum"] if _has_type(value, merged["type"])]
-        restrictions -= {"type"}
+        restrictions -= {"type"}  # All values of `enum` have this type, so it may be ignored.
     has_ignored_length = "pattern" in merged and bool({"minLength", "maxLength"} & restrictions)
     has_ignored_part = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
-    if has_ignored_length or has_ignored_part or merged.get("enum") == []:
+    has_no_values = merged.get("enum") == []
+    if has_ignored_length or has_ignored_part or has_no_values:
         raise _CannotMergeError
 
 
 def _with_enforced_multiple(schema: Schema) -> Schema:
-    """Rewrite `schema` so that xgrammar enforces `multipleOf`, or return `schema` unchanged."""
-    multiple = schema["multipleOf"]
-    if schema.get("type") not in ("integer", "number") or not _is_integer(multiple):
+    """Rewrite `schema` so that xgrammar enforces `multipleOf`.
+
+    Examples:
+        {"type": "number", "multipleOf": 2.0} gives {"type": "integer", "multipleOf": 2}.
+        {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 12} gives {"enum": [10]}.
+        {"type": "number", "multipleOf": 0.5} is returned unchanged.
+    """
+    multiple = schema.get("multipleOf", 0)
+    is_number = schema.get("type") in ("integer", "number")
+    if not is_number or not _is_integer(multiple) or multiple < 1:
         return schema
-    if multiple < 1:
-        return schema
-    schema = {**schema, "type": "integer", "multipleOf": int(multiple)}
-    if "enum" in schema or not any(bound in schema for bound in _BOUNDS):
-        return schema
-    multiples = _multiples(schema, int(multiple))
+    as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
+    has_bounds = any(bound in schema for bound in _BOUNDS)
+    if "enum" in schema or not has_bounds:
+        return as_integer
+    multiples = _multiples(as_integer, int(multiple))
     if not multiples:
-        return schema
-    keywords = schema.keys() & _ANNOTATIONS
-    return {**{keyword: schema[keyword] for keyword in keywords}, "enum": multiples}
+        return as_integer
+    annotations = {key: value for key, value in schema.items() if key in _ANNOTATIONS}
+    return {**annotations, "enum": multiples}
 
 
 def _multiples(schema: Schema, multiple: int) -> list[int]:
-    """Return all multiples within the bounds of a schema, or [] if there are too many or none.
+    """Return all multiples of `multiple` within the bounds of a schema.
 
-    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10].
+    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. The result
+    is [] if a bound is missing, or if there are more than `_MAX_MULTIPLES` multiples.
     """
     if not all(_is_number(schema[bound]) for bound in _BOUNDS if bound in schema):
         return []
-    lowest = max(
-        schema.get("minimum", -math.inf),
-        schema.get("exclusiveMinimum", -math.inf),
-    )
+    lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
     highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
     if not math.isfinite(lowest) or not math.isfinite(highest):
         return []
@@ -313,7 +365,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _has_type(value: object, name: str) -> bool:
-    """Return whether a JSON value has a type. An integer is a number, too."""
+    """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
     found = json_type_of(value)
     return found == name or (name == "number" and found == "integer")
 

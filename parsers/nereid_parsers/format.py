@@ -144,7 +144,9 @@ class Format(FormatData):
             ConstraintError: The request is invalid, or no structural tag of this format expresses
                 it.
         """
-        request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
+        request = Request.of(
+            tools, tool_choice, response_format, parallel_tool_calls=parallel_tool_calls
+        )
         reasoning = reasoning_state(output_start(self, prompt), skip_reasoning)
         return structural_tag(self, request, reasoning)
 

@@ -47,16 +47,18 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
         _append_literal(parts, text[literal_start : match.start()])
         literal_start = match.end()
         if match.group() in ("{{", "}}"):
-            _append_literal(parts, match.group()[0])
+            _append_literal(parts, match.group()[0])  # `{{` stands for one brace.
         else:
             follows_field = bool(parts) and isinstance(parts[-1], Slot)
-            parts.append(_field(text, match, follows_field))
+            parts.append(_field(text, match, follows_field=follows_field))
     _append_literal(parts, text[literal_start:])
     return tuple(parts)
 
 
-def _field(text: str, match: re.Match[str], follows_field: bool) -> Slot:
+def _field(text: str, match: re.Match[str], *, follows_field: bool) -> Slot:
     """Return the field that `match` found in the pattern `text`.
+
+    Example: the text `{name}` gives `Slot("name")`.
 
     The field {rest} may directly follow another field. The other field then ends before the first
     character that its regex does not match.

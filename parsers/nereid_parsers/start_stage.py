@@ -1,4 +1,4 @@
-"""Finds the stage in which the output starts, from the end of the prompt."""
+"""Looks at the end of the prompt to find the stage in which the output starts."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the start state for the layout `Sections`, see `find_start`.
 
-    Example: the prompt `"..<think>"` gives the prefill `<think>`, and the prompt `"..assistant"`
-    gives the stage CONTENT.
+    Examples: the prompt `"..<think>"` gives the prefill `<think>`, and the prompt `"..assistant"`
+    gives the stage CONTENT, or REASONING if the opener of the format is FORCED. Without a prompt,
+    the stage is REASONING unless the model writes the opening marker itself.
     """
     reasoning = layout.reasoning
     if not prompt:
         is_open = reasoning is not None and not reasoning.is_opened_by_model
         return StartPoint(Stage.REASONING if is_open else Stage.CONTENT, is_prompt_known=False)
-    prefill = _text_after_turn(fmt, prompt)
-    if prefill is None:
-        prefill = _marker_at_end(layout, prompt)
+    text_after_turn = _text_after_turn(fmt, prompt)
+    prefill = _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
     if prefill.strip():
+        # The parser reads the prefill first. The markers in the prefill then change the stage.
         return StartPoint(Stage.CONTENT, prefill)
     is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
     return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
@@ -104,11 +105,11 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     If no marker closes a message, only the marker at the end of the prompt is an open message.
     """
     message_start = layout.start.strip()
-    position = prompt.rfind(message_start)
-    if position < 0:
+    last_start = prompt.rfind(message_start)
+    if last_start < 0:
         return ""
     if layout.ends:
-        last_message = prompt[position:]
+        last_message = prompt[last_start:]
         is_closed = any(end in last_message for end in layout.ends)
         return "" if is_closed else last_message
     # The format has no end markers, so the last message may be a complete message of the user. The

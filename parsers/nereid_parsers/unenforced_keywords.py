@@ -71,7 +71,10 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield descriptions of the keywords that xgrammar enforces only in some cases."""
+    """Yield descriptions of the keywords that xgrammar enforces only in some cases.
+
+    Example: an `allOf` of two schemas yields "allOf of 2 parts at $".
+    """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
     all_of = schema.get("allOf")
@@ -83,7 +86,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas, based on their types and constants.
+    """Return whether the types and constants show that each value matches at most one schema.
 
     If the result is True, `oneOf` and `anyOf` accept the same values. Examples: a string and an
     integer are disjoint, and so are the constants "a" and "b". A string and the constant "a" are
@@ -101,7 +104,7 @@ def _are_disjoint(options: list[Any]) -> bool:
 
 
 def _single_type(schema: object) -> str | None:
-    """Return the only JSON type that a schema allows, or None if this type is not declared.
+    """Return the JSON type of a schema if the schema declares exactly one type, or else None.
 
     An integer is also a number, so the result for integers is "number". Examples: `{"type":
     "string"}` and `{"const": "a"}` give "string".

@@ -141,21 +141,33 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
+    has_calls = _set_form(prober)
+    frame = compare_generation_prompt(prober)
+    quarantined = find_quarantined(jinja_source)
+    if quarantined is None:
+        return _infer(frame)
+    entry, fmt = quarantined
+    return _recognise(frame, entry, fmt, has_calls=has_calls)
+
+
+def _set_form(prober: Prober) -> bool:
+    """Set `prober.form` to a form in which the template renders content and, if it can, tool calls.
+
+    If the template renders no plain content, append the reason to `prober.undecided`.
+
+    Returns:
+        Whether the template renders tool calls.
+    """
     content_form = prober.find_content_form()
     if content_form is None:
         why = next(iter(prober.refusals.values()), "the rendering does not contain the content")
         prober.undecided.append(f"The template does not render plain content: {why}")
     else:
         prober.form = content_form
-    call_form = prober.find_call_form()
+    call_form = prober.find_call_form()  # a variant of `prober.form`
     if call_form is not None:
         prober.form = call_form
-    frame = compare_generation_prompt(prober)
-    quarantined = find_quarantined(jinja_source)
-    if quarantined is None:
-        return _infer(frame)
-    entry, fmt = quarantined
-    return _recognise(frame, entry, fmt, has_calls=call_form is not None)
+    return call_form is not None
 
 
 def _recognise(
@@ -166,7 +178,7 @@ def _recognise(
     The report shows the comparisons, although the format is not inferred from them.
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         entry: The description of the template.
         fmt: The format.
         has_calls: Whether the template renders tool calls.
@@ -177,11 +189,13 @@ def _recognise(
     )
     reasoning = find_rendered_reasoning(frame)
     renderer = CallRenderer(frame)
-    compare_call_presence(renderer)
+    compare_call_presence(renderer)  # The result is not needed, but the report shows T1.
     two_calls = compare_two_calls(renderer)
     tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
-    frame.end_markers = compare_content(frame, ReasoningFindings()).end_markers
+    content = compare_content(frame, ReasoningFindings())
+    frame = replace(frame, end_markers=content.end_markers)
     if isinstance(fmt.layout, Messages):
+        # The rendering shows which markers end the turn. The layout already declares some of them.
         message_ends = fmt.layout.ends
         turn_ends = tuple(end for end in frame.end_markers if end not in message_ends)
         fmt = replace(fmt, ends=turn_ends)
@@ -196,16 +210,16 @@ def _infer(frame: TurnFrame) -> TemplateAnalysis:
     """
     reasoning = find_reasoning(frame)
     content = compare_content(frame, reasoning)
-    frame.end_markers = content.end_markers
+    frame = replace(frame, end_markers=content.end_markers)
     wrapper = content.wrapper or compare_content_with_call(frame, reasoning.part)
     tools = find_tools(frame, reasoning.part, wrapper)
     fmt = _make_format(frame, reasoning, wrapper, tools)
     proofs = parse_renderings(fmt, frame, reasoning, tools)
-    wrong_calls = [proof for proof in proofs if proof.differs and proof.name == ONE_CALL_PROOF]
-    if wrong_calls:
+    one_call = next((proof for proof in proofs if proof.name == ONE_CALL_PROOF), None)
+    if one_call is not None and one_call.differs:
         frame.prober.undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_calls[0].text!r}."
+            f"that the template renders as {one_call.text!r}."
         )
         tools = ToolFindings(inner_headers=tools.inner_headers)
         fmt = _make_format(frame, reasoning, wrapper, tools)
@@ -224,14 +238,17 @@ def _make_format(
 ) -> Format:
     """Return the format with the inferred parts.
 
-    If the parts contradict each other, return the format for plain content and record the reason.
+    If the parts contradict each other, return the format for plain content, and append the reason
+    to the list `undecided` of the prober.
     """
-    # Headers inside a message are declared as end markers, because the parser must remove both.
+    # The parser removes end markers from the text. It must also remove headers inside a message, so
+    # these headers are declared as end markers.
     inner_headers = tools.inner_headers or reasoning.inner_headers
     headers = (*inner_headers, header_after_result(frame))
     ends = [end for end in (*frame.end_markers, *tools.end_markers, *headers) if end]
     sources = (Source("inferred from the chat template"),)
-    plain = Format("plain", Sections(), ends=tuple(dict.fromkeys(ends)), sources=sources)
+    distinct_ends = tuple(dict.fromkeys(ends))
+    plain = Format("plain", Sections(), ends=distinct_ends, sources=sources)
     part = reasoning.part
     reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
     turn = turn_markers(frame, [marker.strip() for marker in reasoning_markers])

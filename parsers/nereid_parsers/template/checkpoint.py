@@ -223,7 +223,7 @@ def format_for_checkpoint(
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Return `file_format` with the reasoning or the tool calls of the format that the user chose.
+    """Replace the reasoning or the tool calls of `file_format` by those that the user chose.
 
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
     `file_format`. If the layout of one of the formats is `Messages`, the two formats cannot be

@@ -51,27 +51,26 @@ class ContentFindings:
 
 
 def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFindings:
-    """Compare a question without an answer and a question with an answer (comparison C1).
+    """Render a question with an answer, and record the comparison with the question alone (C1).
 
     Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
     `</answer>` and the end marker `<|im_end|>`.
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         reasoning: The findings about reasoning. If messages with reasoning show a wrapper of the
             content, that wrapper is the default.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = frame.text_after_header(conversation) or ""
     before, content, after = text.partition(CONTENT_TEXT)
-    wrapper = reasoning.wrapper
     if not content:  # The template does not render the answer.
-        return ContentFindings(wrapper)
+        return ContentFindings(reasoning.wrapper)
     opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    if opening:
-        wrapper = Wrapper(opening, _wrapper_close(after, opening.strip(), frame))
-        after = after.removeprefix(wrapper.close)
-    findings = ContentFindings(wrapper, tuple(_end_markers(after, frame)))
+    closing = _wrapper_close(after, opening.strip(), frame) if opening else ""
+    wrapper = Wrapper(opening, closing) if opening else reasoning.wrapper
+    end_markers = _end_markers(after.removeprefix(closing), frame)
+    findings = ContentFindings(wrapper, tuple(end_markers))
     frame.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -83,7 +82,7 @@ def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFi
 
 
 def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
-    """Compare a tool call alone and a tool call with content before it (comparison C2).
+    """Render content before a tool call, and look for markers around the content (comparison C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
     the content is empty. Example: "<say></say><call>.." without content and
@@ -94,9 +93,8 @@ def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> 
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    before, _, after = _text_without_reasoning(frame, with_content, reasoning).partition(
-        CONTENT_TEXT
-    )
+    text_with_content = _text_without_reasoning(frame, with_content, reasoning)
+    before, _, after = text_with_content.partition(CONTENT_TEXT)
     opening = before.strip()
     closing = leading_marker(after)
     if not closing or MARKER.fullmatch(opening) is None:
@@ -114,7 +112,7 @@ def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> 
 def _text_without_reasoning(
     frame: TurnFrame, conversation: Conversation, reasoning: Reasoning | None
 ) -> str:
-    """Return the rendered answer of a conversation without the markers of empty reasoning.
+    """Render the answer of a conversation, and remove the markers of empty reasoning.
 
     Return "" if the template refuses the conversation. Example: the answer
     "<think></think><call>.." gives "<call>..".
@@ -132,7 +130,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
-    while True:
+    while True:  # Each pass removes one marker.
         bare = text.lstrip()
         marker = next((marker for marker in reasoning_markers if bare.startswith(marker)), None)
         if marker is None:
@@ -141,7 +139,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _end_markers(after: str, frame: TurnFrame) -> list[str]:
-    """Return the markers that end the model's turn, from the text after its content.
+    """Find the markers that end the model's turn in `after`, the text after the content.
 
     There are three cases. The first column is the text after the content, the second column the
     text after a user's message, and the third column the result:
@@ -157,16 +155,16 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     if first in ("", EOS_TOKEN):
         return []
     # The second marker, `<|eot|>`, belongs to the end of the turn if it also ends a user's message.
-    # The header of the next turn may start with the same marker, and does not belong to the end.
+    # Otherwise it may be the start of the next turn's header.
     ends_user_message = second == leading_marker(after_user_message)
-    is_new_marker = second not in ("", first)
-    if ends_user_message and is_new_marker and second not in frame.header:
+    is_other_marker = second not in ("", first)
+    if is_other_marker and ends_user_message and second not in frame.header:
         return [first, second]
     return _end_markers_with_words(text, after_user_message, frame.header) or [first]
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
-    """Return the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
+    """Return the end of a turn if it consists of markers and words: `<|out|>turn<|of|>`.
 
     A user's message must end with the same text, and possibly one more marker. Otherwise the
     result is [].
@@ -203,7 +201,7 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     Args:
         after: The text after the content.
         opening: The marker before the content.
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
     """
     compound = compound_closing(after, opening)
     if compound:

@@ -282,7 +282,7 @@ class InputForm:
 
 
 def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
-    """Return the reasoning and the content as parts of a message's content.
+    """Return the reasoning and the text of an answer as the parts of the list `content`.
 
     >>> _content_with_thinking(AssistantMessage("Hello.", reasoning="A greeting."))
     [{'type': 'thinking', 'thinking': 'A greeting.'}, {'type': 'text', 'text': 'Hello.'}]

@@ -184,7 +184,7 @@ def markers(text: str) -> list[str]:
 
 
 def leading_markers(text: str) -> list[str]:
-    r"""Return the markers at the start of `text`, which may have white space between them.
+    r"""Return the markers at the start of `text`. White space may separate the markers.
 
     >>> leading_markers("<|eom|>\n<|start|>user<|message|>")
     ['<|eom|>', '<|start|>']
@@ -293,8 +293,8 @@ def compound_closing(text: str, opening: str) -> str:
     before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
     if not shared:
         return ""
-    # Only a marker may precede `shared_end`. A longer text than the whole opening is not a marker,
-    # so `shared_end` then belongs to a later part of the message.
+    # Only a marker may precede `shared_end`. If the text before `shared_end` is longer than the
+    # whole opening, that text is no marker, and `shared_end` belongs to a later part.
     is_one_marker = len(before_shared_end) <= len(opening)
     return before_shared_end + shared_end if is_one_marker else ""
 

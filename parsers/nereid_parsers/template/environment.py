@@ -1,4 +1,4 @@
-"""Compile and render chat templates as transformers does, within limits.
+"""Compile and render chat templates as the library transformers does, but limit their work.
 
 The environment is that of `apply_chat_template` in transformers 5.23
 (utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
@@ -353,7 +353,7 @@ class CompiledTemplate:
 
 
 def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
-    """Return the Python code of a template to which `counting` has added its filters.
+    """Compile a template, with the filters that `counting` adds, and return the Python code.
 
     Raises:
         TemplateError: The source has a syntax error.

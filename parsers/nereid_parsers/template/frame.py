@@ -12,7 +12,7 @@ the marker `<|im_end|>` ends the turn. The text between them is what a model wou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
@@ -60,7 +60,7 @@ class GenerationPrompt:
         return Conversation(generation_prompt=True, switches=self.switches)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TurnFrame:
     r"""The text around the model's answer in a rendered conversation.
 
@@ -69,14 +69,14 @@ class TurnFrame:
         header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
         prompts: The generation prompts, one for each setting of the switches that the template
             renders. The first one is the default.
-        end_markers: The markers that end a turn: `("<|im_end|>",)`. They are set when
-            `compare_content` has found them.
+        end_markers: The markers that end a turn: `("<|im_end|>",)`. Empty until `compare_content`
+            has found them.
         trailing_text: The text that the template writes after the last message: `"<|im_end|>\n"`.
     """
 
     prober: Prober
     header: str = ""
-    prompts: list[GenerationPrompt] = field(default_factory=list)
+    prompts: tuple[GenerationPrompt, ...] = ()
     end_markers: tuple[str, ...] = ()
     trailing_text: str = ""
 
@@ -92,7 +92,7 @@ class TurnFrame:
         has_result = conversation.after_tool_result and RESULT_TEXT in text
         last_input = RESULT_TEXT if has_result else USER_TEXT
         after_input = text_after_last(text, last_input)
-        header = self._header_in(after_input)
+        header = _header_in(after_input, self.header)
         if not header:
             # Without a header, the answer starts after the markup that ends the user's message.
             return after_input.removeprefix(common_prefix(after_input, self.trailing_text))
@@ -110,33 +110,37 @@ class TurnFrame:
             return None
         return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
 
-    def prompt_after_header(self, prompt: str) -> str:
-        r"""Return the text of a prompt after the header of the model's turn.
-
-        Example: the prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
-        """
-        rest = text_after_last(prompt, USER_TEXT)
-        header = self._header_in(rest)
-        return text_after_last(rest, header) if header else ""
-
-    def _header_in(self, text: str) -> str:
-        r"""Return the part of `text` that is the header, with or without its outer white space.
-
-        Return "" if `text` does not contain the header. Example: the header is
-        `<|im_start|>assistant\n`, and the text is "<|im_start|>assistant <think>". The result is
-        `<|im_start|>assistant`.
-        """
-        if self.header in text:
-            return self.header
-        bare = self.header.strip()
-        return bare if bare in text else ""
-
     def without_end_markers(self, text: str) -> str:
-        r"""Return `text` without the markers at its end that end a turn.
+        r"""Remove the end-of-turn markers from the end of `text`.
 
         Example: if `<|im_end|>` ends a turn, "Hello<|im_end|>\n" gives "Hello".
         """
         return _strip_suffixes(text, (*self.end_markers, EOS_TOKEN))
+
+
+def prompt_after_header(prompt: str, header: str) -> str:
+    r"""Return the text of a prompt after the header of the model's turn.
+
+    Return "" if the prompt does not contain the header. Example: the prompt
+    "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
+    """
+    after_question = text_after_last(prompt, USER_TEXT)
+    header_in_prompt = _header_in(after_question, header)
+    return text_after_last(after_question, header_in_prompt) if header_in_prompt else ""
+
+
+def _header_in(text: str, header: str) -> str:
+    r"""Return the part of `text` that is the header, with or without its outer white space.
+
+    Return "" if `text` does not contain the header.
+
+    >>> _header_in("<|im_start|>assistant <think>", "<|im_start|>assistant\n")
+    '<|im_start|>assistant'
+    """
+    if header in text:
+        return header
+    bare = header.strip()
+    return bare if bare in text else ""
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
@@ -198,7 +202,7 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     ("<|im_start|>assistant", "<|answer|>").
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
             the answer.
     """

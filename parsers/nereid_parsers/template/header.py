@@ -28,7 +28,7 @@ from nereid_parsers.template.difference import (
     tokens,
     trailing_marker,
 )
-from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
+from nereid_parsers.template.frame import GenerationPrompt, TurnFrame, prompt_after_header
 from nereid_parsers.template.probe import Prober
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
@@ -46,28 +46,26 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> TurnFrame:
-    r"""Compare a conversation without and with the generation prompt (comparison G).
+    r"""Record the comparison G, without and with the generation prompt. Return what it shows.
 
     The text that the generation prompt adds opens the model's turn. Example: the added text is
     "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
     "<|im_start|>assistant\n". This common part is the header.
     """
-    frame = TurnFrame(prober)
-    without_prompt = prober.render(_QUESTION) or ""
-    frame.trailing_text = text_after_last(without_prompt, USER_TEXT)
-    prompts = _rendered_prompts(prober)
-    frame.header = _find_header(prober, [prompt for _, prompt in prompts])
-    frame.prompts = [
-        GenerationPrompt(switches, prompt, frame.prompt_after_header(prompt))
-        for switches, prompt in prompts
-    ]
-    finding = f"The turn opens with {frame.header!r}."
-    if frame.prompts and frame.prompts[0].after_header:
-        finding += f" The prompt continues with {frame.prompts[0].after_header!r}."
+    rendered_prompts = _rendered_prompts(prober)
+    header = _find_header(prober, [text for _, text in rendered_prompts])
+    prompts = tuple(
+        GenerationPrompt(switches, text, prompt_after_header(text, header))
+        for switches, text in rendered_prompts
+    )
+    finding = f"The turn opens with {header!r}."
+    if prompts and prompts[0].after_header:
+        finding += f" The prompt continues with {prompts[0].after_header!r}."
     prober.record(
         "G generation prompt", "add_generation_prompt is true.", _QUESTION, _PROMPT, finding
     )
-    return frame
+    trailing_text = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
+    return TurnFrame(prober, header, prompts, trailing_text=trailing_text)
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
@@ -97,13 +95,14 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     added = _text_added_by_prompt(without_prompt, with_prompt)
     if added.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        header = _header_in_prompt(added, [*answers, *prompt_ends])
+        shared = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers can show a header.
-        header = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
-    header = _drop_empty_block(header)
-    header = _drop_opening_marker(header, answers)
-    return _drop_text_after_role(header, _user_header(without_prompt))
+        shared = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
+    # All turns may share more than the header: an empty block, a marker, or text after the role.
+    without_block = _drop_empty_block(shared)
+    without_marker = _drop_opening_marker(without_block, answers)
+    return _drop_text_after_role(without_marker, _user_header(without_prompt))
 
 
 def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
@@ -187,7 +186,8 @@ def _drop_empty_block(header: str) -> str:
     inside = header[opening.end() : closing.start()]
     after = header[closing.end() :]
     is_pair = closing.group() in closing_spellings(opening.group())
-    return header[: opening.start()] if is_pair and not (inside + after).strip() else header
+    is_empty_block = is_pair and not (inside + after).strip()
+    return header[: opening.start()] if is_empty_block else header
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
@@ -222,15 +222,14 @@ def _user_header(without_prompt: str) -> str:
     user_words = list(_USER_WORD.finditer(before_question))
     if not user_words:
         return ""
-    role_at = user_words[-1].start()
-    starts = [
-        marker.start() for marker in MARKER.finditer(before_question) if marker.start() <= role_at
-    ]
-    return before_question[starts[-1] :] if starts else ""
+    role_start = user_words[-1].start()
+    marker_starts = [marker.start() for marker in MARKER.finditer(before_question)]
+    starts_before_role = [start for start in marker_starts if start <= role_start]
+    return before_question[starts_before_role[-1] :] if starts_before_role else ""
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Return `header` without the text after the role, which is a word such as "assistant".
+    r"""Cut `header` after the role. The role is a word such as "assistant".
 
     If every prompt and every answer continues with `<think>`, this marker seems to belong to the
     header. The user's header shows where the model's header really ends.

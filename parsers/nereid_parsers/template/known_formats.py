@@ -35,7 +35,7 @@ from nereid_parsers.tool_declarations import Body
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEntry:
-    """The format of a template that is recognised by its source.
+    """A template whose format is given, because the analysis cannot infer the format.
 
     Attributes:
         model: The models that have the template.
@@ -103,7 +103,10 @@ QUARANTINE = (
 
 
 def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
-    """Return the first entry of QUARANTINE that matches a template, and the format, or None."""
+    """Return the first entry of `QUARANTINE` that matches a template, and the entry's format.
+
+    Return None if no entry matches.
+    """
     for entry in QUARANTINE:
         if entry.matches(source):
             note = Source(f"recognised in its chat template: {entry.model}")
@@ -130,20 +133,29 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
         return section  # Tool calls without markers belong to no family.
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *section.calls[1:]]
-    for family in families:
-        first_of_family, *other_spellings = family.calls
-        for spelling in other_spellings:
-            # If only the markers differ, the spelling gets the body that was inferred.
-            has_family_body = spelling.body == first_of_family.body
-            call = replace(spelling, body=first.body) if has_family_body else spelling
-            if all(_markup_of(call) != _markup_of(known) for known in calls):
-                calls.append(call)
+    for spelling in chain.from_iterable(_other_spellings(family, first) for family in families):
+        if all(_markup_of(spelling) != _markup_of(known) for known in calls):
+            calls.append(spelling)
     return replace(
         section,
         calls=tuple(calls),
         also_open=_union(family.also_open for family in families),
         also_close=_union(family.also_close for family in families),
     )
+
+
+def _other_spellings(family: ToolSection, first: Call) -> Iterator[Call]:
+    """Yield the spellings of a tool call that a family declares after its first spelling.
+
+    Args:
+        family: A registered section with the markers of the inferred section.
+        first: The tool call that was inferred. A spelling that differs only in its markers from the
+            first spelling of the family gets the body of this tool call.
+    """
+    first_of_family, *others = family.calls
+    for spelling in others:
+        differs_in_markers_only = spelling.body == first_of_family.body
+        yield replace(spelling, body=first.body) if differs_in_markers_only else spelling
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -161,7 +173,9 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the keys of a tool call, to compare tool calls without their white space.
+    """The markers and the keys of a tool call. Two tool calls with equal values look the same.
+
+    The white space around markers is removed, because it does not matter for the comparison.
 
     Attributes:
         body_type: The class of the body.

@@ -41,7 +41,7 @@ class LimitError(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that apply to all renderings of a `Budget` together.
+    """The limits on the sum of all renderings that share one `Budget`.
 
     Attributes:
         steps: The number of loop items, calls and filters.

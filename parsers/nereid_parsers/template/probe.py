@@ -1,4 +1,4 @@
-"""Render probe conversations through a chat template, and record their comparisons."""
+"""Render probe conversations with a chat template, and record what comparing them shows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
 from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 
-# In renderings, these characters replace the number and the id of each tool call. So two renderings
-# that differ only in numbers and ids are equal.
+# In renderings, these characters replace the number and the id of each tool call, so that numbers
+# and ids cause no differences between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
 _CALL_ID = re.compile(r"zq7id000\d")
@@ -55,7 +55,7 @@ _UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
 
 @dataclass(slots=True)
 class Prober:
-    """Renders probe conversations with one template, and records what their comparisons show.
+    """Renders probe conversations with one template, and stores the findings for the report.
 
     Attributes:
         template: The compiled template.
@@ -123,7 +123,7 @@ class Prober:
         return _mask_call_ids(text, form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """Define the variable that a refusal reports as undefined. Its value becomes "".
+        """If a template was refused because a variable is undefined, define the variable as "".
 
         Some templates read variables that only the model's own code sets. Example: the refusal
         "UndefinedError: 'today' is undefined" defines the variable `today`.
@@ -199,7 +199,7 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings of the thinking switches to try. The first one sets no switch.
+        """Return the settings of switches that the analysis tries. The first setting has no switch.
 
         A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
         in the system message. Example: for a template that reads `enable_thinking`, the settings
@@ -219,7 +219,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values of a thinking switch that the analysis tries.
+        """Return the values that the analysis tries for a thinking switch.
 
         The first values are those with which the template compares the switch. Example: a template
         with `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].

@@ -25,7 +25,7 @@ from nereid_parsers.template.conversation import (
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import drop_common_suffix
-from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.frame import TurnFrame, prompt_after_header
 from nereid_parsers.template.probe import unmask_call_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
@@ -100,17 +100,27 @@ def _output(
 ) -> str | None:
     """Return the text that a model would generate after `prompt` as the answer of a conversation.
 
-    Return None if the template does not render the answer after the prompt.
+    Return None if the template does not render the answer after the prompt. Example: for the prompt
+    "..<|assistant|><think>" and the rendered answer "<think>Hm.</think>Hello.<|end|>", the result
+    is "Hm.</think>Hello.".
     """
     if conversation.after_tool_result:
         text = _output_after_result(frame, conversation, prompt)
     else:
-        text = frame.generated_text(conversation)
-        if text is not None:
-            text = _drop_repetition(text, frame.prompt_after_header(prompt).strip(), reasoning)
+        text = _output_after_header(frame, reasoning, conversation, prompt)
     if text is None or reasoning is None:
         return text
     return _close_open_reasoning(text, prompt, reasoning)
+
+
+def _output_after_header(
+    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+) -> str | None:
+    """Return the rendered answer without the text that `prompt` already contains, or None."""
+    text = frame.generated_text(conversation)
+    if text is None:
+        return None
+    return _drop_repetition(text, prompt_after_header(prompt, frame.header).strip(), reasoning)
 
 
 def _output_after_result(frame: TurnFrame, conversation: Conversation, prompt: str) -> str | None:

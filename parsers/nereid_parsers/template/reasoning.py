@@ -68,18 +68,33 @@ def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
     """Infer the markers of reasoning from the first comparison that shows them."""
     rendered = find_rendered_reasoning(frame)
     conversation = rendered.conversation
+    markup = _first_markup(frame, conversation)
+    if markup is None:
+        return rendered
+    interrupted_by: tuple[str, ...] = ()
+    if conversation is not None:
+        interrupted_by = compare_reasoning_before_call(frame, markup.part, conversation)
+    opener = _infer_opener(frame, markup.part)
+    part = replace(markup.part, opener=opener, interrupted_by=interrupted_by)
+    return replace(rendered, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
+
+
+def _first_markup(frame: TurnFrame, conversation: Conversation | None) -> ReasoningMarkup | None:
+    """Return the markers from the first of the comparisons R1 to R4 that shows them, or None.
+
+    Args:
+        frame: The text around the model's answer in renderings, and the prober.
+        conversation: A conversation whose reasoning the template renders, or None.
+    """
     markup = None
     if conversation is not None:
         markup = compare_reasoning_presence(frame, conversation)
-    for compare in (compare_thinking_switch, compare_instructions, search_source):
-        markup = markup or compare(frame)
-    if markup is None:
-        return rendered
-    part = markup.part
-    if conversation is not None:
-        part = compare_reasoning_before_call(frame, part, conversation)
-    part = replace(part, opener=_infer_opener(frame, part))
-    return replace(rendered, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
+    return (
+        markup
+        or compare_thinking_switch(frame)
+        or compare_instructions(frame)
+        or search_source(frame)
+    )
 
 
 def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
@@ -98,12 +113,12 @@ def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
 def compare_reasoning_presence(
     frame: TurnFrame, conversation: Conversation
 ) -> ReasoningMarkup | None:
-    """Compare a message without and with reasoning (comparison R1).
+    """Render a message with reasoning, and record the comparison with one without it (R1).
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
@@ -112,10 +127,10 @@ def compare_reasoning_presence(
     answer = conversation.answer or AssistantMessage()
     next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
     around = _cut_at_reasoning(frame, conversation, next_text)
-    opening = _opening_before_reasoning(frame, around.before)
-    closing = closing_marker(around.between, opening)
-    if not opening:  # The closing marker may show the name of the opening marker.
-        opening = _first_occurring(frame, opening_spellings(closing.strip()))
+    opening_before = _opening_before_reasoning(frame, around.before)
+    closing = closing_marker(around.between, opening_before)
+    # Without an opening marker, the name of the closing marker may show the opening marker.
+    opening = opening_before or _first_occurring(frame, opening_spellings(closing.strip()))
     if not opening or not closing.strip():
         frame.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -133,13 +148,12 @@ def compare_reasoning_presence(
     # The model itself may write a second header between the reasoning and the content.
     header = frame.header.strip()
     inner_headers = (header,) if header and header in around.between else ()
-    wrapper = None
-    if answer.content:
-        before_content = around.between.removeprefix(closing)
-        for inner_header in inner_headers:
-            before_content = before_content.replace(inner_header, "")
-        wrapper = content_wrapper(before_content, around.after)
-    return ReasoningMarkup(part, wrapper, inner_headers)
+    if not answer.content:
+        return ReasoningMarkup(part, inner_headers=inner_headers)
+    before_content = around.between.removeprefix(closing)
+    for inner_header in inner_headers:
+        before_content = before_content.replace(inner_header, "")
+    return ReasoningMarkup(part, content_wrapper(before_content, around.after), inner_headers)
 
 
 class _TextAroundReasoning(NamedTuple):
@@ -168,9 +182,9 @@ def _cut_at_reasoning(
 
 
 def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:
-    r"""Return the marker that opens the reasoning, from the text before the reasoning.
+    r"""Find the marker that opens the reasoning in `before`, the text before the reasoning.
 
-    If that text is blank, return the marker in the generation prompt. Return "" if no marker opens
+    If `before` is blank, return the marker in the generation prompt. Return "" if no marker opens
     the reasoning. Example: the text "<think>\n", or the text "" after a generation prompt that ends
     with "<think>\n", gives `<think>\n`.
     """
@@ -184,16 +198,17 @@ def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:
 
 
 def compare_thinking_switch(frame: TurnFrame) -> ReasoningMarkup | None:
-    r"""Compare the generation prompts with a thinking switch on and off (comparison R2).
+    r"""Record the comparison R2: the generation prompts with a thinking switch on and off.
 
     Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers are `<think>\n` and
-    `\n</think>\n\n`.
+    `\n</think>\n\n`. Return None if no prompt opens reasoning.
     """
     for prompt in frame.prompts:
         closing = _closing_in_prompt(frame, prompt)
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
+        # If the opening marker has a line of its own, the closing marker probably has one too.
         line_break = "\n" if opening.endswith("\n") else ""
         frame.prober.record(
             "R2 thinking switch",
@@ -233,15 +248,17 @@ def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
 
 
 def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
-    """Compare the whole prompts with a thinking switch on and off (comparison R3).
+    """Record the comparison R3: the whole prompts with a thinking switch on and off.
 
     A switch may add instructions that mention pairs of tags. Example: "Write <think></think> and
-    <answer></answer>" shows the markers of reasoning and the wrapper of content.
+    <answer></answer>" shows the markers of reasoning and the wrapper of content. Return None if no
+    switch adds such instructions.
     """
     for prompt in frame.prompts[1:]:
         if prompt.switches.system:
             continue  # The probe itself has written the added system message.
-        pairs = empty_pairs(difference(frame.prompts[0].text, prompt.text).right)
+        added_text = difference(frame.prompts[0].text, prompt.text).right
+        pairs = empty_pairs(added_text)
         if not pairs or not is_thinking_marker(pairs[0][0]):
             continue
         names = ", ".join(opening + closing for opening, closing in pairs)
@@ -303,33 +320,33 @@ def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
 
 def compare_reasoning_before_call(
     frame: TurnFrame, part: Reasoning, conversation: Conversation
-) -> Reasoning:
-    """Compare a tool call without and with reasoning directly before it (comparison R5).
+) -> tuple[str, ...]:
+    """Render reasoning directly before a tool call, and record the comparison R5.
 
     Some templates omit the closing marker of reasoning there. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
-        `part`, with the marker that interrupts reasoning if there is such a marker.
+        The marker that ends reasoning without a closing marker, or () if there is no such marker.
     """
     call_only = AssistantMessage(calls=ONE_CALL)
     with_reasoning = replace(call_only, reasoning=REASONING_TEXT)
     reasoned = replace(conversation, answer=with_reasoning, tools=True)
     between = _text_between(frame.text_after_header(reasoned) or "", REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
-        return part
+        return ()
     interruption = next(iter(markers(between)), "")
     if not interruption:
         frame.prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
-        return part
+        return ()
     frame.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
@@ -337,7 +354,7 @@ def compare_reasoning_before_call(
         reasoned,
         f"{interruption!r} ends reasoning that has no closing marker.",
     )
-    return replace(part, interrupted_by=(interruption,))
+    return (interruption,)
 
 
 def _text_between(text: str, first: str, last: str) -> str | None:

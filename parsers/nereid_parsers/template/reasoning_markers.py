@@ -140,7 +140,7 @@ def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    """Return the markers around the content that follows reasoning, or None if it has no marker.
+    """Return the markers around content that follows reasoning, or None if there are no markers.
 
     >>> content_wrapper("<answer>", "</answer><|im_end|>")
     Wrapper(open='<answer>', close='</answer>')
@@ -185,7 +185,7 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     """
     literal_markers = markers(literal)
     for closing in filter(is_thinking_marker, literal_markers):
-        # An opening marker such as `<think>` has no opening spellings, so it is skipped.
+        # `opening_spellings("<think>")` is empty, so a marker that opens reasoning is skipped.
         openings = [marker for marker in opening_spellings(closing) if marker != closing]
         mentioned = next((opening for opening in openings if opening in literal_markers), None)
         if mentioned is not None:

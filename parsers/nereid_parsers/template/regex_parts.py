@@ -158,7 +158,7 @@ class _Reader:
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
     def read_group(self) -> list[Pieces]:
-        """Read a named group as a field, and any other group as its alternatives.
+        """Read a named group as a field. For any other group, read the alternatives inside it.
 
         >>> _Reader("(?P<key>[a-z]+)").read_group(), _Reader("(?:a|b)").read_group()
         ([(Field(name='key'),)], [('a',), ('b',)])
@@ -191,31 +191,30 @@ class _Reader:
         at = self.position
         while at < len(self.regex):
             char = self.regex[at]
-            if char == "\\":
-                at += 1  # The next character is escaped.
-            elif char == "[":
+            if char == "[":
                 at = self.end_of_class(at)
-            elif char == "(":
+                continue
+            at += 2 if char == "\\" else 1  # A backslash escapes the next character.
+            if char == "(":
                 depth += 1
             elif char == ")":
                 depth -= 1
                 if depth == 0:
-                    return at + 1
-            at += 1
+                    return at
         raise self.error("a group is not closed")
 
     def end_of_class(self, start: int) -> int:
-        """Return the index of the bracket that closes the class at `start`.
+        """Return the index after the bracket that closes the class at `start`.
 
         A bracket directly after the opening bracket is a member of the class.
 
         >>> _Reader("[]a]").end_of_class(0)
-        3
+        4
         """
         end = self.regex.find("]", start + 2)
         if end < 0:
             raise self.error("a character class is not closed")
-        return end
+        return end + 1
 
     def read_class(self) -> Piece:
         r"""Read a character class. Return a `Blank` for white space, or else a nameless `Field`.
@@ -224,8 +223,8 @@ class _Reader:
         (Blank(), Field(name=''))
         """
         end = self.end_of_class(self.position)
-        members = self.regex[self.position + 1 : end]
-        self.position = end + 1
+        members = self.regex[self.position + 1 : end - 1]
+        self.position = end
         return Blank() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
 
     def read_escape(self) -> Piece:

@@ -20,7 +20,7 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
 )
-from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
 
 # This text shows that the template printed a part of a message as JSON or as a Python dict.
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
@@ -59,7 +59,11 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
-    """Return the findings about rendered reasoning. The markers are not yet determined."""
+    """Return a conversation whose reasoning is rendered, its fields, and the effects of switches.
+
+    The markers of reasoning are not yet determined. `_find_conversation` also changes the form of
+    the prober.
+    """
     conversation = _find_conversation(frame)
     fields = () if conversation is None else _rendered_fields(frame, conversation)
     return ReasoningFindings(
@@ -89,7 +93,7 @@ def _find_conversation(frame: TurnFrame) -> Conversation | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` contains the reasoning of `answer`, and then its content and calls.
+    """Return whether `text` contains the reasoning of `answer`, then its content and its calls.
 
     A text that prints parts of the message as JSON or as a Python dict is not accepted.
 
@@ -133,19 +137,17 @@ def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
     if not frame.prompts:
         return {}
     default, *others = frame.prompts
-    effects: dict[str, str] = {}
-    # The switches and the effect of each setting in `effects`.
-    reported: list[tuple[set[object], str]] = []
-    for prompt in sorted(others, key=lambda prompt: len(prompt.switches.variables)):
-        switches: set[object] = {*prompt.switches.variables, prompt.switches.system}
-        effect = prompt.after_header
-        if effect == default.after_header:
-            continue
-        has_fewer_switches = any(
-            fewer_switches <= switches and fewer_effect == effect
-            for fewer_switches, fewer_effect in reported
-        )
-        if not has_fewer_switches:
-            reported.append((switches, effect))
-            effects[prompt.switches.describe()] = effect
-    return effects
+    effective = [prompt for prompt in others if prompt.after_header != default.after_header]
+    reported: list[GenerationPrompt] = []
+    # Settings with few switches come first, so that `reported` contains the smallest settings.
+    for prompt in sorted(effective, key=lambda prompt: len(prompt.switches.variables)):
+        if not any(_explains(smaller, prompt) for smaller in reported):
+            reported.append(prompt)
+    return {prompt.switches.describe(): prompt.after_header for prompt in reported}
+
+
+def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
+    """Return whether some of the switches of `prompt`, those of `smaller`, have the same effect."""
+    all_switches = {*prompt.switches.variables, prompt.switches.system}
+    some_switches = {*smaller.switches.variables, smaller.switches.system}
+    return some_switches <= all_switches and smaller.after_header == prompt.after_header

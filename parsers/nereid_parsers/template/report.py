@@ -233,6 +233,7 @@ def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
+    """Yield the lines of one sample: its name and result, the end of its prompt, and its spans."""
     state = paint("markup", "parsed correctly")
     if sample.differs:
         state = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")

@@ -1,4 +1,4 @@
-"""Renders the chat requests of a server as transformers does, within limits."""
+"""Renders the chat requests of a server as the library transformers does, but limits the work."""
 
 from __future__ import annotations
 

@@ -188,7 +188,9 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     close = closes[0] if closes else ""
     is_single = bool(field.get("repeats", False) or field.get("transform"))
     is_array = bool(field.get("transform_each")) or not is_single
-    return ToolSection(tuple(_call(field, start, close, is_array) for start in _call_starts(field)))
+    return ToolSection(
+        tuple(_call(field, start, close, is_array=is_array) for start in _call_starts(field))
+    )
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
@@ -230,7 +232,8 @@ def _call_start(pieces: Pieces) -> _CallStart:
         )
     if not any(isinstance(piece, Field) for piece in pieces):
         return _CallStart("".join(_literal_text(piece) for piece in pieces), "")
-    if isinstance(pieces[1], Field):  # The first literal is a part of the head.
+    if isinstance(pieces[1], Field):
+        # The literal directly before a field belongs to the head, so no literal is the marker.
         return _CallStart("", _pattern(pieces))
     return _CallStart(first_literal, _pattern(pieces[1:]))
 
@@ -260,7 +263,7 @@ def _pattern_text(piece: Piece) -> str:
     return escape_braces(piece) if isinstance(piece, str) else "\n"
 
 
-def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: bool) -> Call:
+def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool) -> Call:
     """Return the declaration of a tool call.
 
     Args:
@@ -270,7 +273,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
         is_array: Whether JSON that contains the names is an array of tool calls. Otherwise it is
             one object.
     """
-    body = _body(field, "{name}" in start.head, is_array)
+    body = _body(field, has_name_in_head="{name}" in start.head, is_array=is_array)
     if isinstance(body, JsonObject | JsonArray):
         # The head contains no name, so its whole text belongs to the marker of the tool call. The
         # marker is not a pattern, so its braces are not doubled.
@@ -279,7 +282,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
-def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> Body:
+def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
     """Return the body of a tool call, which contains the arguments and sometimes the name.
 
     Example: {"content": "json"} is the body `JsonArguments` if the head contains the name.
@@ -343,12 +346,16 @@ def _keys(transform: object) -> Keys:
         transform = transform[0]
     if transform is None:
         return Keys("function.name", "function.arguments", id="id")
+    # The transform is {"function": {..}}, only {"name": .., "arguments": ..}, or one placeholder.
     call: Mapping[str, object] = transform if isinstance(transform, Mapping) else {}
     function = call.get("function", transform)
     if isinstance(function, str):
         # One placeholder stands for the whole function, whose JSON object has the usual keys.
         function_path = _path(function)
-        return Keys(".".join((*function_path, "name")), ".".join((*function_path, "arguments")))
+        return Keys(
+            name=".".join((*function_path, "name")),
+            arguments=".".join((*function_path, "arguments")),
+        )
     if not isinstance(function, Mapping):
         raise FormatError(
             f"the transform {transform!r} does not return a tool call, because `function` is not "
@@ -385,7 +392,7 @@ def _path(placeholder: object) -> tuple[str, ...]:
 
 
 def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
-    r"""Return the tags of arguments, from the regular expression `tag_pattern`.
+    r"""Derive the tags around arguments from the regular expression `tag_pattern`.
 
     >>> _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
     TaggedArguments(open='<a={key}>', close='</a>', also=())

@@ -47,7 +47,13 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import Difference, ListMarkup, difference, markers
+from nereid_parsers.template.difference import (
+    MARKER,
+    Difference,
+    ListMarkup,
+    difference,
+    markers,
+)
 from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.known_formats import (
     add_family_spellings,
@@ -107,39 +113,51 @@ class ToolFindings:
 def find_tools(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
-    """Compare renderings with tool calls, and infer the format of the tool calls.
+    """Record the comparisons T1 to T8, and infer the format of the tool calls.
 
     Args:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         reasoning: The reasoning part of the format.
         wrapper: The wrapper of content.
     """
+    undecided = frame.prober.undecided
     renderer = CallRenderer(frame, reasoning, wrapper)
     one_call = compare_call_presence(renderer)
     if not one_call:
         return ToolFindings(part=recognise_unrendered_calls(renderer))
     two_calls = compare_two_calls(renderer)
-    texts = CallTexts(
+    texts = _render_calls(renderer, one_call, two_calls)
+    compare_changed_calls(frame.prober)
+    before_call = compare_content_before_call(frame)
+    findings = ToolFindings(
+        is_parallel=bool(two_calls),
+        with_content=before_call.is_rendered,
+        inner_headers=before_call.inner_headers,
+    )
+    calls = infer_call_format(mask_call_numbers(texts), undecided)
+    if calls is None:
+        return findings
+    close, turn_ends = _split_section_close(calls.markup)
+    section = _tool_section(calls, close, undecided)
+    return replace(
+        findings,
+        part=None if section is None else add_family_spellings(section),
+        form=calls.form,
+        end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
+    )
+
+
+def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
+    """Return the renderings of tool calls from which the readers in `calls/` infer the format."""
+    number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
+    special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
+    return CallTexts(
         one_call=one_call,
         two_arguments=renderer.text_of_calls(ProbeCall(arguments=TWO_ARGUMENTS)),
-        number=renderer.text_of_calls(ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))),
+        number=renderer.text_of_calls(number),
         two_calls=two_calls,
-        special_value=renderer.text_of_calls(ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))),
+        special_value=renderer.text_of_calls(special_value),
     )
-    compare_changed_calls(frame.prober)
-    findings = ToolFindings(is_parallel=bool(two_calls))
-    calls = infer_call_format(mask_call_numbers(texts), frame.prober.undecided)
-    if calls is not None:
-        close, turn_ends = _split_section_close(calls.markup)
-        section = _tool_section(calls, close, frame.prober.undecided)
-        findings = replace(
-            findings,
-            part=None if section is None else add_family_spellings(section),
-            form=calls.form,
-            end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
-        )
-    with_content, inner_headers = compare_content_before_call(frame)
-    return replace(findings, with_content=with_content, inner_headers=inner_headers)
 
 
 # ---- rendered tool calls ------------------------------------------------------------------------
@@ -150,7 +168,7 @@ class CallRenderer:
     """Renders messages with tool calls.
 
     Attributes:
-        frame: The frame of the model's turn.
+        frame: The text around the model's answer in renderings, and the prober.
         reasoning: The reasoning part of the format.
         wrapper: The markers around the content.
     """
@@ -187,15 +205,16 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     after_opening = bare.removeprefix(opening)
     if not closing:
         return after_opening
-    has_no_content = after_opening.lstrip().startswith(closing)
-    return after_opening.lstrip().removeprefix(closing) if has_no_content else text
+    after_blanks = after_opening.lstrip()
+    has_content = not after_blanks.startswith(closing)
+    return text if has_content else after_blanks.removeprefix(closing)
 
 
 # ---- the comparisons ----------------------------------------------------------------------------
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Compare a message with content and a message with a tool call (comparison T1).
+    """Render a message with a tool call, and record the comparison with a content message (T1).
 
     Returns:
         The text of the tool call, or "" if the template does not render tool calls.
@@ -216,7 +235,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare a message with one tool call and a message with two tool calls (comparison T2).
+    """Render a message with two tool calls, and record the comparison with one call (T2).
 
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.
@@ -240,7 +259,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Compare a tool call with calls that have another name or other arguments (T3 to T7b)."""
+    """Record the comparisons of one tool call with calls that differ in one thing (T3 to T7b)."""
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
     for name, description, call in _CALL_CHANGES:
@@ -281,7 +300,7 @@ class ContentBeforeCall(NamedTuple):
 
 
 def compare_content_before_call(frame: TurnFrame) -> ContentBeforeCall:
-    """Compare a tool call alone and a tool call with content before it (comparison T8).
+    """Render content before a tool call, and record the comparison with a call alone (T8).
 
     Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and
     the header `<|start|>assistant`.
@@ -292,28 +311,37 @@ def compare_content_before_call(frame: TurnFrame) -> ContentBeforeCall:
     between, name, _ = after_content.rpartition(FIRST_TOOL)
     if not content or not name:
         return ContentBeforeCall(is_rendered=False)
+    inner_headers = _headers_between(between, frame.header.strip())
     finding = "Content is written before the call."
-    inner_headers: tuple[str, ...] = ()
-    header = frame.header.strip()
-    if header and header in between:
+    if inner_headers:
         finding = "Content and calls are written as separate turns."
-        before_header, _, _ = between.partition(header)
-        end_marker = markers(before_header)[:1]
-        inner_headers = (header, *end_marker)
     call_only = conversation_with_calls(*ONE_CALL)
     frame.prober.record(
         "T8 content before a call", "The message has content.", call_only, with_content, finding
     )
-    return ContentBeforeCall(True, inner_headers)
+    return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers)
+
+
+def _headers_between(between: str, header: str) -> tuple[str, ...]:
+    """Return the header that separates content from a tool call, and the end marker before it.
+
+    >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
+    ('<|start|>assistant', '<|end|>')
+
+    Args:
+        between: The text between the content and the name of the function.
+        header: The header of the model's turn. If it is not in `between`, the result is ().
+    """
+    if not header or header not in between:
+        return ()
+    before_header, _, _ = between.partition(header)
+    return (header, *markers(before_header)[:1])
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     """Return the registered tool section of a template that offers tools but renders no tool calls.
 
-    The markers of the tool calls are in the text of the template or in the tokenizer's vocabulary,
-    or they differ in one word from the markers of the tools and their results. Example: the markers
-    `<|tool_list_start|>` and `<|tool_list_end|>` show the markers `<|tool_call_start|>` and
-    `<|tool_call_end|>`.
+    Append a sentence about the result to the list `undecided` of the prober.
 
     Returns:
         The section, or None if the template does not offer the tools, if it renders a part of a
@@ -323,24 +351,33 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
     if FIRST_TOOL not in prompt:
         return None
-    literal_text = "\n".join(prober.template.literals)
-    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    call_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    section = None
-    if not is_partly_rendered:
-        section = recognise_tool_section({*prober.added_tokens, *template_markers, *call_markers})
+    section = None if is_partly_rendered else recognise_tool_section(_possible_call_markers(prober))
     if section is None:
         prober.undecided.append(
             "The template offers tools but renders no complete call. Calls are returned as content."
         )
-    else:
-        opening = section.open or section.calls[0].open
-        prober.undecided.append(
-            "The template offers tools but renders no calls. The format of the calls was "
-            f"recognised, not inferred: {opening.strip()!r} opens a call."
-        )
+        return None
+    opening = section.open or section.calls[0].open
+    prober.undecided.append(
+        "The template offers tools but renders no calls. The format of the calls was "
+        f"recognised, not inferred: {opening.strip()!r} opens a call."
+    )
     return section
+
+
+def _possible_call_markers(prober: Prober) -> set[str]:
+    """Return the markers that may be markers of tool calls, although no tool call is rendered.
+
+    The markers are in the text of the template or in the tokenizer's vocabulary, or they differ in
+    one word from the markers of the tools and their results. Example: the markers
+    `<|tool_list_start|>` and `<|tool_list_end|>` show the markers `<|tool_call_start|>` and
+    `<|tool_call_end|>`.
+    """
+    literal_text = "\n".join(prober.template.literals)
+    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
+    call_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
+    return {*prober.added_tokens, *template_markers, *call_markers}
 
 
 # ---- the format ---------------------------------------------------------------------------------
@@ -398,8 +435,7 @@ def _split_section_close(markup: ListMarkup) -> tuple[str, list[str]]:
     num_opening_markers = len(markers(markup.open))
     if not num_opening_markers and markup.open.strip():
         num_opening_markers = 1  # The opening text consists of words.
-    turn_ends = markers(markup.close)[num_opening_markers:]
-    close = markup.close
-    for marker in reversed(turn_ends):
-        close = close[: close.rfind(marker)]
-    return close, turn_ends
+    turn_ends = list(MARKER.finditer(markup.close))[num_opening_markers:]
+    if not turn_ends:
+        return markup.close, []
+    return markup.close[: turn_ends[0].start()], [marker.group() for marker in turn_ends]

@@ -24,9 +24,9 @@ _NUMBERED_ID = "functions.{name}:{number}"
 
 
 class CallTexts(NamedTuple):
-    """The text that a template renders for the tool calls of a message, for five kinds of message.
+    """The renderings of the tool calls of five messages.
 
-    The text starts where the tool calls start. The text is "" if the template refuses the message.
+    Each text starts where the tool calls start. It is "" if the template refuses the message.
 
     Attributes:
         one_call: One tool call with one argument, a string.
@@ -59,7 +59,7 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the forms in which a tool call may be written if its head contains the name.
+    r"""Return the possible forms of a tool call whose head contains the name.
 
     The forms differ in their heads, see `_spellings_of_head`. Usually there is only one form.
 
@@ -184,9 +184,9 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     if not name:
         return texts
     # The texts before the names are reversed, so that all distances are counted from the names.
-    before = _distance_to_number(before_first[::-1], before_second[::-1])
-    after = _distance_to_number(after_first, after_second)
-    return CallTexts(*(_mask_numbers(text, before, after) for text in texts))
+    distance_before = _distance_to_number(before_first[::-1], before_second[::-1])
+    distance_after = _distance_to_number(after_first, after_second)
+    return CallTexts(*(_mask_numbers(text, distance_before, distance_after) for text in texts))
 
 
 def _distance_to_number(first: str, second: str) -> int:
@@ -205,7 +205,7 @@ def _distance_to_number(first: str, second: str) -> int:
     return 0
 
 
-def _mask_numbers(text: str, before: int, after: int) -> str:
+def _mask_numbers(text: str, distance_before: int, distance_after: int) -> str:
     r"""Return `text` with COUNTER_MARK in place of the number of each tool call.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", 2, 0)
@@ -213,20 +213,24 @@ def _mask_numbers(text: str, before: int, after: int) -> str:
 
     Args:
         text: A rendering of tool calls.
-        before: The distance, in characters, from the name to the number before it, or 0.
-        after: The distance from the name to the number after it, or 0.
+        distance_before: The number of characters from the start of the name back to the number, or
+            0 if no number precedes the name.
+        distance_after: The number of characters from the end of the name to the end of the number,
+            or 0 if no number follows the name.
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
-        name_at = text.find(name)
-        if name_at >= 0 and before:
-            text = _mask_digit(text, name_at - before)
-        if name_at >= 0 and after:
-            text = _mask_digit(text, name_at + len(name) + after - 1)
+        name_start = text.find(name)
+        if name_start < 0:
+            continue
+        if distance_before:
+            text = _mask_digit(text, name_start - distance_before)
+        if distance_after:
+            text = _mask_digit(text, name_start + len(name) + distance_after - 1)
     return text
 
 
 def _mask_digit(text: str, at: int) -> str:
-    r"""Return `text` with COUNTER_MARK in place of the character at index `at`, if it is a digit.
+    r"""Replace the digit at index `at` by COUNTER_MARK. Return `text` if no digit is there.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'

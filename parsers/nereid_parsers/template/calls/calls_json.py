@@ -43,7 +43,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     single = _find_json_call(texts.one_call, FIRST_TOOL)
     if single is None:
         return None
-    if isinstance(single.value, list):
+    if isinstance(single.value, list):  # Each tool call is a member of the list.
         return _read_arrays(texts, _infer_keys(single.value[0]), single)
     keys = _infer_keys(single.value)
     if not texts.two_calls:
@@ -71,6 +71,7 @@ def _read_two_objects(
     if first is None or second is None:
         return None
     if first.start == second.start and isinstance(first.value, list):
+        # One array contains both tool calls, although a single tool call is an object.
         return _read_object_or_array(texts, keys, single, first)
     markup = _markup_of_two(texts.two_calls, first, second)
     calls = [_call(JsonObject(keys), markup)]
@@ -83,7 +84,7 @@ def _read_two_objects(
 def _read_object_or_array(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
 ) -> CallFormat:
-    """Infer the format of a template that writes one tool call as an object, several as an array.
+    """Infer the format if one tool call is written as an object, and several calls as an array.
 
     Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
     """
@@ -153,7 +154,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_at = text.find(name)
-    for start in range(max(name_at, 0)):
+    for start in range(max(name_at, 0)):  # The JSON starts before the name.
         if text[start] not in "{[":
             continue
         try:
@@ -161,7 +162,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
         except (ValueError, RecursionError):
             continue
         members = value if isinstance(value, list) else [value]
-        # JSON that ends before the name is another value, such as a list of tools.
+        # If the JSON ends before the name, it is another value, such as a list of tools.
         if end > name_at and any(_is_call(member, name) for member in members):
             return _JsonSpan(start, end, value)
     return None
@@ -210,13 +211,15 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     if id_path is not None:
         roles.setdefault(id_path[0], "id")
     order = _order_of_roles(call, roles)
-    if name_path[0] == arguments_path[0]:  # One inner object contains the name and the arguments.
+    if name_path[0] == arguments_path[0]:
+        # One inner object contains the name and the arguments, so `roles` has one key for both.
         order = ("name", "arguments")
     other_keys = [key for key in call if key not in roles]
     return Keys(
         ".".join(name_path),
         ".".join(arguments_path),
         id=".".join(id_path) if id_path else None,
+        # Models may add the key "type" even if the template does not write it.
         extra=tuple(dict.fromkeys((*other_keys, "type"))),
         order=order,
     )
@@ -283,7 +286,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup around and between two tool calls in which JSON follows the name.
+    """Return the markup around and between two tool calls that consist of a name and JSON.
 
     Return None if JSON does not follow both names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
     `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

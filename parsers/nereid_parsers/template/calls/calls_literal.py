@@ -6,6 +6,7 @@ The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
 from nereid_parsers.template.calls.call_texts import (
@@ -52,24 +53,25 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of Python calls that have no markers around each tool call.
+    """Return the format of tool calls in Python syntax, if no markers surround a single call.
 
     Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
     `</calls>` that contains a list in brackets.
     """
     opening = markup.open + markup.item_open
     closing = markup.close
-    without_brackets = PythonCalls("", "", markup.separator, suffix)
+    without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     bodies: tuple[PythonCalls, ...] = (without_brackets,)
     if opening.rstrip().endswith("[") and closing.lstrip().startswith("]"):
+        # The brackets belong to the body. The rest of the two texts are the section's markers.
         opening = opening.rstrip().removesuffix("[")
         closing = closing.lstrip().removeprefix("]")
-        # In a section, models also write calls without the brackets.
-        bodies = (PythonCalls("[", "]", markup.separator, suffix), without_brackets)
+        # Inside a section, some models write the calls without the brackets of the list.
+        bodies = (replace(without_brackets, open="[", close="]"), without_brackets)
     if closing.strip():
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
-    # Without a closing marker there is no section, so the marker opens the tool calls.
+    # Without a closing marker there is no section, so the opening marker starts the tool calls.
     call = Call(bodies[0], open=opening)
     return CallFormat("Python calls", (call,), ListMarkup(close=closing))
 
@@ -83,12 +85,13 @@ def read_bare_keys(texts: CallTexts) -> CallFormat | None:
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
+    # `<call>f{a:<q>x<q>}</call>` is cut into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     _, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
     quote = colon_and_quote[1:].strip()
-    if not before_key.endswith("{") or not colon_and_quote.startswith(":"):
-        return None
-    if not quote or not after_value.startswith(quote):
+    is_object = before_key.endswith("{") and colon_and_quote.startswith(":")
+    is_quoted = bool(quote) and after_value.startswith(quote)
+    if not is_object or not is_quoted:
         return None
     markup = _markup_of_calls(texts, "}")
     calls = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))

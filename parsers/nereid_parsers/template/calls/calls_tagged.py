@@ -38,6 +38,10 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 # The name, the key and the value of each probe call, in the order in which templates write them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
+# The tags of elements that have the names of the arguments.
+_FIRST_OPEN = f"<{FIRST_KEY}>"
+_FIRST_CLOSE = f"</{FIRST_KEY}>"
+_SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 # ---- tagged arguments ---------------------------------------------------------------------------
 
@@ -56,17 +60,17 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     before_name, before_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
         return None  # The closing tag repeats the key: see `read_nested`.
-    calls: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
+    markup: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        calls = _markup_of_two_calls(texts.two_calls)
-    if calls is None:
+        markup = _markup_of_two_calls(texts.two_calls)
+    if markup is None:
         return None
-    # The text was cut at the last value. So `calls.item_close` still contains the closing tag of
+    # The text was cut at the last value. So `markup.item_close` still contains the closing tag of
     # the last argument: `</k></c>`. The next lines move this tag to the markup of the arguments.
-    arguments = list_markup(before_key, between_arguments, calls.item_close)
-    calls = replace(calls, item_close=arguments.close)
-    values = _infer_value_tags(texts, arguments, before_value)
-    values = _add_quoted_spelling(texts, values, before_value)
+    arguments = list_markup(before_key, between_arguments, markup.item_close)
+    calls = replace(markup, item_close=arguments.close)
+    unquoted_values = _infer_value_tags(texts, arguments, before_value)
+    values = _add_quoted_spelling(texts, unquoted_values, before_value)
     spellings = calls_with_head(calls, arguments.open, values)
     return CallFormat("tagged arguments", spellings, calls)
 
@@ -111,6 +115,7 @@ def _infer_value_tags(
     if pieces is None:  # The template does not render numbers as text.
         return string_tags
     _, before_key, before_number, after_number = pieces
+    # An empty text means that the number has the same tag as the string.
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts)) or close
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
@@ -178,11 +183,11 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_spelling(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Add the tags of quoted strings, if the template quotes only strings that contain markup.
+    """Return `values` with the tags of quoted strings, if the template quotes some strings.
 
-    Example: the template writes the string "a" as `<v>a</v>`, and the string "a<b" as
-    `<v><![CDATA[a<b]]></v>`. The result is the spelling `<v><![CDATA[..]]></v>`, with the spelling
-    `<v>..</v>` as the second one.
+    Some templates quote only strings that contain markup. Example: the string "a" is written as
+    `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the spelling
+    `<v><![CDATA[..]]></v>`, with the spelling `<v>..</v>` as its alternative.
 
     Args:
         texts: The renderings of tool calls.
@@ -218,28 +223,37 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     Return None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
     """
-    first_open = f"<{FIRST_KEY}>"
-    first_close = f"</{FIRST_KEY}>"
-    second_close = f"</{SECOND_KEY}>"
     pieces = split_at_words(
-        texts.two_arguments, FIRST_TOOL, first_open, FIRST_VALUE, first_close, second_close
+        texts.two_arguments, FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE
     )
     if pieces is None:
         return None
     # `f ~<a>1~</a>~<b>2~</b>` is cut into ``, ` ~`, ``, `~`, `~<b>2~` and ``.
     before_name, before_first_tag, _, after_first_value, _, after = pieces
     marker = after_first_value.strip()
-    calls = ListMarkup(item_open=before_name, item_close=after)
+    markup: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        pieces = split_at_words(texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close)
-        if pieces is None:
-            return None
-        before_first_call, _, between_calls, _, after_second_call = pieces
-        calls = list_markup(before_first_call, between_calls, after_second_call)
-    calls = _move_marker_to_next_tag(calls, marker)
+        markup = _markup_of_two_nested(texts.two_calls)
+    if markup is None:
+        return None
+    calls = _move_marker_to_next_tag(markup, marker)
     after_name = before_first_tag.removesuffix(marker)
     spellings = calls_with_head(calls, after_name, NestedTags(marker))
     return CallFormat("nested elements", spellings, calls)
+
+
+def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
+    """Return the markup around and between two tool calls with elements for their arguments.
+
+    Return None if the elements of the two tool calls are not in the expected order. Example: for
+    `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
+    `separator` is `;`.
+    """
+    pieces = split_at_words(two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
+    if pieces is None:
+        return None
+    before_first_call, _, between_calls, _, after_second_call = pieces
+    return list_markup(before_first_call, between_calls, after_second_call)
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:

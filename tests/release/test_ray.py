@@ -136,10 +136,18 @@ class Stream:
 
 
 @contextlib.contextmanager
-def reading(streams):
-    """Read streams in threads. At the end of the block, wait for the end of all streams."""
+def reading(streams, one_by_one=False):
+    """Read streams in threads. At the end of the block, wait for the end of all streams.
+
+    With `one_by_one`, each stream begins after the first token of the stream before. The servers
+    then get the same number of streams.
+    """
     with ThreadPoolExecutor(len(streams)) as threads:
-        futures = [threads.submit(stream.read) for stream in streams]
+        futures = []
+        for stream in streams:
+            futures.append(threads.submit(stream.read))
+            if one_by_one:
+                wait_until(lambda stream=stream: stream.num_tokens)
         yield
         for future in futures:
             future.result()
@@ -194,8 +202,7 @@ def test_a_prompt_with_a_known_prefix_goes_to_the_same_server(url, deploy):
 def test_a_request_is_aborted_when_its_client_disconnects(url, deploy):
     deploy(replicas=2)
     streams = [Stream(url, f"{time.time()} {n}", 3000) for n in range(2 * MAX_NUM_SEQS)]
-    with reading(streams):
-        wait_until(lambda: all(stream.num_tokens for stream in streams))
+    with reading(streams, one_by_one=True):
         for stream in streams:
             stream.disconnect()
     started = time.monotonic()
@@ -220,8 +227,7 @@ def test_errors_of_a_server_and_of_the_ingress_reach_the_client(url, deploy):
 def test_only_the_streams_of_a_lost_node_fail_and_its_server_is_replaced(cluster, url, deploy):
     deploy(replicas=2)
     streams = [Stream(url, f"{time.time()} {n}", 3000) for n in range(2 * MAX_NUM_SEQS)]
-    with reading(streams):
-        wait_until(lambda: all(stream.num_tokens for stream in streams))
+    with reading(streams, one_by_one=True):
         (other,) = cluster.worker_nodes
         cluster.remove_node(other, allow_graceful=False)
         wait_until(lambda: any(stream.error for stream in streams))

@@ -50,7 +50,7 @@ def choose_format(
 
 
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
-    """Return the format for the settings reasoning_parser and tool_parser.
+    """Return the chat format that the settings reasoning_parser and tool_parser select.
 
     The value "none" of a setting turns one parser off: reasoning or tool calls then stay in the
     content. In this case, the other parser is used only if its setting names a format.
@@ -93,18 +93,22 @@ def _derive_format(
             try:
                 result: tuple[Format, str] = pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
-                # The file is new, or an earlier process was killed while it wrote the file.
+                # The file is empty or incomplete. Either this process has just created the file, or
+                # an earlier process was killed while writing to the file.
                 result = _analyse(model, template, reasoning, tools)
                 file.truncate(0)
                 file.write(pickle.dumps(result))
             return result
     except (OSError, RuntimeError):
-        # The home folder is unknown, or the cache folder cannot be written.
+        # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
         return _analyse(model, template, reasoning, tools)
 
 
 def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> tuple[Format, str]:
-    """Return the result of `_derive_format` without a cache."""
+    """Derive the chat format from the checkpoint, without the cache.
+
+    The arguments and the result are those of `_derive_format`.
+    """
     # Imported here, because the analysis is needed only once for each checkpoint.
     from nereid_parsers.template import format_for_checkpoint
 

@@ -30,7 +30,8 @@ from nereid_backend.serving.serving_settings import (
 )
 
 EXIT_WRONG_SETTINGS = 2
-# The digits to which a sum of shares is rounded, because 0.9 + 0.05 + 0.05 is not exactly 1.
+# A sum of memory shares is rounded to this number of decimal places, because floating-point sums
+# are inexact. Example: 0.55 + 0.34 + 0.11 is 1.0000000000000002.
 _SHARE_DIGITS = 6
 # Matches one parameter of config.pbtxt, such as
 # parameters { key: "max_num_seqs" value: { string_value: "8" } }
@@ -41,7 +42,10 @@ _PARAMETER = re.compile(
 
 
 def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return one message for each wrong setting of a repository's models, without repetitions."""
+    """Return one message for each wrong setting of the models in `repository`.
+
+    If several models report the same message, the message is returned only once.
+    """
     checks: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], object]] = {
         **dict.fromkeys(("tokenizer", "executor", "postprocessor"), _check_language_model),
         **{kind: partial(read_pooling_settings, kind) for kind in (EMBEDDING, RERANK)},
@@ -60,9 +64,10 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return one message for each GPU whose memory is too small for the shares of its models.
+    """Return a message for each GPU on which the models' memory shares add up to more than 1.
 
-    Settings for a GPU are checked on machines without a GPU, too. All settings must be valid.
+    A memory share is the setting gpu_memory_utilization of a model. Settings for a GPU are checked
+    on machines without a GPU, too. All settings must be valid.
     """
     shares: dict[str, dict[str, float]] = defaultdict(dict)
     for setting, config in _read_configs(repository, environ).items():
@@ -84,9 +89,10 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
 def _read_configs(
     repository: Path, environ: Mapping[str, str]
 ) -> dict[str, EngineConfig | PoolingConfig]:
-    """Return the settings of each served model, by the name of the model's setting for GPU memory.
+    """Return the settings of each served model.
 
-    Example of a name: "embedding_gpu_memory_utilization".
+    A key is the name of the setting that limits the GPU memory of the model. Example of a name:
+    "embedding_gpu_memory_utilization".
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     path = repository / "executor" / "config.pbtxt"
@@ -152,8 +158,8 @@ def _check_length(config: EngineConfig) -> None:
         return
     if not isinstance(checkpoint, dict):
         return
-    # The config of a model for text and images contains the config of its decoder. The value can
-    # be null.
+    # The config of a model for text and images contains the config of its text decoder in the field
+    # `text_config`. This field can be null.
     decoder = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)

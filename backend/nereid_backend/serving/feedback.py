@@ -51,9 +51,10 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """The executor's access to the memory. The class owns the memory and assigns the slots.
+    """Creates the feedback memory, assigns its slots, and reads what the postprocessor has written.
 
-    The memory is an anonymous file (memfd), which the kernel frees when both processes have ended.
+    The executor uses this class. The memory is an anonymous file (memfd), which the kernel frees
+    when both processes have ended.
 
     Attributes:
         address: the text with which the postprocessor finds the memory, for example
@@ -62,8 +63,9 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        # The postprocessor accepts only a memfd with such a name. Clients cannot guess the name,
-        # and the kernel reports the names of open memfds.
+        # The random part of the name prevents clients from guessing the name. The postprocessor
+        # reads the real name of the file from the kernel (/proc), and accepts only a name of this
+        # form.
         name = f"nereid-feedback-{secrets.token_hex(16)}"
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, _KEY_BYTES + num_slots * _BYTES_PER_SLOT)
@@ -76,7 +78,7 @@ class FeedbackReader:
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """Return the numbers of `count` free slots, or None if fewer slots are free.
+        """Acquire `count` free slots. Return the slot numbers, or None if fewer slots are free.
 
         Only one thread may call this method. Other threads may call `release`.
         """
@@ -97,7 +99,7 @@ class FeedbackReader:
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes, token_ids: bytes) -> bytes:
-        """Return `state` with the address of the memory and a signature of the step.
+        """Return the signed form of a step: the address of the memory, the signature, and `state`.
 
         Args:
             state: the packed StepState.
@@ -110,7 +112,11 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", signature, state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the lower half of the word at `index`; 0 if the word belongs to another stream."""
+        """Return the number that is stored for the stream `serial`; 0 if there is none.
+
+        The upper half of the word at `index` contains the serial number of a stream, and the lower
+        half contains the number that is stored for this stream.
+        """
         word: int = self._words[index]
         return word & _LOW_32_BITS if word >> 32 == serial else 0
 
@@ -186,7 +192,7 @@ class FeedbackWriter:
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Write the number of steps of the stream `serial` that have been consumed.
+        """Store in `slot` how many steps of the stream `serial` were consumed.
 
         Raises:
             RequestError: the memory has no such slot.
@@ -195,7 +201,9 @@ class FeedbackWriter:
         self._words[_KEY_WORDS + slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
-        """Ask the executor to end the sequence in `slot`, or, for CANCELLED, the whole stream.
+        """Store a signal in `slot`, so that the executor ends a sequence or the whole stream.
+
+        STOP_STRING ends the sequence of the slot. CANCELLED ends all sequences of the stream.
 
         Raises:
             RequestError: the memory has no such slot.
@@ -215,8 +223,9 @@ def _map_memory(address: str) -> memoryview:
     if match is None:
         raise _address_error("the text has the wrong form")
     process, number, name = match.groups()
-    # O_PATH identifies the file without opening it, because opening a device has side effects.
-    # `link` leads to the same file, even if the executor closes the file in the meantime.
+    # Opening a device file can have side effects. Therefore O_PATH first creates a reference to the
+    # file without opening the file, and the file is opened after the checks. The path `link` stays
+    # valid even if the executor closes the file in the meantime.
     identified = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{identified}"

@@ -43,9 +43,11 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[int]:
-        """Return the number of values up to each bound, and at the end the number of all values.
+        """Return the cumulative counts of the values, as in a Prometheus histogram.
 
-        Example: with the bounds [1, 5], the values 0.5, 1, 3 and 9 return [2, 3, 4].
+        The count of a bound is the number of values that are less than or equal to the bound. The
+        last count is the number of all values. Example: with the bounds [1, 5], the values 0.5, 1,
+        3 and 9 return [2, 3, 4].
         """
         return list(accumulate(self._counts))
 
@@ -71,7 +73,10 @@ class MetricFamilies:
         return self._family(name, text, pb_utils.MetricFamily.HISTOGRAM)
 
     def histogram_counters(self, name: str, text: str, labels: Labels) -> "HistogramCounters":
-        """Return counters that have the names of a histogram's series."""
+        """Return the counters that together form a Prometheus histogram.
+
+        The names of the counters are NAME_bucket, NAME_count and NAME_sum.
+        """
         return HistogramCounters(
             labels,
             self.counter(f"{name}_bucket", f"{text}, by upper bound"),
@@ -95,8 +100,8 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # The counters, and the values that were published last. A key contains the labels of a
-        # counter, as pairs of a name and a value.
+        # Both dicts have the same keys: the labels of a counter as pairs of a name and a value.
+        # `_published` contains the value of each counter that was published last.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 
@@ -128,7 +133,10 @@ class HistogramCounters:
         self._sum = total
 
     def publish(self, histogram: Histogram) -> None:
-        """Publish the counters that have changed since the last call for the same histogram."""
+        """Raise the published counters to the current counts of `histogram`.
+
+        Every call must pass the same histogram.
+        """
         cumulative = histogram.cumulative()
         bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         for bound, number in zip(bounds, cumulative, strict=True):

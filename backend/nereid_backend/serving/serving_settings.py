@@ -34,7 +34,7 @@ _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 @settings_class
 class ServingSettings:
-    """The settings of the language model's Triton models, in addition to the engine's settings."""
+    """The settings of the language model's Triton models. EngineConfig has the other settings."""
 
     model: CheckpointPath
     """The folder of the checkpoint, as in EngineConfig."""
@@ -140,7 +140,8 @@ class PoolingServing:
     requests to the model."""
 
 
-# The value of `model` with which no checkpoint is served.
+# With this value of the setting `model`, the Triton model has no checkpoint and rejects all
+# requests.
 _NO_MODEL = "none"
 _LANGUAGE_MODEL_NAMES = setting_names(ServingSettings, EngineConfig)
 _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)

@@ -93,7 +93,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, or only the flag that no further response follows.
+    """Send a response, or a flag which says that no more responses follow, or both.
 
     Args:
         sender: the server's response sender.

@@ -208,10 +208,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """The new tokens of one sequence in one step. Their ids are in a separate tensor.
+    """The data about the new tokens of one sequence in one step, except the token ids.
 
-    Example: the deltas of the sequences 0 and 2 have 1 and 2 tokens. Then the tensor contains one
-    token id of sequence 0, followed by two token ids of sequence 2.
+    The token ids of all deltas are in one separate tensor. Example: the deltas of the sequences 0
+    and 2 have 1 and 2 tokens. Then the tensor contains one token id of sequence 0, followed by two
+    token ids of sequence 2.
 
     Attributes:
         index: the index of the sequence in its request.
@@ -248,7 +249,7 @@ class SequenceDelta:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Self:
-        """Return the delta that `row` converted into these values."""
+        """Build a SequenceDelta from a tuple that the method `row` has returned."""
         *values, ending = row
         return cls(*(*values, ending and Ending(*ending)))
 
@@ -294,7 +295,10 @@ class StepState:
 
 
 def pack_update(update: RequestUpdate) -> list[Any]:
-    """Return the fields of an engine's update, in their order, as values that msgpack can pack."""
+    """Convert an update of the engine to a list of values that msgpack can pack.
+
+    The list contains the fields in the order in which RequestUpdate declares them.
+    """
     return [getattr(update, name) for name in _UPDATE_FIELDS]
 
 

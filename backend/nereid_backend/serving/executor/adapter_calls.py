@@ -30,11 +30,12 @@ _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_p
 
 
 class AdapterCalls:
-    """The adapter requests that wait for the engine process, and the names of the adapters."""
+    """Tracks the unanswered requests about LoRA adapters, and the names of all adapters."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        # The sender and the message of each waiting request, by id.
+        # The response sender of each unanswered request, and the message that was sent to the
+        # engine process. The key is the id of the message.
         self._waiting: dict[str, tuple[Any, list[str]]] = {}
         # The last successful message about each adapter.
         self._history: dict[str, list[str]] = {}
@@ -60,9 +61,10 @@ class AdapterCalls:
         return message
 
     def answer(self, call_id: str, names: list[str]) -> tuple[Any, Tensors] | None:
-        """Record a successful change, and return the waiting sender with its response.
+        """Record that the engine process has loaded or unloaded an adapter.
 
-        Return None if no request waits for the change.
+        Return the response sender of the request for this change, and the output tensors of the
+        response. Return None if no request waits for the change.
 
         Args:
             call_id: the id of the message to the engine process; "" at the start of the process.
@@ -76,7 +78,7 @@ class AdapterCalls:
         return sender, self.listing()
 
     def refuse(self, call_id: str) -> Any:  # noqa: ANN401 - the server's own type
-        """Return the sender of a refused request; None if no request with this id waits."""
+        """Remove a refused request, and return its response sender; None if the id is unknown."""
         return self._waiting.pop(call_id, (None,))[0]
 
     def listing(self) -> Tensors:
@@ -88,9 +90,10 @@ class AdapterCalls:
         }
 
     def history(self) -> list[list[str]]:
-        """Return the messages with which a new engine process repeats all changes.
+        """Return the messages that restore the adapters in a new engine process.
 
-        Adapters that the new process does not have need not be unloaded.
+        The messages load and unload adapters. Unloading is unnecessary for an adapter that the new
+        process does not have.
         """
         return [
             [kind, RESTORED, *values]
@@ -99,7 +102,10 @@ class AdapterCalls:
         ]
 
     def take_waiting(self) -> list[Any]:
-        """Remove and return the senders of all waiting requests, because the process has died."""
+        """Remove all unanswered requests, and return their response senders.
+
+        Call this method after the engine process has died.
+        """
         senders = [sender for sender, _ in self._waiting.values()]
         self._waiting.clear()
         return senders

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the engine and its requests on Triton server's /metrics page, named `nereid:NAME`.
+"""Publishes metrics of the engine and of the requests on Triton server's page /metrics.
 
-The manual's page on metrics explains each metric. Publishing a changed number costs the stub one
-round trip to the server. So only the gauges are published ten times a second, and all other metrics
-once a second. The times between tokens, of which there are thousands in a second, are published as
-counters (see published_metrics.py).
+The name of each metric begins with "nereid:". The manual's page on metrics explains each metric.
+Publishing a changed number costs the stub one round trip to the server. So only the gauges are
+published ten times a second, and all other metrics once a second. The times between tokens, of
+which there are thousands in a second, are published as counters (see published_metrics.py).
 """
 
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ class EngineMetrics:
         )
         # The last published value of each gauge, so that only changes are published.
         self._published: dict[str, float] = {}
-        # The engine's counters at the last call of `publish`.
+        # The values of the engine's counters in the previous call of `publish`.
         self._last_stats: Mapping[str, int] = {}
         # The number of calls of `publish`.
         self._round = 0

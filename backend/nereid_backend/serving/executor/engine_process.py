@@ -56,7 +56,7 @@ class EngineService:
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message from the stub. An error refuses only the request of the message."""
+        """Handle a message from the stub. An error ends only the request in this message."""
         if kind == "abort":
             self._engine.abort(*values)
             return

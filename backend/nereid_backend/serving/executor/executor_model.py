@@ -39,7 +39,8 @@ from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
-# A step can be due although it must not be sent yet. The loop then waits at least this long.
+# If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
+# waits for at least this number of seconds.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 _LONGEST_RETRY_S = 60
@@ -69,7 +70,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             )
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # The serial number is the id of a request in the engine, and identifies its stream.
+        # The source of serial numbers. The serial number of a request identifies the request in the
+        # engine, and the stream of the request in the postprocessor.
         self._serials = itertools.count(1)
         # The limits on accepted requests, which the server's thread and the loop's thread use.
         self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
@@ -152,7 +154,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
-        """Return the error for a request that would exceed the limit max_streams."""
+        """Return the error that refuses a request because of the limit max_streams."""
         message = (
             f"with the {envelope.n} sequences of this request, the server would have more than "
             f"{self._settings.max_streams} sequences, or this client more than its share of them "
@@ -220,7 +222,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._remove(stream)
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
-        """Send a final response, and count the refusal of a request."""
+        """Send a final response. A CapacityError increases the counter of refused requests."""
         if isinstance(result, CapacityError):
             self._statistics.counts["requests_refused_total"] += 1
         super().respond(sender, result)
@@ -238,7 +240,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         return f"the engine is restarting. Try again in {retry_s} s."
 
     def failure_message(self, error: NereidError) -> str:
-        """Return the reason for which requests are refused after the last restart has failed."""
+        """Return the error message for requests after all restarts of the engine have failed."""
         limit = self._settings.max_engine_restarts
         times = f"{limit + 1} times in a row" if limit else "once"
         return (
@@ -249,8 +251,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def on_restart(self) -> None:
         """Count the restart."""
         self._num_restarts += 1
-        # Publish once without the engine's counters, because the counters of the new process start
-        # at 0.
+        # Publish empty engine statistics once. The next statistics come from the new process, whose
+        # counters start at 0.
         self._engine_stats = {}
         self._publish_due = 0.0
         self.publish_metrics()
@@ -293,7 +295,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         stream = self.requests.get(update.request_id)
         if stream is None:
             if update.finish_reason is None:
-                # The stream has ended, but the engine still computes its request.
+                # The stream has already ended, so the engine must stop computing the request.
                 self._abort(update.request_id)
         elif update.error is not None:
             if len(stream.sequences) > 1:
@@ -330,14 +332,17 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.send(["abort", request_id, index])
 
     def _note_start(self, stream: Stream, started: float) -> None:
-        """Record the time at which the engine started a request. Ignore all but the first call."""
+        """Record the time at which the engine started a request. Ignore all later calls."""
         if stream.timing.started is None:
             stream.timing.started = started
             self._waiting.leave(stream.timing, started)
             self._statistics.note_start(stream, started)
 
     def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
-        """Record when the grammars of requests were compiled; see StepEngine.compiled."""
+        """Record when the compilation of each request's grammar began and ended.
+
+        The argument is the value of StepEngine.compiled.
+        """
         for request_id, requested, finished in compiled:
             if stream := self.requests.get(request_id):
                 stream.timing.compilation = (requested, finished)
@@ -360,7 +365,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         return True
 
     def _abort_unwanted(self, stream: Stream) -> None:
-        """Abort a request whose client has disconnected, and sequences with a stop string."""
+        """Abort a request if its client has disconnected.
+
+        Otherwise, abort the sequences that have reached a stop string.
+        """
         if stream.is_aborting or stream.has_ended:
             return
         signals = [self._feedback.signal(slot, stream.serial) for slot in stream.slots]
@@ -396,7 +404,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
-        """Remove a stream, and release its slots and its part of the limits."""
+        """Remove a stream, release its slots, and no longer count its request for the limits."""
         del self.requests[stream.request_id]
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects streams whose client has disconnected, by finding the steps that the server has dropped.
+"""Detects streams whose client has disconnected. The server drops the steps of such streams.
 
 Triton server reports a disconnected client to the postprocessor, not to the executor. Version 2.51
 runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor informs the
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# If this process was paused, the postprocessor may have been paused, too. Therefore the time
-# between two calls counts as at most this number of seconds of waiting.
+# If the time between two calls is longer, this process was paused. The postprocessor may have been
+# paused, too, so only this number of seconds counts as waiting time.
 _LONGEST_INTERVAL_S = 0.25
 
 
@@ -31,9 +31,9 @@ class LostClientDetector:
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
         self._feedback = feedback
         self._patience_s = patience_s
-        # The steps of all streams are numbered together, in the order in which they are sent.
+        # One counter numbers the steps of all streams in the order in which the steps are sent.
         self._step_numbers = itertools.count(1)
-        # The largest number among the steps that the postprocessor has consumed.
+        # The highest step number that the postprocessor has consumed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
@@ -42,7 +42,7 @@ class LostClientDetector:
         stream.unconsumed.append(next(self._step_numbers))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read the number of consumed steps of each stream."""
+        """Read how many steps of each stream the postprocessor has consumed."""
         passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
         self._last_observed = now
         for stream in streams:
@@ -50,7 +50,7 @@ class LostClientDetector:
             self._observe(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether a step of `stream` was dropped, because its client has disconnected."""
+        """Return whether the server has dropped a step of `stream` for a disconnected client."""
         if not stream.unconsumed:
             return False
         if stream.waited_s > self._patience_s:

@@ -6,9 +6,10 @@ from nereid_backend.serving.tracing import Tracing
 
 
 def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
-    """Record the phases of a request that ends at the time `now`.
+    """Record the spans of a request that ends now. `now` is the current time.
 
-    A request that ends early has only the phases that began.
+    There is one span for each phase of the request. A request that ends early has only the phases
+    that began.
     """
     if not tracing.is_on:
         return

@@ -14,7 +14,7 @@ _TOKEN_BUCKETS_S = (
 
 
 class RequestStatistics:
-    """Counters that only grow, and values of histograms that have not been published yet.
+    """Counters of requests and tokens, and histogram values that have not been published yet.
 
     Attributes:
         counts: counters by the name of their metric.
@@ -74,5 +74,8 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates that were merged into a step with other updates."""
+        """The number of engine updates that did not need a step of their own.
+
+        Several updates are sent in one step if they arrive before the step is sent.
+        """
         return max(self.counts["engine_updates"] - self.counts["steps"], 0)

@@ -9,7 +9,7 @@ from nereid_backend.errors import CapacityError, DeadlineError, NereidError
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times and time limits of one request in the executor, and the size of its prompt.
+    """The times, the time limits and the prompt length of one request in the executor.
 
     Attributes:
         arrived: the time at which the request arrived.
@@ -36,7 +36,7 @@ class RequestTiming:
 
     @property
     def next_deadline(self) -> float:
-        """The earliest time at which `deadline_error` can return an error."""
+        """The time at which the next time limit of the request expires."""
         is_waiting = self.started is None
         limit = min(self.queue_timeout_s, self.timeout_s) if is_waiting else self.timeout_s
         return self.arrived + limit

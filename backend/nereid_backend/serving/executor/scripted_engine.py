@@ -57,7 +57,7 @@ _IDLE_SLEEP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the script (see the module's docstring).
+    """Determines the output for matching requests. See the module's docstring.
 
     `token_ids` contains one output, or one output for each sequence of a request.
     """
@@ -132,7 +132,7 @@ class _Sequence:
 
 
 class _Request:
-    """One request, with its running sequences by index."""
+    """One request. The keys of the attribute `sequences` are the indices of the sequences."""
 
     def __init__(
         self, prompt: list[int], params: SamplingParams, rule: Rule, limit: int, eos: Sequence[int]
@@ -160,7 +160,8 @@ class ScriptedEngine:
         Raises:
             ConfigError: the script is missing or wrong.
         """
-        # Importing transformers would take ten times as long as all other imports together.
+        # The package tokenizers is used directly, because importing transformers would take ten
+        # times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
         self._rules = read_script(
@@ -168,7 +169,8 @@ class ScriptedEngine:
         )
         progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
         eos = self._tokenizer.token_to_id(_eos_token(config.model))
-        # The running requests and the waiting requests, by id.
+        # The keys are request ids. `_requests` contains the running requests, and `_queue` contains
+        # the waiting requests.
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
         self.started: list[tuple[str, float]] = []

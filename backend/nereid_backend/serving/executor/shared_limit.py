@@ -3,9 +3,9 @@
 
 from collections import Counter
 
-# A client may use at most three times the amount that stays free after its request. The first
-# client can therefore use three quarters of the limit, and a second client three quarters of the
-# rest.
+# A client may use at most three times the amount that then remains free for other clients.
+# Therefore the first client gets at most three quarters of the limit, and a second client gets at
+# most three quarters of the remaining quarter.
 _TIMES_THE_REST = 3
 
 
@@ -27,15 +27,15 @@ class SharedLimit:
 
     @property
     def num_clients(self) -> int:
-        """The number of clients that use a part of the limit now."""
+        """The number of clients that currently use some of the resource."""
         return len(self._by_client)
 
     def used_by(self, client: str) -> int:
-        """Return the amount that a client uses now."""
+        """Return how much of the resource a client currently uses."""
         return self._by_client[client]
 
     def allows(self, client: str, amount: int) -> bool:
-        """Return whether a client may use `amount` in addition to what it uses now.
+        """Return whether a client may use `amount` more of the resource.
 
         A client that uses nothing yet may use everything that is free. The share of a client is
         limited only if the client has a name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of the executor, which contain the tokens that wait to be sent.
+"""The streams of the executor. A stream collects generated tokens until they are sent.
 
 Each response costs the server and the two stubs about 1 ms of CPU time, whatever the number of its
 tokens. Tokens are therefore merged. A stream sends a step when its interval has passed (Pacer) and
@@ -24,15 +24,18 @@ from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepStat
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# At most this share of the responses may be heartbeats. Without this limit, 200 waiting streams
-# would need most of the time of two CPUs for heartbeats.
+# At most this share of the responses may be heartbeats. Without this limit, the heartbeats of 200
+# waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
 # Readers see text that arrives ten times a second as a continuous flow.
 _MAX_INTERVAL_S = 0.1
 
 
 class Pacer:
-    """Determines the time between two steps of a stream, to limit the rate of all streams together.
+    """Determines the time between two steps of a stream.
+
+    The time grows with the number of streams, so that the total number of responses per second is
+    limited.
 
     Args:
         responses_per_second: the rate of all streams together; 0 means 160 for each CPU, at most
@@ -46,11 +49,11 @@ class Pacer:
         )
 
     def interval_s(self, num_streams: int) -> float:
-        """Return the interval between two steps of one of `num_streams` streams, in seconds."""
+        """Return the seconds between two steps of a stream if there are `num_streams` streams."""
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
 
     def heartbeat_s(self, num_streams: int, heartbeat_s: float) -> float:
-        """Return the interval between two heartbeats of one of `num_streams` streams, in seconds.
+        """Return the seconds between two heartbeats of a stream if there are `num_streams` streams.
 
         Heartbeats get at most half of the rate. Example: with 320 responses per second and the
         setting 0.25 s, each of 200 streams sends a heartbeat every 1.25 s.
@@ -98,14 +101,14 @@ class Sequence:
 
     @property
     def has_output(self) -> bool:
-        """Whether the next step contains tokens or the ending of this sequence."""
+        """Whether this sequence has unsent tokens, or has ended but its end was not sent."""
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
         """Add an update of the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update contains the sum of the log-probabilities up to its last token only. All tokens
-        # of the update get this sum.
+        # An update contains only one sum of log-probabilities: the sum up to the last token of the
+        # update. This sum is used for every token of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             self.logprobs = (self.logprobs or []) + update.logprobs
@@ -169,12 +172,12 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The slot in which the postprocessor reports the number of consumed steps."""
+        """The shared memory's slot that contains the number of consumed steps of this stream."""
         return self.sequences[0].slot
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slots of all sequences, ordered by index."""
+        """The numbers of the sequences' slots, ordered by the index of the sequence."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -189,7 +192,7 @@ class Stream:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens that wait for the next step."""
+        """The number of tokens that have not been sent yet."""
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
@@ -197,7 +200,7 @@ class Stream:
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """Return the engine's error message, with the name of the field in the client's request.
+        """Replace the engine's field name in an error message by the name of the request's field.
 
         The engine names the kind of the grammar. Example: if the client sent the grammar in the
         field `response_format`, "json_schema: the value ..." becomes "response_format: the
@@ -216,8 +219,8 @@ class Stream:
         if self.has_ended or (has_output and self.sent == 0):
             return 0.0
         if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
-            # The postprocessor must consume a step first. The result is the time at which the
-            # executor reads the number of consumed steps again.
+            # The postprocessor must consume a step before another step may be sent. Return the time
+            # of the next check whether a step was consumed.
             return self.last_sent + max(interval_s, heartbeat_s / 10)
         return self.last_sent + (interval_s if has_output else heartbeat_s)
 

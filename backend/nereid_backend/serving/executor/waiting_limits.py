@@ -25,9 +25,10 @@ from nereid_backend.serving.executor.shared_limit import SharedLimit
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
 _LONGEST_RETRY_S = 60
-# The waiting time is an estimate. If the estimate is just below a request's time limit, about half
-# of such requests would exceed the limit while they wait. So a request is refused if the estimate
-# exceeds 80 % of its time limit.
+# The waiting time is only an estimate, and the real waiting time can be longer. Therefore a request
+# is refused if the estimate exceeds this share of the request's time limit. Without this margin,
+# about half of the requests whose estimate is just below the limit would exceed the limit in the
+# queue.
 _MARGIN = 0.8
 _TRY_LATER = re.compile(r"Try again later\.$")
 
@@ -81,7 +82,8 @@ class WaitingLimits:
             if started is not None:
                 self._start_times.append(started)
             if not self._requests.used:
-                # The queue is empty. The rate was measured with a full queue and does not apply.
+                # The queue is empty, so the next requests do not wait. The measured rate is valid
+                # only while requests wait, so the measurements are deleted.
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:
@@ -95,7 +97,7 @@ class WaitingLimits:
         return _TRY_LATER.sub(sentence, message)
 
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
-        """Return the reason to refuse a new request, as a clause without a full stop.
+        """Return the reason why a new request must be refused. The text has no full stop.
 
         Return "" if the request is not refused.
         """
@@ -128,7 +130,7 @@ class WaitingLimits:
         return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
 
     def _estimated_wait_s(self, now: float, client: str) -> float | None:
-        """Return the time in seconds that a new request of a client would wait.
+        """Estimate how many seconds a new request of a client would wait in the queue.
 
         Return None if too few requests have left the queue for an estimate.
         """
@@ -137,14 +139,18 @@ class WaitingLimits:
         passed_s = max(now - self._start_times[0], 1e-3)
         num_before = self._requests.used
         if client:
-            # The clients take turns. Before the new request, the engine starts the waiting requests
-            # of this client, and at most the same number of requests of every other client.
+            # The engine starts one request of each client in turn. Before the new request, the
+            # engine starts all waiting requests of the same client. In the same time, the engine
+            # starts at most as many requests of each other client.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / (len(self._start_times) - 1)
 
 
 def _retry_sentence(wait_s: float | None) -> str:
-    """Return a sentence such as "Try again in 3 s."; 1 s if the waiting time is unknown."""
+    """Return a sentence such as "Try again in 3 s." that contains the rounded waiting time.
+
+    If the waiting time is unknown, the sentence contains 1 s.
+    """
     seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_RETRY_S)
     return f"Try again in {seconds} s."

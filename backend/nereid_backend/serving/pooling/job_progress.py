@@ -34,15 +34,15 @@ _SLICE_CHARACTERS = 2**16
 _MAX_SLICES = 2
 # The longest time in seconds for which inputs are sent to the engine between two of its steps.
 _PREPARE_S = 0.01
-# An error message of the engine. It begins with the index of the input in its slice, unless the
-# slice has only one input.
+# Matches an error message of the engine. The message begins with the index of the input within the
+# slice, unless the slice has only one input. Example: "input 3: input: the text is empty".
 _ENGINE_MESSAGE = re.compile(r"(?:input (?P<index>\d+): )?(?P<problem>.*)", re.DOTALL)
 
 log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
-    """The interface of PoolingEngine, and of the engine that replaces it in tests."""
+    """The interface of an engine. PoolingEngine and the test engine implement this interface."""
 
     @property
     def info(self) -> Any:  # noqa: ANN401 - any dataclass
@@ -93,11 +93,11 @@ class _JobProgress:
         return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """Return the engine's request id of the slice that begins with the input `first`."""
+        """Return the engine's id of a slice. `first` is the index of the slice's first input."""
         return f"{self.request_id}:{first}"
 
     def next_slice(self) -> list[PoolingItem]:
-        """Return the inputs of the next slice, and record the slice as sent.
+        """Return the inputs of the next slice, and count these inputs as sent.
 
         Example: the first slice of a job with 300 short texts contains 256 texts, and the second
         slice contains 44 texts.
@@ -136,7 +136,7 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Return the engine's error message about a slice as a message about the whole job.
+        """Convert the engine's error message about a slice to an error message about the whole job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
@@ -162,7 +162,8 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The jobs that are not complete, in the order of their turns to send a slice.
+        # The incomplete jobs, by request id. The next slice is sent for the first job that has a
+        # slice to send.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -171,7 +172,7 @@ class WorkerJobs:
         return bool(self._jobs) or self._engine.has_work()
 
     def add(self, request_id: str, job: Job) -> None:
-        """Add a job with at least one input. A later `advance` sends its outcome or refusal."""
+        """Add a job with at least one input. A later `advance` sends the result or an error."""
         self._jobs[request_id] = _JobProgress(request_id, job)
 
     def abort(self, request_id: str) -> None:
@@ -193,7 +194,8 @@ class WorkerJobs:
             progress = next((job for job in self._jobs.values() if job.can_send_slice), None)
             if progress is None:
                 break
-            # Move the job to the end, so that all other jobs send a slice before its next slice.
+            # Move the job to the end, so that each of the other jobs sends a slice before this job
+            # sends another slice.
             self._jobs[progress.request_id] = self._jobs.pop(progress.request_id)
             self._send_slice(progress)
         if self._engine.has_work():
@@ -217,7 +219,7 @@ class WorkerJobs:
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
     def _add_result(self, result: PoolingResult, started: float) -> None:
-        """Store the result of one input, and send the outcome of the job if it is complete.
+        """Store the result of one input. If the job is now complete, send the result of the job.
 
         Args:
             result: the result.
@@ -253,7 +255,7 @@ class WorkerJobs:
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of an outcome (see Outcome.kind), derived from the type of one result."""
+    """Return the kind of a job's result (see Outcome.kind), given the value of one input."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

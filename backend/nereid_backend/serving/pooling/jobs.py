@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that a stub sends to its worker, the results of the jobs, and their packed form."""
+"""The jobs that a stub sends to its worker, and the results that the worker returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Outcome:
     def from_values(
         cls, kind: str, values: Sequence[Value], num_tokens: Sequence[int]
     ) -> "Outcome":
-        """Combine the values of all inputs to one outcome.
+        """Combine the values of all inputs into the result of the job.
 
         Example: the kind "dense", the values [array([1., 2.]), array([3., 4.])] and the token
         counts [5, 6] return an Outcome with `values` of shape [2, 2] and `num_tokens` [5, 6].
@@ -96,7 +96,7 @@ class Outcome:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
-        """Return the outcome that `row` converted into these values."""
+        """Build an Outcome from a list that the method `row` has returned."""
         kind, shape, values, counts, weights, num_tokens = row
         return cls(
             kind,

@@ -56,7 +56,7 @@ class PoolingMetrics:
     def note_success(
         self, arrived: float, started: float, num_inputs: int, num_tokens: int
     ) -> None:
-        """Record a request whose outputs are sent now.
+        """Record a successful request, just before its outputs are sent.
 
         Args:
             arrived: the time at which the request arrived, by time.monotonic().

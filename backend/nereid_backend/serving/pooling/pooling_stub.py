@@ -41,7 +41,7 @@ _POLL_S = 0.02
 _CANCEL_CHECKS = 32
 # Smaller outputs are sent without checking the free shared memory.
 _SMALL_BYTES = 64 * 1024
-# The step by which the memory pool of the server's stub grows.
+# Triton server enlarges the memory pool of a stub by this number of bytes at a time.
 _POOL_STEP_BYTES = 1024 * 1024
 
 
@@ -121,7 +121,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text. The worker publishes this limit."""
+        """The limit on the size of a text, as the worker process has reported it."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -145,7 +145,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Without a checkpoint no process is started, and every request is refused.
         """
         self._ids = itertools.count(1)
-        # The names of the environment variables of this model begin with this text.
+        # The names of all environment variables of this model begin with this prefix.
         self._variable_prefix = f"NEREID_{self.kind.upper()}_"
         try:
             self._settings, config = read_pooling_settings(self.kind, args)
@@ -163,7 +163,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send the job of a request to the worker. Requests without inputs need no worker.
+        """Send the job of a request to the worker. Without inputs, respond without the worker.
 
         Raises:
             RequestError: an input is missing or wrong.
@@ -212,9 +212,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Send the outputs in the message "done", or the error in the message "refused".
+        """Handle the message "done" or "refused": send the outputs or the error to the client.
 
-        Ignore other messages of the worker; see pooling_worker.py.
+        The worker sends "done" with the outputs of a request, or "refused" with an error. Ignore
+        other messages of the worker; see pooling_worker.py.
         """
         if kind not in ("done", "refused"):
             return
@@ -237,7 +238,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             self.respond(pending.sender, outputs | (self._info() if pending.returns_info else {}))
 
     def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
-        """Record the metrics and the spans of a request whose outputs are sent now.
+        """Record the metrics and the spans of a successful request, before its outputs are sent.
 
         Args:
             pending: the request.
@@ -292,14 +293,18 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return "the worker process is restarting. Try again in a few seconds."
 
     def failure_message(self, error: NereidError) -> str:
-        """Return the reason for which requests are refused after the last restart has failed."""
+        """Return the error message for requests after all restarts of the worker have failed."""
         return (
             f"the worker process could not be restarted in {self._settings.max_restarts} "
             f"attempts (max_restarts). Restart the server. The last reason was: {error}"
         )
 
     def on_restart(self) -> None:
-        """Count the next restarts from 0, because max_restarts applies to each death separately."""
+        """Record a successful restart of the worker, and reset the number of deaths.
+
+        The setting max_restarts limits the restart attempts after one death, not all restarts
+        together.
+        """
         self.num_deaths = 0
         self._metrics.note_restart()
 

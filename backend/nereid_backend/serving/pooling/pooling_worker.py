@@ -24,7 +24,7 @@ MakeEngine = Callable[[PoolingConfig, Callable[[str], None]], Engine]
 
 
 class WorkerService:
-    """Passes jobs to an engine, and sends their outcomes to the stub.
+    """Passes jobs to an engine, and sends the results of the jobs to the stub.
 
     Args:
         engine: the engine.
@@ -53,7 +53,7 @@ class WorkerService:
             self._jobs.add(request_id, Job(*row))
 
     def advance(self) -> None:
-        """Compute one batch, and send the outcomes of the jobs that are complete."""
+        """Compute one batch, and send the results of the jobs that are now complete."""
         self._jobs.advance()
         now = time.monotonic()
         if now >= self._alive_due:

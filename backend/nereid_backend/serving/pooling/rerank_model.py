@@ -43,7 +43,10 @@ class RerankModel(PoolingStub):
         return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
 
     def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job of a request with only texts. Options cannot contain the key `kind`."""
+        """Return the job of a request that classifies texts.
+
+        The key `kind` selects the classification. A client cannot set this key in the options.
+        """
         inputs = [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
         return Job(names.TEXTS, inputs, options | {"kind": "classify"})
 

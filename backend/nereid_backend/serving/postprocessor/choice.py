@@ -40,7 +40,7 @@ class ChoiceOutput:
 
 @dataclass(slots=True)
 class _UnsentOutput:
-    """The output of a choice that no response contains yet.
+    """Collects the output of one choice until the next response is built.
 
     Attributes:
         text: the new text.
@@ -134,7 +134,7 @@ class Choice:
             token_ids: the new tokens.
             delta: the other data of the step about this choice.
         """
-        # Several deltas can contain the number of cached tokens. The other deltas contain 0.
+        # A delta without the number of cached tokens has the value 0.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -203,7 +203,8 @@ class Choice:
                 return index + 1
         has_stop_token = len(text_ids) < len(token_ids)
         if has_stop_token and self._message.is_reasoning:
-            # The loop did not count the stop token, but here it is the last token of the reasoning.
+            # The stop token has no text, so the loop above did not count it. If the stop token ends
+            # the sequence inside the reasoning, it is a reasoning token, too.
             self._totals.num_reasoning_tokens += 1
         return len(token_ids)
 
@@ -240,7 +241,10 @@ class Choice:
         self._message.feed(text)
 
     def _count_tokens(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
-        """Record the tokens of a step up to a stop string, and their log-probabilities."""
+        """Record the new tokens of a step, and the log-probabilities of these tokens.
+
+        If a stop string was found, `token_ids` ends with the token that completed the stop string.
+        """
         count = len(token_ids)
         self._totals.num_tokens += count
         self._unsent.token_ids += token_ids
@@ -266,7 +270,8 @@ class Choice:
         message = self._message.take()
         if self._checked_message is not None:
             self._checked_message.add(message)
-        # Choice 0 has no index, so that a request with one choice has shorter deltas.
+        # The index 0 is omitted, because most requests have only choice 0 and their deltas become
+        # shorter.
         delta = ({"index": self._index} if self._index else {}) | message
         unsent = self._unsent
         if unsent.logprobs:

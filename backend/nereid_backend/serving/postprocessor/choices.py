@@ -26,7 +26,7 @@ class Choices:
         slots: Sequence[int],
         choices: Iterable[Choice],
     ) -> None:
-        """Initialise the state of a request without steps.
+        """Initialise the state of a request before its first step.
 
         Args:
             context: the part of the request that the postprocessor needs.

@@ -19,13 +19,16 @@ from nereid_parsers.format import Sections, Shown, UnknownTool
 
 from nereid_backend.serving.wire import StreamContext
 
-# No model writes the name of this tool. If this tool is the only one, every call has an unknown
-# name.
+# The name of this tool is a null character, which no model generates. If this is the only tool,
+# every tool call of the model is a call of an unknown tool.
 _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
 class PlainMessage:
-    """A message without reasoning and tool calls. It has the same attributes as ParsedMessage."""
+    """A message that contains only content, and neither reasoning nor tool calls.
+
+    The class has the same attributes as ParsedMessage.
+    """
 
     has_calls = False
     reads_reasoning = False
@@ -62,7 +65,7 @@ class ParsedMessage:
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
-        """Initialise the state of a message without text.
+        """Initialise the state of a message that is still empty.
 
         Args:
             fmt: the chat format of the checkpoint.
@@ -73,7 +76,8 @@ class ParsedMessage:
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
             tools = [_UNCALLABLE_TOOL]
-        # In a format of the kind Messages, reasoning is a separate message and has no markers.
+        # Only a format with the layout `Sections` has markers around the reasoning. In the layout
+        # `Messages`, the reasoning is a separate message.
         reasoning = fmt.layout.reasoning if isinstance(fmt.layout, Sections) else None
         self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
         self._context = context
@@ -81,8 +85,9 @@ class ParsedMessage:
         self._new_calls: dict[int, dict[str, Any]] = {}
         self.has_calls = False
         self.reads_reasoning = reasoning is not None or not isinstance(fmt.layout, Sections)
-        # If the prompt ends with the marker that opens reasoning, the parser adds this marker to
-        # inline reasoning. The model did not write the marker, so it is removed from the content.
+        # Some prompts end with the opening marker of the reasoning. If the reasoning stays in the
+        # content, the parser then repeats this marker at the beginning of the content. The model
+        # did not generate the marker, so `_add` removes the marker from the content.
         is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
         self._added_marker = reasoning.open.strip() if reasoning and is_opened_by_prompt else ""
 
@@ -100,9 +105,10 @@ class ParsedMessage:
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """Return the fields `reasoning`, `content` and `tool_calls` since the last call.
+        """Return the new parts of `reasoning`, `content` and `tool_calls`, and forget them.
 
-        Fields without a value are left out. Only the first delta of a call has its id and name.
+        New parts are those that were added since the last `take`. Fields without a value are left
+        out. Only the first delta of a call has its id and name.
         Example: {"tool_calls": [{"index": 0, "id": "a1", "name": "add", "arguments": '{"x"'}]}, and
         then {"tool_calls": [{"index": 0, "arguments": ": 1}"}]}.
         """
@@ -140,14 +146,17 @@ Message = PlainMessage | ParsedMessage
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return the format with the request's options for reasoning and tool calls."""
+    """Change the format so that it leaves reasoning or tool calls in the content if requested.
+
+    The request's options `separate_reasoning` and `reads_calls` determine the change.
+    """
     if not context.separate_reasoning:
         fmt = _with_inline_reasoning(fmt)
     return fmt if context.reads_calls else _without_calls(fmt)
 
 
 def _with_inline_reasoning(fmt: Format) -> Format:
-    """Return the format with reasoning and its markers as a part of the content.
+    """Return a format that leaves the reasoning and the reasoning markers in the content.
 
     A format without markers around reasoning is returned unchanged.
     """
@@ -159,6 +168,6 @@ def _with_inline_reasoning(fmt: Format) -> Format:
 
 
 def _without_calls(fmt: Format) -> Format:
-    """Return the format with tool calls as a part of the content."""
+    """Return a format that leaves tool calls in the content."""
     fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
     return replace(fmt, layout=replace(fmt.layout, tools=None))

@@ -32,9 +32,10 @@ class OpenStreams:
         return state.serial > self._serials.get(state.slot, 0)
 
     def start(self, state: StepState) -> None:
-        """Make the stream of a step the current stream of its slot. `add` opens the stream.
+        """Record that the stream of a step now uses the slot of the step.
 
-        The previous stream of the slot is removed if it ended without a last step.
+        This method does not open the stream; call `add` to open the stream. The previous stream of
+        the slot is removed if it ended without a last step.
         """
         self._serials[state.slot] = state.serial
         self._streams.pop(state.slot, None)
@@ -52,6 +53,9 @@ class OpenStreams:
         self._streams.pop(state.slot, None)
 
     def clear(self) -> None:
-        """Remove all streams, because a new executor process numbers its streams from 1 again."""
+        """Remove all streams. Call this method after a restart of the executor process.
+
+        The new executor process numbers its streams from 1 again.
+        """
         self._streams.clear()
         self._serials.clear()

@@ -85,13 +85,14 @@ class PostprocessorModel:
             choices = self._streams.get(state)
             return None if choices is None else self._advance(choices, state, request)
         except Exception:
-            # The stream ends here: `execute` sends the error as the client's last response.
+            # The stream cannot continue after an error. `execute` sends the error to the client as
+            # the last response.
             self._streams.remove(state)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
     def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
-        """Check the executor's signature of a step, and return the state of the step.
+        """Check that an executor has signed the step in a request, and return the StepState.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -101,7 +102,7 @@ class PostprocessorModel:
         address = self._feedback.address
         state = StepState.unpack(self._feedback.verify(message, token_ids))
         if self._feedback.address != address:
-            # Another address means that the executor was restarted.
+            # A different address belongs to a new executor process.
             self._streams.clear()
         return state
 
@@ -126,7 +127,7 @@ class PostprocessorModel:
         return self._keepalive(choices) if reply is None else reply
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if the last response was sent keepalive_ms ago; else None."""
+        """Return an empty response if no response was sent for keepalive_ms; else return None."""
         if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
@@ -179,7 +180,7 @@ class PostprocessorModel:
         other output is plain text. The markers of a chat format are often special tokens, and the
         parser needs their text, so only plain text can be decoded without special tokens.
         """
-        # Only chat requests have a prompt that the parser reads.
+        # The output of a completion is not parsed. The context of a completion has no `prompt`.
         fmt = self._format if context.prompt is not None else None
         decode = self._decode_with_special_tokens
         if context.skip_special_tokens and fmt is None:

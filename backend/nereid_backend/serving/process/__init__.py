@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes of a Triton model: start, messages, hang detection, end."""
+"""Starts, supervises and stops the child process of a Triton model."""

@@ -47,7 +47,8 @@ _CREDENTIALS = struct.Struct("3i")
 _FILES_OF_REQUEST = 4
 # A stub sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
-# The positions of arg_start and arg_end among the fields of /proc/self/stat after the program name.
+# Selects the fields arg_start and arg_end of /proc/self/stat. The index 0 is the field that follows
+# the program name.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
@@ -174,7 +175,8 @@ class ForkServer:
     def _kill(self, pid: int) -> None:
         """Kill the child process of a stub that has died."""
         self._selector.unregister(self._connections[pid])
-        # The id still belongs to the child process, because `_reap` has not waited for its end.
+        # No other process can have this process id yet, because `_reap` has not waited for the
+        # child process.
         os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -224,9 +226,10 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
-    """Return whether the modules that the fork server has imported fit the child process.
+    """Return whether the requested process can use the modules that this process has imported.
 
-    Log a warning if the Python or the environment variables of the child process differ.
+    Both processes must have the same Python and the same environment variables. Log a warning if
+    they differ.
     """
     own, other = _variables(environment), _variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())
@@ -251,7 +254,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run_module(request: Request) -> None:
-    """Run the module of a request in this process, as `python -m` would do."""
+    """Run the requested module in this process, as `python -m` would do."""
     os.environ.update(request.environment)
     os.chdir(request.folder)
     channel, output, errors = request.files
@@ -266,7 +269,7 @@ def _run_module(request: Request) -> None:
 
 
 def _rename(command: list[str]) -> None:
-    """Change the command line of this process, which programs such as ps show.
+    """Change the command line of this process. Programs such as ps show the command line.
 
     The new command line must have the length of the old command line. A longer command line is cut
     off, and spaces are appended to a shorter command line.
@@ -281,7 +284,8 @@ def _rename(command: list[str]) -> None:
 
 def _reason_against_forks() -> str | None:
     """Return why forks of this process would not work, or None if they work."""
-    # OpenBLAS, the library of numpy, ends its own threads before each fork.
+    # Fork once before the threads are counted, because OpenBLAS (used by numpy) ends its own
+    # threads before each fork.
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
@@ -294,7 +298,10 @@ def _reason_against_forks() -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    """Import the modules, then serve requests. Return an exit code if forking is not safe."""
+    """Import the modules, then serve requests.
+
+    Return an exit code only if an imported module makes forks unsafe.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(argv[1]))
     environment = dict(os.environ)  # imported libraries set further variables

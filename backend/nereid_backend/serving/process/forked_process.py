@@ -19,7 +19,9 @@ _ANSWER_TIMEOUT_S = 120.0
 
 
 class ForkedProcess:
-    """A process that the fork server has created. It has some of the methods of subprocess.Popen.
+    """A process that the fork server has created.
+
+    The class has some of the methods of subprocess.Popen.
 
     Args:
         connection: the connection to the fork server.
@@ -84,7 +86,8 @@ def start_process(
     if address := os.environ.get(ADDRESS_VARIABLE):
         with contextlib.suppress(OSError):
             return _fork(address, module, channel, title)
-    # Use the interpreter of the stub's environment. An embedded Python may not know its path.
+    # `sys.executable` is the interpreter of the stub's environment. It can be empty if Python is
+    # embedded in another program.
     python = sys.executable or shutil.which("python3") or "python3"
     number = channel.fileno()
     return subprocess.Popen(

@@ -5,11 +5,11 @@ import os
 import time
 from collections.abc import Callable
 
-# If this process was paused, the child process may have been paused, too. Therefore the time
-# between two calls counts as at most this number of seconds without a message.
+# If the time between two calls is longer, this process was paused. The child process may have been
+# paused, too, so only this number of seconds counts as time without a message.
 _LONGEST_INTERVAL_S = 0.5
-# A process that uses at least 10 % of a CPU counts as computing. If its model runs on a CPU, the
-# limit on the time without a message is then ten times as long.
+# A process that uses at least this share of a CPU is considered busy. The time limit for a busy
+# process is ten times as long if its model runs on a CPU.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 
@@ -44,7 +44,10 @@ class HangWatch:
         self.silent_s = 0.0
 
     def is_hanging(self, *, is_working: bool, is_on_cpu: bool) -> bool:
-        """Return whether the process hangs. Call this several times a second.
+        """Return whether the process hangs.
+
+        Call this method several times a second, because it also measures the time without a
+        message.
 
         Args:
             is_working: whether the process has work.
@@ -59,7 +62,7 @@ class HangWatch:
         limit_s = self._limit_s
         if not limit_s:
             return False
-        # Measure the CPU time from the moment when half of the limit has passed without a message.
+        # The CPU time is measured only after half of `limit_s` has passed without a message.
         measuring_from_s = limit_s / 2
         if self.silent_s <= measuring_from_s:
             self._cpu_before_s = None
@@ -80,8 +83,9 @@ def cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used, in seconds; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The second field is the name in parentheses and can contain spaces. The CPU times are
-            # the 12th and 13th field after the last parenthesis.
+            # The second field of /proc/PID/stat is the name of the program in parentheses. The name
+            # can contain spaces. The CPU times are the 12th and the 13th field after the last
+            # parenthesis.
             user, system = file.read().rpartition(")")[2].split()[11:13]
     except OSError:
         return 0.0

@@ -18,7 +18,8 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # The messages that one read from the socket gave; None if the other process has ended.
+        # Each element is the list of messages that one call of `Channel.receive` has returned. None
+        # means that the other process has ended.
         self._batches: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive_all, name="inbox", daemon=True).start()
 
@@ -39,7 +40,8 @@ class Inbox:
                 batch = self._batches.get_nowait()
         except queue.Empty:
             return messages
-        # The channel is closed. The next call must see this, too.
+        # The channel is closed. Put None back into the queue, so that the next call of this method
+        # also detects the end.
         self._batches.put(None)
         if messages:
             return messages

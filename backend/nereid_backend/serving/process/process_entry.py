@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common code of child processes. process_handle.py runs in the parent.
+"""The code that every child process runs. The parent process runs process_handle.py.
 
     python -m MODULE FD
 
@@ -59,7 +59,7 @@ class Service(Protocol):
         """Handle the message [kind, *values] of the parent."""
 
     def advance(self) -> None:
-        """Do a part of the work, and send the results. An error ends the process."""
+        """Do one step of the work, and send the results. An exception ends the process."""
 
 
 MakeService = Callable[[dict[str, Any], Send, Callable[[str], None]], Service]
@@ -82,8 +82,9 @@ def serve(make: MakeService) -> NoReturn:
             service.start()
             code = _run(service, channel)
     sys.stdout.flush()
-    # Exit without Python's cleanup. Unloading torch takes one or two seconds, Triton server does
-    # not wait that long, and libraries would log messages after the line that explains the exit.
+    # Exit without Python's cleanup, for two reasons. Unloading torch takes one or two seconds, but
+    # Triton server does not wait that long. Libraries would also log messages after the line that
+    # explains the exit.
     os._exit(code)
 
 
@@ -117,8 +118,9 @@ def _run(service: Service, channel: Channel) -> int:
     """Handle messages and advance the work until the message "stop". Return the exit code."""
     inbox = Inbox(channel)
     while True:
-        # With work, read only the messages that have arrived. Without work, wait for a message, but
-        # check regularly whether a process of the model has died, which is reported as work.
+        # If there is work, read only the messages that have already arrived. Otherwise wait for a
+        # message, but only for _IDLE_POLL_S. Then call `has_work` again, which also detects that
+        # another process of the model has died.
         for kind, *values in inbox.receive(0 if service.has_work() else _IDLE_POLL_S):
             if kind == "stop":
                 return 0
@@ -129,7 +131,7 @@ def _run(service: Service, channel: Channel) -> int:
         except ChannelClosedError:
             raise
         except Exception as error:
-            # The process ends here, because a model is unusable after an unexpected error.
+            # The model may be unusable after an unexpected error, so this process ends.
             log.exception("a step failed, and the process ends")
             channel.send(["fatal", error_text(error)])
             return 1

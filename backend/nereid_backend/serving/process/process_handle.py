@@ -41,7 +41,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """The program of a child process, and the limits on it.
+    """The program that a child process runs, with its settings and limits.
 
     Attributes:
         name: the name of the process in messages: "engine" or "worker".
@@ -78,7 +78,10 @@ class ChildProcess:
     """
 
     def __init__(self, program: ChildProgram) -> None:
-        """Start the process. Call `start` instead, which also waits until the model is loaded."""
+        """Start the process, but do not wait until its model is loaded.
+
+        Other code must call the class method `start`, which also waits for the model.
+        """
         parent_end, child_end = socket.socketpair()
         self._process = start_process(program.module, child_end, program.title)
         child_end.close()
@@ -201,7 +204,7 @@ class ChildProcess:
         )
 
     def _death_message(self) -> str:
-        """Return a message that says how the process ended.
+        """Return an error message that describes how the process ended.
 
         Example: "the engine process ended (signal 9). See the server's log for the reason."
         """
@@ -215,7 +218,9 @@ class ChildProcess:
 
 
 def refusal_error(kind: str, message: str) -> NereidError:
-    """Return the error of a message ["refused", request id, kind, message] of a child process.
+    """Build the exception for a message "refused" of a child process.
+
+    The message is ["refused", request id, kind, message].
 
     Args:
         kind: the name of the error's class. An unknown name stands for EngineError.

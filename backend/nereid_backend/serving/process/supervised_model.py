@@ -67,7 +67,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Read a request. Pass it to `add_request`, or its result to `respond_later`.
+        """Read a request, then call `add_request` or `respond_later`.
+
+        Call `add_request` if the child process must handle the request. If the response is already
+        known, call `respond_later`.
 
         Raises:
             NereidError: the request is refused.
@@ -79,7 +82,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def serve(self) -> float:
-        """Do the regular work on the requests. Return the seconds until the next call is due."""
+        """Do periodic work, such as cancelling requests. Return the seconds until the next call."""
 
     @abstractmethod
     def end(self, request: RequestT, error: NereidError) -> None:
@@ -91,7 +94,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def failure_message(self, error: NereidError) -> str:
-        """Return the reason for which requests are refused after the last restart has failed."""
+        """Return the error message for requests after all restarts of the process have failed."""
 
     def on_restart(self) -> None:
         """Record that the child process has been restarted."""
@@ -148,18 +151,19 @@ class SupervisedModel(ABC, Generic[RequestT]):
             RequestError: the message cannot be packed; see channel.pack. The request is not added.
         """
         packed = pack(message)
-        # The loop must receive the request before the first message about the request arrives.
+        # Add the request to the queue before the message is sent. Otherwise, the loop could receive
+        # the answer of the child process before it receives the request.
         self._arrivals.put((request_id, request))
         if self.child is not None:
             self.child.send_packed(packed)
 
     @property
     def num_requests(self) -> int:
-        """The number of requests without a final response. Any thread may read it."""
+        """The number of requests without a final response. Any thread may read this property."""
         return len(self.requests) + self._arrivals.qsize()
 
     def respond_later(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
-        """Let the loop send a final response that needs no computation."""
+        """Queue a final response that needs no child process. The loop sends the response."""
         self._results.put((sender, result))
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
@@ -206,7 +210,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.end_all(EngineError("the server is shutting down"))
 
     def _receive(self, timeout_s: float) -> list[list[Any]]:
-        """Return the messages of the child process; empty without a child process."""
+        """Return the new messages of the child process; [] if there is no child process."""
         if self.child is None:
             self._stopping.wait(timeout_s)
             return []
@@ -243,7 +247,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.end(request, error)
 
     def _restart(self, error: EngineDiedError) -> None:
-        """End all requests after the death of the child process, and start a new one.
+        """End all requests after the death of the child process, then start a new child process.
 
         After too many unsuccessful restarts, refuse every request until the server is restarted.
         """
@@ -294,6 +298,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self._stopping.wait(_OUTAGE_POLL_S)
 
     def _end_during_outage(self, error: EngineDiedError) -> None:
-        """End the requests that arrived during the outage, and publish the metrics."""
+        """End the requests that have arrived since the child process died.
+
+        The metrics are published, too.
+        """
         self.end_all(error)
         self.publish_metrics()

@@ -9,7 +9,7 @@ from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
-# The content part that replaces an image in the messages for the chat template.
+# Replaces the images in the messages that the chat template renders.
 IMAGE_PLACEHOLDER = {"type": "image"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

@@ -16,7 +16,8 @@ class ClientTurns(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        # The client that comes next is the first key. Each client here has at least one item.
+        # The first key is the client whose item is returned next. A client without items is
+        # removed.
         self._items: dict[str, deque[Item]] = {}
 
     def __bool__(self) -> bool:
@@ -40,7 +41,7 @@ class ClientTurns(Generic[Item]):
         return item
 
     def remove(self, client: str, item: Item) -> None:
-        """Remove an item of a client that is in the queue."""
+        """Remove `item`, which `client` has added and which `take` has not returned yet."""
         self._items[client].remove(item)
         if not self._items[client]:
             del self._items[client]

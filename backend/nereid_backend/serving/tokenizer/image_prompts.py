@@ -21,7 +21,8 @@ from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 10.0
-# The worker itself ends a request after _TIMEOUT_S. After this time, the worker itself hangs.
+# The worker process aborts a request after _TIMEOUT_S. If the worker process does not respond
+# within this longer time, the worker process hangs.
 _HANG_TIMEOUT_S = 20.0
 _IMAGE_TYPES = ("image_url", "image", "input_image")
 # The largest size of all images of a request, in base64.
@@ -85,7 +86,10 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a content part, or a placeholder for an image, which is appended to `images`."""
+    """Return IMAGE_PLACEHOLDER for an image part, and any other content part unchanged.
+
+    The URL or the base64 text of the image is appended to `images`.
+    """
     if not isinstance(part, dict) or part.get("type") not in _IMAGE_TYPES:
         return part
     source = part.get("image_url", part.get("image"))
@@ -114,7 +118,11 @@ class ImagePrompts:
         threading.Thread(target=self._warm_up, name="image-worker-start", daemon=True).start()
 
     def _warm_up(self) -> None:
-        """Start the process. An error is reported to the first request with an image."""
+        """Start the process, and ignore errors.
+
+        After an error, the first request with an image starts the process again and reports the
+        error.
+        """
         with self._lock, contextlib.suppress(RequestError, EngineError):
             if self._connection is None:
                 self._start()

@@ -139,7 +139,7 @@ class PromptBuilder:
         return prompt
 
     def _tokenize(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
-        """Return the prompt of a text, with at most `num_kept` tokens.
+        """Tokenise a text. If `num_kept` is a number, keep only the last `num_kept` tokens.
 
         Raises:
             RequestError: the text is too long.
@@ -217,7 +217,7 @@ class PromptBuilder:
             num_tokens_of_6 = len(self.encode(self._render(turn * 3)))
         except RequestError:
             return 1
-        # The prompt of 6 messages has 4 messages more than the prompt of 2 messages.
+        # `turn * 3` has 6 messages, which are 4 messages more than `turn` has.
         return max((num_tokens_of_6 - num_tokens_of_2) // 4, 1)
 
     def _template_source(self) -> str:

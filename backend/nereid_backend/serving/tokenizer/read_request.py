@@ -83,7 +83,7 @@ def sampling_fields(
             for name, value in fields.items()
             if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
         }
-    # Only this input is refused if it has unknown fields. Chat requests and the parameters of a
-    # Triton request also contain fields that are not sampling parameters.
+    # Unknown fields are an error only in the input sampling_parameters. The body of a chat and the
+    # parameters of a Triton request may contain other fields, too.
     refuse_unknown(fields)
     return fields

@@ -25,7 +25,9 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of a request for its text and its time limits. The engine does not need them.
+    """The options of a request that the engine does not need.
+
+    They determine the text of the responses and the time limits of the request.
 
     Attributes:
         stop: strings at which generation ends.
@@ -99,7 +101,8 @@ def read_sampling(
     checked = RequestFields.check(fields)
     values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
     if values.get("allowed_token_ids") == []:
-        # Some clients send an empty list for no limit. The engine refuses an empty list.
+        # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
+        # list.
         del values["allowed_token_ids"]
     # The salt "me" and the extra key "tenant" give the salt "me\0tenant" of the prefix cache.
     salt = f"{checked.cache_salt}\0{checked.extra_key}" if checked.extra_key else checked.cache_salt

@@ -27,10 +27,11 @@ _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
 class RequestFields(BaseModel):
-    """The fields of a request that do not reach the engine under their own names.
+    """The request fields that this server reads or converts before the engine gets a request.
 
-    A field with the type `Any` is checked by the module that reads the field: request_grammar.py,
-    thinking_effort.py or prompt_builder.py.
+    The fields in ENGINE_FIELDS are passed to the engine unchanged. A field with the type `Any` is
+    checked by the module that reads the field: request_grammar.py, thinking_effort.py or
+    prompt_builder.py.
     """
 
     model_config = ConfigDict(
@@ -124,8 +125,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `parse_texts` does not parse the texts in these fields: either the field's value is a text, or the
-# module that reads the field parses the text.
+# `parse_texts` does not parse the values of these fields. The values of the first group are plain
+# text. The values of the second group are parsed by other modules.
 _TEXT_FIELDS = frozenset(
     {
         *(
@@ -159,7 +160,10 @@ def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, A
 
 
 def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the boolean, number or JSON value in a text, or the text itself if it has none."""
+    """Parse text that contains a boolean, a number or JSON. Return any other text unchanged.
+
+    Examples: "True" -> True, "0.5" -> 0.5, "[1, 2]" -> [1, 2], "abc" -> "abc".
+    """
     if text.strip().lower() in _BOOLEAN_TEXTS:
         return _BOOLEAN_TEXTS[text.strip().lower()]
     for parse in (int, float, json.loads):

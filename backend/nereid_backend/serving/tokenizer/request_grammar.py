@@ -76,7 +76,9 @@ def build_chat_grammar(
     prompt: str,
     tools: list[dict[str, Any]] | None,
 ) -> RequestGrammar:
-    """Build the grammar of a chat completion, for its reasoning, content and tool calls.
+    """Build the grammar for the output of a chat completion.
+
+    The grammar describes the reasoning, the content and the tool calls.
 
     Args:
         fields: the request's body.
@@ -318,8 +320,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # Only a structural tag needs the node, but `answer_node` also validates the other types of
-    # `form`. If a part of `form` is invalid, `answer_node` raises an error that names the part.
+    # `answer_node` is called for every type of `form`, because it raises an error that names an
+    # invalid part of `form`. Only structural tags use the returned node.
     node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
         return GrammarSpec("regex", output.form["pattern"], after)
@@ -334,7 +336,7 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _with_request_field(
     output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """Call `build` and return its result. Rename the field in errors to the request's field.
+    """Call `build` and return its result. Correct the field name in error messages.
 
     Example: the parser library's error "response_format: choice must be ..." becomes
     "structured_outputs: choice must be ..." if the request has structured_outputs.

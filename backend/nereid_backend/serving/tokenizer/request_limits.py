@@ -22,20 +22,22 @@ from nereid_backend.errors import RequestError
 # The limit of a model whose config.json contains no limit.
 _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-# A chat template can drop text, such as the reasoning of earlier answers. The texts of a chat may
-# therefore together be four times as long as the longest prompt.
+# A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
+# a prompt can be short enough although the texts of the chat are longer than the longest prompt.
+# The texts of a chat may be this many times as long as the longest prompt.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
 # The bytes that a request may have in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
-# The longest token counts as at least this number of bytes. Some tokenizers have only short tokens,
-# but accept longer texts, because their normalisation shortens a text before it is divided into
-# tokens.
+# The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
+# least max_model_len times this number. Some tokenizers normalise a text to a shorter text before
+# they split the text into tokens. Such a tokenizer accepts longer texts than its tokens suggest.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
-# This number is below the 511 levels that msgpack can pack, and far below Python's recursion limit.
+# The largest number of nested levels. msgpack can pack 511 levels, and Python's recursion limit is
+# higher.
 _MAX_DEPTH = 256
 _MAX_TOOLS = 2048
 _PROMPT_FIELDS = ("messages", "tools", "documents", "chat_template_kwargs")
@@ -79,11 +81,12 @@ class RequestLimits:
         return cls(
             max_model_len=max_model_len,
             max_prompt_bytes=max_prompt_bytes,
-            # The JSON text of the longest chat, if every byte is an escape sequence.
+            # The JSON text of the longest chat has this size if every byte is written as an escape
+            # sequence.
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
             # A chat with more messages has more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
-            # A field can contain lists of token ids, so max_model_len is multiplied by a margin.
+            # Some fields contain lists of token ids, and a request can have several such lists.
             max_values=max(4 * max_model_len, _MIN_VALUES),
         )
 
@@ -98,14 +101,15 @@ class RequestLimits:
             RequestError: the text has more than max_request_bytes, or more opening brackets than
                 max_values.
         """
-        # The characters are counted, because encoding the text again would take time. A text has
-        # at least as many bytes as characters.
+        # Each character has at least one byte, so a text with too many characters also has too many
+        # bytes. Counting the characters is fast, because the text need not be encoded.
         if len(text) > self.max_request_bytes:
             self._refuse_length(
                 f"{field}: the request has {len(text)} bytes",
                 len(text) // _ESCAPED_BYTES,
             )
-        # An object takes much more memory than its text, so the brackets are counted first.
+        # Parsed objects take much more memory than their JSON text. Therefore the brackets are
+        # counted before the text is parsed.
         num_brackets = text.count("[") + text.count("{")
         _check_count(field, "lists and objects", num_brackets, self.max_values, "max_values")
 
@@ -117,7 +121,7 @@ class RequestLimits:
         )
 
     def check_chat(self, body: Mapping[str, Any]) -> None:
-        """Refuse a chat that is certainly too long, or that has too many members.
+        """Refuse a chat that exceeds a limit, before the chat is rendered and tokenised.
 
         Raises:
             RequestError: the chat exceeds a limit.
@@ -137,7 +141,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # max_messages follows from the smallest number of tokens of a message (see `derive`).
+        # `derive` divided max_model_len by the smallest number of tokens of a message. The inverse
+        # division returns this number.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(
@@ -169,7 +174,7 @@ class RequestLimits:
                     raise self.depth_error(name)
 
     def check_text(self, text: str) -> None:
-        """Refuse a prompt whose text is certainly too long.
+        """Refuse a prompt whose text has too many bytes, before the text is tokenised.
 
         Raises:
             RequestError: the text has more than max_prompt_bytes.
@@ -179,7 +184,7 @@ class RequestLimits:
             self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
 
     def check_token_ids(self, num_tokens: int) -> None:
-        """Refuse a prompt with too many token ids.
+        """Raise a RequestError if a prompt has too many token ids.
 
         Raises:
             RequestError: the prompt has more than max_model_len token ids.
@@ -198,8 +203,8 @@ class RequestLimits:
             num_bytes: the smallest number of bytes that the prompt has in UTF-8.
         """
         token_bytes = self.max_prompt_bytes // self.max_model_len
-        # Because of rounding or dropped text, the quotient can be too small. The message must still
-        # contain a number above the limit.
+        # The quotient is only an estimate. The error message must contain a number above the limit,
+        # so a smaller estimate is replaced.
         least_tokens = max(num_bytes // token_bytes, self.max_model_len + 1)
         raise RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "
@@ -267,7 +272,7 @@ def length_limit(config: EngineConfig) -> int:
 
 
 def _lengths_in(config: object) -> list[int]:
-    """Return the length limits in the content of a config.json and in the configs inside it."""
+    """Return all length limits in a config.json, including those of nested configs."""
     if not isinstance(config, dict):
         return []
     own = [config[name] for name in _LENGTH_FIELDS if isinstance(config.get(name), int)]

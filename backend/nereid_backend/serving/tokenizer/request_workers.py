@@ -56,7 +56,8 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # New requests, long requests whose responses have been built, and None to stop.
+        # An entry is a new request, or a long request whose response is complete. None stops the
+        # loop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._short: ClientTurns[_Job] = ClientTurns()
         # The long requests that wait for a thread, and the number of long requests that have a
@@ -110,7 +111,11 @@ class RequestWorkers:
         return False
 
     def _sort(self, job: _Job) -> None:
-        """Put a new request into its queue, or send the response of a long request."""
+        """Handle a new request, or a long request whose response is complete.
+
+        A new request is added to the short requests or to the long requests. If the client has too
+        many long requests, the new request is refused.
+        """
         if job.reply is not None:
             self._num_running -= 1
             self._end_long(job)

@@ -20,8 +20,8 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# Larger budgets are reduced to this number, because they do not fit into the messages to the
-# engine. No output is that long, so the reduced budget is no limit either.
+# Larger budgets are replaced by this number, because the messages to the engine cannot contain
+# arbitrarily large numbers. This does not change the output, because no output has so many tokens.
 _LARGEST = 2**31 - 1
 # Jinja code between {{ }} or {% %}, and string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -129,8 +129,8 @@ def build_thinking_spec(
         )
     end = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
-        # In these formats, reasoning is a separate message. The tokens that end the reasoning must
-        # therefore also begin the next message.
+        # In these formats, the reasoning is a separate message. The forced tokens must therefore
+        # end this message and start the next message.
         end += fmt.layout.start
     return ThinkingSpec(
         start=gate.start if gate.is_open or gate.may_open else "",
@@ -211,7 +211,10 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
-    """Return the budget in the field `name`, a number or its text; None for -1 (no limit)."""
+    """Return the token budget `value` of the field `name`; None if the value is -1 (no limit).
+
+    The value may be a number or the text of a number, such as 100 or "100".
+    """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = int(value)

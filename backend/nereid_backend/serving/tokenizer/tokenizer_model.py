@@ -58,7 +58,7 @@ _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
-# A chat with this text probably contains an image, whose preparation takes some time.
+# A request that contains this text probably has an image. Preparing an image takes some time.
 _IMAGE_DATA = b"data:image"
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
@@ -105,7 +105,8 @@ class TokenizerModel:
                 read_template_defaults(settings),
                 max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
             )
-            # The postprocessor chooses the same format and logs its choice, so this model does not.
+            # The postprocessor chooses the same format and logs the choice, so the choice is not
+            # logged here.
             self._format = choose_format(settings, report=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
         except NereidError as error:
@@ -409,7 +410,7 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return a value for the field `logprobs` if only the output `logprobs` is requested.
+    """Return the field `logprobs` to add to a request; {} if the request does not need the field.
 
     A request can set `return_logprobs` without the field `logprobs`. The engine would then not
     compute log-probabilities for the output.

@@ -12,9 +12,10 @@ _AS_MANY_AS_FIT = -1
 
 
 def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
-    """Return the number of tokens to keep at the end of a prompt, or None to keep all tokens.
+    """Return the number of tokens that truncation keeps; None if the prompt is not truncated.
 
-    Example: -1 with max_tokens=100 and max_model_len=4096 returns 3996.
+    Truncation keeps the last tokens of a prompt. Example: -1 with max_tokens=100 and
+    max_model_len=4096 returns 3996.
 
     Args:
         fields: the request's fields.
@@ -29,7 +30,8 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:
         return num_kept
-    # A wrong value of max_tokens is reported when the sampling fields are read.
+    # If max_tokens is wrong, the number 1 is used here. The error is reported later, when the
+    # sampling fields are read.
     max_tokens = fields.get("max_tokens")
     if not isinstance(max_tokens, int) or not 0 < max_tokens < max_model_len:
         max_tokens = 1

@@ -16,7 +16,7 @@ from nereid_backend.field_checks import shown
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The reason why the server refuses a field, and the values that it accepts nevertheless.
+    """Describes a request field that this server does not support.
 
     Attributes:
         reason: a clause without a full stop. docs/reference/request-fields.md contains it.
@@ -40,7 +40,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
-    """Return the refusal of a field that this server supports under another name."""
+    """Describe an unsupported field that clients must replace by `field`."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 
@@ -127,13 +127,13 @@ NAMES = tuple(_REFUSALS)
 
 
 def explain(name: str) -> str:
-    """Return the reason why a field is refused, or the alternative if there is one."""
+    """Return the remedy for an unsupported field. If there is no remedy, return the reason."""
     refusal = _REFUSALS[name]
     return refusal.remedy or refusal.reason
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Refuse a request that uses a field of the table above.
+    """Raise a RequestError if a request has an unsupported field.
 
     Example: `{"use_beam_search": True}` raises "use_beam_search: this server does not support beam
     search, but the request has true. Leave the field out or send false."

@@ -68,6 +68,7 @@ from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Sections, Source, Wrapper
+from nereid_parsers.template.call_renderer import CallRenderer
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.environment import CompiledTemplate
@@ -82,7 +83,6 @@ from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_r
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.tools import (
     NO_CALLS,
-    CallRenderer,
     ToolFindings,
     compare_call_presence,
     compare_two_calls,

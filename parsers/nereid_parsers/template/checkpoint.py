@@ -81,16 +81,11 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
             "Check the path."
         )
     config = _read_json(path / "tokenizer_config.json")
-    jinja_templates = _read_additional_templates(path)
-    if (path / "chat_template.jinja").is_file():
-        jinja_templates.setdefault("default", _read_text(path / "chat_template.jinja"))
-    template_in_json = config.get("chat_template")
-    if (path / "chat_template.json").is_file():
-        chat_template = _read_json(path / "chat_template.json")
-        template_in_json = chat_template.get("chat_template", template_in_json)
+    chat_template = _read_json(path / "chat_template.json")  # {} if the file does not exist
+    templates_in_json = chat_template.get("chat_template", config.get("chat_template"))
     response_template = config.get("response_template")
     return CheckpointText(
-        template=_select_template(jinja_templates or template_in_json),
+        template=_select_template(_read_jinja_templates(path) or templates_in_json),
         response_template=response_template if isinstance(response_template, dict) else None,
         bos_token=_token_text(config.get("bos_token")),
         eos_token=_token_text(config.get("eos_token")),
@@ -98,10 +93,17 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
     )
 
 
-def _read_additional_templates(path: Path) -> dict[str, str]:
-    """Return the templates in additional_chat_templates/, by name."""
+def _read_jinja_templates(path: Path) -> dict[str, str]:
+    """Return the templates in the .jinja files of a checkpoint, by name.
+
+    The files in additional_chat_templates/ have names such as "tool_use". The template in
+    chat_template.jinja has the name "default".
+    """
     folder = path / "additional_chat_templates"
-    return {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
+    templates = {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
+    return templates
 
 
 def _select_template(templates: object) -> str | None:
@@ -242,9 +244,8 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", why)
     content = chosen_layout.content or file_layout.content
-    if reasoning is not None:
-        layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
-    else:
+    layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
+    if tools is not None:
         # A tool name can stand for a family with reasoning, see `ToolEntry.reasoning`. This
         # reasoning is used if the files show none.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning
@@ -261,7 +262,10 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the checkpoint's files declare or imply, or plain content."""
+    """Return the format that the checkpoint's files declare or imply, or plain content.
+
+    The `why` of the result contains the reason for each source that could not be used.
+    """
     problems: list[str] = []
     if text.response_template is not None:
         try:

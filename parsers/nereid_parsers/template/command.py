@@ -81,15 +81,15 @@ def run(options: argparse.Namespace) -> int:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
     words: list[str] = options.words
-    if words[0] == "inspect" and len(words) > 1:
-        words = words[1:]
-    if len(words) != 1:
+    starts_with_inspect = words[0] == "inspect" and len(words) > 1  # The word may be omitted.
+    paths = words[1:] if starts_with_inspect else words
+    if len(paths) != 1:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "
-            f"but {len(words)} were given: {', '.join(words)}\n"
+            f"but {len(paths)} were given: {', '.join(paths)}\n"
         )
         return 2
-    report = inspect(words[0])
+    report = inspect(paths[0])
     if options.html:
         from nereid_parsers.template.page import report_page
 

@@ -120,9 +120,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     code_generator_class = TimedCodeGenerator
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
-    def __init__(
-        self, budget: Budget, is_immutable: bool, now: Callable[[], datetime] = lambda: _PROBE_TIME
-    ) -> None:
+    def __init__(self, budget: Budget, *, is_immutable: bool, now: Callable[[], datetime]) -> None:
         """Create the environment of one template.
 
         Args:
@@ -191,6 +189,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of a function call. Raise LimitError if it would be too large."""
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
+        # A macro can write all literal text of the template. Other functions write none.
         budget.step(__self.literal_size if is_macro else 0)
         # The object whose method is called, such as `text` in `text.replace(..)`.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
@@ -299,7 +298,7 @@ class CompiledTemplate:
             )
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
-        env = _LimitedEnvironment(budget, not self.changes_lists, now)
+        env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
         recorded = AddCounting(budget)
         self._code = _compile(env, source, recorded)
         self.literals = tuple(recorded.literals)
@@ -311,7 +310,7 @@ class CompiledTemplate:
         self._load(env)
 
     def _load(self, env: _LimitedEnvironment) -> None:
-        """Make `env` the environment in which the compiled code runs."""
+        """Set `env` as the environment of later renderings, and load the compiled code into it."""
         env.literal_size = self._literal_size
         self._environment = env
         self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
@@ -319,7 +318,8 @@ class CompiledTemplate:
     def for_another_thread(self) -> CompiledTemplate:
         """Return the same template with a budget of its own. Nothing is compiled again."""
         other = copy.copy(self)
-        other._load(_LimitedEnvironment(Budget(), not self.changes_lists, self._now))
+        is_immutable = not self.changes_lists
+        other._load(_LimitedEnvironment(Budget(), is_immutable=is_immutable, now=self._now))
         return other
 
     def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
@@ -327,7 +327,8 @@ class CompiledTemplate:
 
         Args:
             variables: The variables that the template reads.
-            budget: The budget of this rendering and of all later ones. None for the present budget.
+            budget: A budget that replaces the present budget for this and all later renderings.
+                None keeps the present budget.
 
         Raises:
             RenderRefused: The template failed or raised an exception.

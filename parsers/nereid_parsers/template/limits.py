@@ -192,7 +192,7 @@ class Budget:
     ) -> None:
         """Raise LimitError if the result of the filter `name` on `value` would be too large.
 
-        Example: `text | indent(9999)` for a text with 1000 lines.
+        Example: for `text | indent(9999)`, `name` is "indent" and `args` is (9999,).
         """
         options = [*args, *kwargs.values()]
         check_numbers(options)

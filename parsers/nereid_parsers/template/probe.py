@@ -207,16 +207,20 @@ class Prober:
         """
         switch_names = sorted(name for name in self.template.names if is_thinking_switch(name))
         names = [name for name in switch_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
-        settings = [NO_SWITCHES]
-        if len(names) > 1:  # Some templates render reasoning only if several switches are on.
-            for value in (True, False):
-                settings.append(Switches(tuple((name, value) for name in names)))
-        for name in names:
-            settings += [Switches(((name, value),)) for value in self._switch_values(name)]
-        for word in _SYSTEM_SWITCHES:
-            if any(word in literal for literal in self.template.literals):
-                settings.append(Switches(system=word))
-        return settings[:_MAX_SWITCH_SETTINGS]
+        all_on_or_off = [
+            Switches(tuple((name, value) for name in names)) for value in (True, False)
+        ]
+        single = [
+            Switches(((name, value),)) for name in names for value in self._switch_values(name)
+        ]
+        system = [
+            Switches(system=word)
+            for word in _SYSTEM_SWITCHES
+            if any(word in literal for literal in self.template.literals)
+        ]
+        # Some templates render reasoning only if several switches are on.
+        several = all_on_or_off if len(names) > 1 else []
+        return [NO_SWITCHES, *several, *single, *system][:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
         """Return the values that the analysis tries for a thinking switch.

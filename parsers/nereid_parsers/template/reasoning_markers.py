@@ -48,9 +48,9 @@ def last_opening(before: str) -> str:
     if not matches:
         return before.lstrip("\n")
     last = matches[-1]
-    words = before[last.end() :]
-    if words.strip() and words[0].isspace():
-        return words
+    after_marker = before[last.end() :]
+    if after_marker.strip() and after_marker[0].isspace():
+        return after_marker  # These words open the reasoning.
     # `<|open|>think<|sep|>` is one run of characters without white space. For a marker that
     # contains a space, such as `<start think>`, the last run `think>` is only a part of the marker.
     text_to_marker = before[: last.end()]
@@ -184,7 +184,9 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     ('<think>', '</think>')
     """
     literal_markers = markers(literal)
-    for closing in filter(is_thinking_marker, literal_markers):
+    for closing in literal_markers:
+        if not is_thinking_marker(closing):
+            continue
         # `opening_spellings("<think>")` is empty, so a marker that opens reasoning is skipped.
         openings = [marker for marker in opening_spellings(closing) if marker != closing]
         mentioned = next((opening for opening in openings if opening in literal_markers), None)

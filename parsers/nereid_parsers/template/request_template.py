@@ -62,10 +62,11 @@ class RequestTemplate:
         """
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
+        prepared = {**variables, "messages": messages}
         if not continue_final_message:
-            return self._render_in_thread({**variables, "messages": messages}, limits)
-        final_text = self._mark_final_message(messages)
-        text = self._render_in_thread({**variables, "messages": messages}, limits)
+            return self._render_in_thread(prepared, limits)
+        final_text = self._mark_final_message(messages)  # This changes the last message.
+        text = self._render_in_thread(prepared, limits)
         return _cut_after(final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:

@@ -1,0 +1,57 @@
+"""Render messages with tool calls, and cut out the text of the tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereid_parsers.format import Reasoning, Wrapper
+from nereid_parsers.template.content import strip_reasoning_markers
+from nereid_parsers.template.conversation import ProbeCall, conversation_with_calls
+from nereid_parsers.template.frame import TurnFrame
+
+
+@dataclass(frozen=True, slots=True)
+class CallRenderer:
+    """Renders messages with tool calls.
+
+    Attributes:
+        frame: The text around the model's answer in renderings, and the prober.
+        reasoning: The reasoning part of the format.
+        wrapper: The markers around the content.
+    """
+
+    frame: TurnFrame
+    reasoning: Reasoning | None = None
+    wrapper: Wrapper | None = None
+
+    def text_of_calls(self, *calls: ProbeCall) -> str:
+        """Return the text that a model would generate to make these tool calls.
+
+        The markers of empty reasoning and of empty content before the tool calls are removed.
+        Return "" if the template refuses the tool calls. Example: "<think></think><call>..</call>"
+        gives "<call>..</call>".
+        """
+        text = self.frame.generated_text(conversation_with_calls(*calls)) or ""
+        text = strip_reasoning_markers(text, self.reasoning)
+        return text if self.wrapper is None else _strip_wrapper(text, self.wrapper)
+
+
+def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
+    """Remove the markers of the content from the start of `text`, if no content is between them.
+
+    >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
+    '<call>..'
+    >>> _strip_wrapper("<answer>Hi.</answer><call>..", Wrapper("<answer>", "</answer>"))
+    '<answer>Hi.</answer><call>..'
+    """
+    opening = wrapper.open.strip()
+    closing = wrapper.close.strip()
+    bare = text.lstrip()
+    if not opening or not bare.startswith(opening):
+        return text
+    after_opening = bare.removeprefix(opening)
+    if not closing:
+        return after_opening
+    after_blanks = after_opening.lstrip()
+    has_content = not after_blanks.startswith(closing)
+    return text if has_content else after_blanks.removeprefix(closing)

@@ -225,7 +225,11 @@ class CallReader:
         return self._end_call(self._open_call.form) if has_ended else None
 
     def _end_call(self, form: CompiledCall) -> State:
-        """Prepare to read the closing markers of a tool call whose body has ended."""
+        """Prepare to read the closing markers of a tool call whose body has ended.
+
+        Return the next state. The content's markers include those that end a whole message, so a
+        tool call that is a message of its own is followed by the state CONTENT.
+        """
         self._text.end_call()
         self._text.start_after_call()
         self._open_call = None
@@ -236,7 +240,7 @@ class CallReader:
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the closing markers of a tool call. A model may leave out any of these markers.
+        """Read the closing markers of a tool call. A model may omit any of these markers.
 
         White space and superfluous brackets before a closing marker are skipped. Example: with the
         closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
@@ -346,7 +350,9 @@ class CallReader:
         """
         # The opening marker of a section is undecided until the first tool call starts.
         is_empty_section_cut_off = self._buffer.is_final and bool(self._text.undecided)
-        for close in self._section_closes if self._is_in_section else ():
+        if not self._is_in_section:
+            return NO_MATCH
+        for close in self._section_closes:
             match = match_marker(close, self._buffer.text, self._buffer.pos)
             if match >= 0 or (match == NEED_MORE and not is_empty_section_cut_off):
                 return match

@@ -81,7 +81,7 @@ class CompiledFormat:
         content_markers: The lexer that finds the markers inside the content.
         outer_markers: The lexer that finds the markers that are removed even if all other text is
             content.
-        kinds: The meanings of the markers outside the reasoning.
+        content_kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
         calls: The forms of a tool call.
         routes: The message headers.
@@ -93,7 +93,7 @@ class CompiledFormat:
     reasoning_closes: Lexer
     content_markers: Lexer
     outer_markers: Lexer
-    kinds: dict[str, MarkerKind]
+    content_kinds: dict[str, MarkerKind]
     reasoning_kinds: dict[str, MarkerKind]
     calls: CompiledCalls
     routes: tuple[CompiledHeader, ...] = ()
@@ -124,11 +124,15 @@ def compile_format(fmt: FormatData) -> CompiledFormat:
 
 
 def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
-    """Compile a format with the layout `Messages`."""
+    """Compile a format with the layout `Messages`.
+
+    Reasoning is a message of its own, so the only markers inside the reasoning are the markers that
+    start or end a message.
+    """
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
-    kinds = calls.kinds | message_kinds
+    content_kinds = calls.kinds | message_kinds
     # A tool call can be a message of its own, whose header contains the function's name. This
     # message is outside all tool sections, so its section declares only the markers that end
     # broken arguments. A section must contain a call, but this call is not used.
@@ -140,9 +144,9 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
         reasoning_closes=Lexer(()),
-        content_markers=Lexer(kinds),
+        content_markers=Lexer(content_kinds),
         outer_markers=Lexer(ends),
-        kinds=kinds,
+        content_kinds=content_kinds,
         reasoning_kinds=message_kinds,
         calls=calls,
         routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
@@ -161,14 +165,14 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper = layout.content
     wrapper_open = (wrapper.open,) if wrapper is not None else ()
     wrapper_close = (wrapper.close,) if wrapper is not None else ()
-    part = layout.reasoning
-    opens = _kinds(part.opens if part is not None else (), MarkerKind.OPEN_REASONING)
-    closes = _kinds(part.closes if part is not None else (), MarkerKind.CLOSE_REASONING)
+    reasoning = layout.reasoning
+    opens = _kinds(reasoning.opens if reasoning is not None else (), MarkerKind.OPEN_REASONING)
+    closes = _kinds(reasoning.closes if reasoning is not None else (), MarkerKind.CLOSE_REASONING)
     ends = _kinds(fmt.ends, MarkerKind.END)
     outer_kinds = ends | _kinds((*wrapper_open, *wrapper_close), MarkerKind.WRAP_CONTENT)
     calls = _compile_calls(layout.tools, allows_bare=True)
-    interrupts = _interrupting_markers(part, calls) if part is not None else ()
-    kinds = calls.kinds | closes | opens | outer_kinds
+    interrupts = _interrupting_markers(reasoning, calls) if reasoning is not None else ()
+    content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = (
         ends
         | _kinds(interrupts, MarkerKind.INTERRUPT)
@@ -180,9 +184,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
         reasoning_closes=Lexer(closes),
-        content_markers=Lexer(kinds),
+        content_markers=Lexer(content_kinds),
         outer_markers=Lexer(outer_kinds),
-        kinds=kinds,
+        content_kinds=content_kinds,
         reasoning_kinds=reasoning_kinds,
         calls=calls,
     )
@@ -223,7 +227,7 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
     return (marker.strip() for marker in markers if marker.strip())
 
 
-def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CompiledCalls:
+def _compile_calls(tools: ToolSection | None, *, allows_bare: bool) -> CompiledCalls:
     """Compile all forms of a tool call.
 
     Args:
@@ -245,7 +249,7 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CompiledCall
     by_trigger = _group_by_trigger(forms_in_content)
     by_head = _group_by_trigger(_forms_without_marker(tools))
     for trigger in by_trigger:
-        by_head.pop(trigger, None)  # With this text, a tool call starts that omits no marker.
+        by_head.pop(trigger, None)  # This text starts a tool call that omits no marker.
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, forms, by_trigger, bare)
     return CompiledCalls(forms, by_trigger, by_head, bare, kinds)

@@ -73,8 +73,9 @@ class CompiledTag:
         lookahead = _first_char_lookahead((self.close, *early_ends, blanks_before_close))
         end = _value_end_regex(self.close, early_ends, blanks_before_close)
         prefixes = _value_end_prefixes((self.close, *early_ends), blanks_before_close)
+        end_or_prefix = "|".join([end, *prefixes])
         self.find_end = re.compile(lookahead + end).search
-        self.find_possible_end = re.compile(f"{lookahead}(?:{'|'.join([end, *prefixes])})").search
+        self.find_possible_end = re.compile(f"{lookahead}(?:{end_or_prefix})").search
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], blanks: str) -> str:

@@ -66,7 +66,7 @@ class ContentReader:
                 return State.CONTENT_ONLY
         if not marker:
             return None
-        handler = self._marker_handlers[self._format.kinds[marker]]
+        handler = self._marker_handlers[self._format.content_kinds[marker]]
         return handler(marker) or self._write_as_content(marker)
 
     def _close_calls(self, marker: str) -> State | None:
@@ -124,6 +124,6 @@ class ContentReader:
         if not rest:
             return
         is_reasoning = state is State.REASONING
-        markers = self._format.reasoning_kinds if is_reasoning else self._format.kinds
+        markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
         if any(marker.startswith(rest) and is_compound_start(marker, rest) for marker in markers):
             self._text.write_markup(self._buffer.take_unread())

@@ -86,26 +86,34 @@ class ArrayReader(BodyReader):
     def _read_between_members(self, text: str, pos: int) -> int:
         """Read a bracket, a comma or white space, or create the reader of the next member.
 
+        Any other character is not valid, so the status becomes BROKEN. The text `[]` is valid only
+        if a marker or an earlier tool call shows that the array contains tool calls.
+
         Returns:
-            The position after the character that was read. If a member starts at `pos`, the result
-            is `pos`.
+            The position after the character that was read. The result is `pos` if a member starts
+            at `pos`, or if the character is not valid.
         """
         char = text[pos]
         if char.isspace() or (char == "," and self._is_bracket_open):
             return pos + 1
-        if char == "[" and not self._is_bracket_open:
+        if not self._is_bracket_open:
+            if char != "[":
+                return self._reject(pos)
             self._is_bracket_open = True
-        elif char == "]" and self._is_bracket_open:
+            return pos + 1
+        if char == "]":
             self.status = DONE if self.writer.num_started or self._is_confirmed else BROKEN
-        elif char == "{" and self._is_bracket_open:
+            return pos + 1
+        if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos
-        else:
-            return self._reject(pos)
-        return pos + 1
+        return self._reject(pos)
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended."""
+        """End the open tool call, because the message has ended.
+
+        Between two members, the missing `]` is ignored if a tool call has started.
+        """
         if self._member is not None:
             self._member.finish()
             self.status = self._member.status

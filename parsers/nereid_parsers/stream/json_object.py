@@ -167,20 +167,18 @@ class ObjectReader(StepReader):
         role = self._role_of_key(first_char)
         if role is _Role.ARGUMENTS:
             return self._start_arguments(text, pos)
-        if role is _Role.NAME and first_char in _QUOTES:
-            self._expect_string(self._set_name)
-        elif role is _Role.ID and first_char in _QUOTES:
-            self._expect_string(self._set_call_id)
-        elif role in (_Role.PARENT, _Role.WRAPPER) and first_char == "{":
+        if role in (_Role.PARENT, _Role.WRAPPER) and first_char == "{":
             self._outer_keys.append(self._key if role is _Role.PARENT else "")
             self._step = self._read_key_or_closing_brace
             return pos + 1
-        elif role in (_Role.IGNORED, _Role.ID):
+        if role in (_Role.NAME, _Role.ID) and first_char in _QUOTES:
+            self._expect_string(self._set_name if role is _Role.NAME else self._set_call_id)
+            return pos
+        if role in (_Role.IGNORED, _Role.ID):  # An id that is not a string is ignored.
             self._scanner = JsonScanner()
             self._step = self._skip_value
-        else:
-            return self._reject(pos)
-        return pos
+            return pos
+        return self._reject(pos)
 
     def _role_of_key(self, first_char: str) -> _Role:
         """Return the role of the current key.

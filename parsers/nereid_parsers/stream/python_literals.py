@@ -121,7 +121,7 @@ class LiteralReader:
         self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:
-        """Return the JSON text that was read since the last call."""
+        """Return the JSON text of the value that was added since the last call, and forget it."""
         text = "".join(self._json_parts)
         self._json_parts.clear()
         return text
@@ -165,7 +165,8 @@ class LiteralReader:
             return "{" + brackets if is_brace_missing else brackets
         if self._converted_types is not None:
             return self._converted_value(self._converted_types) + brackets
-        return brackets if self._string is None else '"' + brackets
+        closing_quote = "" if self._string is None else '"'
+        return closing_quote + brackets
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read white space, a value, or the punctuation after a value.
@@ -188,7 +189,11 @@ class LiteralReader:
     # ---- punctuation -----------------------------------------------------------------------------
 
     def _read_colon(self, text: str, pos: int) -> int:
-        """Read the colon after a key. Without a colon, the key may be the first item of a set."""
+        """Read the colon after a key, and write the key.
+
+        If a comma or a closing bracket follows instead, the key is the first item of a set. The
+        item is written, and the comma or bracket is read. Other text is not valid.
+        """
         key = self._key
         assert key is not None
         self._key = None

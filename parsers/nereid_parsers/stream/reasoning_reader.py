@@ -83,7 +83,7 @@ class ReasoningReader:
         self._stored_text.append(self._buffer.take_until(start))
         if not marker:
             return None
-        is_closing = self._format.kinds[marker] is MarkerKind.CLOSE_REASONING
+        is_closing = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
         return self._classify(is_reasoning=is_closing)
 
     def finish_unclassified(self) -> State:

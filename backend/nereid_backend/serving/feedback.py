@@ -128,7 +128,9 @@ class FeedbackReader:
 
 
 class FeedbackWriter:
-    """The postprocessor's access to the memory. Each step contains the address of the memory.
+    """Opens the feedback memory for the postprocessor, and writes to its slots.
+
+    Each step contains the address of the memory.
 
     Attributes:
         address: the address of the mapped memory; None before the first step.

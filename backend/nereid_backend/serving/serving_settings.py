@@ -118,7 +118,7 @@ class ServingSettings:
 
 @settings_class
 class PoolingServing:
-    """The settings of the Triton model `embedding` or `rerank`, in addition to PoolingConfig."""
+    """The settings of the models `embedding` and `rerank`. PoolingConfig has the other settings."""
 
     served_model_name: str = ""
     """The name of the model in the HTTP API. By default, the model has the name of

@@ -113,7 +113,10 @@ def strings(*values: str) -> npt.NDArray[np.object_]:
 
 
 def load_error(error: NereidError) -> Exception:
-    """Log an error of `initialize` as one line, and return the exception that it must raise."""
+    """Log an error of `initialize` as one line. Return the exception for Triton server.
+
+    `initialize` must raise the returned exception.
+    """
     progress(f"error: {error}")
     raised: Exception = pb_utils.TritonModelException(str(error))
     return raised

@@ -154,7 +154,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
-        """Return the error that refuses a request because of the limit max_streams."""
+        """Return the error for a request that is refused because of the limit max_streams."""
         message = (
             f"with the {envelope.n} sequences of this request, the server would have more than "
             f"{self._settings.max_streams} sequences, or this client more than its share of them "
@@ -404,7 +404,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
-        """Remove a stream, release its slots, and no longer count its request for the limits."""
+        """Remove a stream and release its slots. Its request no longer counts toward the limits."""
         del self.requests[stream.request_id]
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)

@@ -155,7 +155,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
-        """Load the tokenizer of the checkpoint and the script.
+        """Load the script and the checkpoint's tokenizer.
 
         Raises:
             ConfigError: the script is missing or wrong.
@@ -183,7 +183,11 @@ class ScriptedEngine:
         """Do nothing, because the scripted engine ignores grammars."""
 
     def stats(self) -> EngineStats:
-        """Return the present load. Each running request uses one block, so leaks are visible."""
+        """Return the current load.
+
+        Each running request counts as one block, so a test can detect requests that were not
+        removed.
+        """
         num_running = len(self._requests)
         return EngineStats(num_running, len(self._queue), num_running, self.info.num_blocks)
 

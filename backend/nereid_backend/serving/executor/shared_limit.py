@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A limit that all clients share, so that no single client can use all of it."""
+"""Divides a limited resource among the clients, so that every client can get a share."""
 
 from collections import Counter
 

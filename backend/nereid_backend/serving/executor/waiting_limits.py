@@ -34,7 +34,9 @@ _TRY_LATER = re.compile(r"Try again later\.$")
 
 
 class WaitingLimits:
-    """The counts of waiting requests, and the limits on them. The class is thread-safe.
+    """Counts the waiting requests and their prompt tokens, and enforces limits on the counts.
+
+    The class is thread-safe.
 
     Args:
         max_requests: the largest number of waiting requests.

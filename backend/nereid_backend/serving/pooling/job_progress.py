@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the inputs of a worker's jobs to the engine in slices, and collects their results.
+"""Splits jobs into slices, sends the slices to the engine, and collects the results.
 
     waiting inputs --(slices, in turn)--> engine --(results)--> one outcome when a job is complete
 
@@ -32,7 +32,7 @@ _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
 # The largest number of slices of one job that are in the engine at the same time.
 _MAX_SLICES = 2
-# The longest time in seconds for which inputs are sent to the engine between two of its steps.
+# Between two steps of the engine, inputs are sent to the engine for at most this number of seconds.
 _PREPARE_S = 0.01
 # Matches an error message of the engine. The message begins with the index of the input within the
 # slice, unless the slice has only one input. Example: "input 3: input: the text is empty".

@@ -98,7 +98,10 @@ def reduce_garbage_collection() -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of an error. The class name precedes an error of another package."""
+    """Return the error's message. Prepend the class name if another package raised the error.
+
+    Example: ValueError("bad") -> "ValueError: bad".
+    """
     return str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
 
 

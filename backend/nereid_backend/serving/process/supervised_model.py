@@ -263,8 +263,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 f"because {error}"
             )
             if self._replace_child(error):
-                # Requests that arrived shortly before the loop noticed the outage were sent to the
-                # old process, so they end as well.
+                # Requests that arrived shortly before the loop noticed the death of the process
+                # were sent to the old process. These requests end, too.
                 self.end_all(error)
                 self.outage = ""
                 self.on_restart()

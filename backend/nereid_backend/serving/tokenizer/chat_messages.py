@@ -49,7 +49,7 @@ def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Return one message for the template, with joined text parts and parsed arguments of calls.
+    """Convert a message for the chat template: join the text parts and parse the call arguments.
 
     If the message has images, its parts are not joined, because their order matters.
 

@@ -358,10 +358,11 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Return the tools that a tool_choice of the type allowed_tools lists; else all tools.
+    """Return the tools that `tool_choice` allows, or all tools if it does not restrict the tools.
 
-    The other tools are not in the prompt, so the model cannot call them. Clients send the list in
-    two forms, and the functions in three forms:
+    Only a tool_choice of the type allowed_tools restricts the tools. The other tools are not in the
+    prompt, so the model cannot call them. Clients send the list in two forms, and the functions in
+    three forms:
 
         {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
         {"type": "allowed_tools", "tools": [...]}                       Responses API

@@ -271,7 +271,7 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
 
 
 def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
-    """Return a JSON schema, which may be JSON text, as a response_format object."""
+    """Convert a JSON schema to a response_format object. The schema may be JSON text."""
     schema = _parse_json(name, value)
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
@@ -282,7 +282,7 @@ def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - 
 
 
 def _tag_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
-    """Return a structural tag, which may be JSON text, as a response_format object."""
+    """Convert a structural tag to a response_format object. The tag may be JSON text."""
     tag = _parse_json(name, value)
     if not isinstance(tag, Mapping):
         raise RequestError(

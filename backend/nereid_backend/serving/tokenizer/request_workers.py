@@ -60,8 +60,8 @@ class RequestWorkers:
         # loop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._short: ClientTurns[_Job] = ClientTurns()
-        # The long requests that wait for a thread, and the number of long requests that have a
-        # thread.
+        # `_long` contains the long requests that wait for a thread. `_num_running` is the number of
+        # long requests that already have a thread.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
         # Counts the long requests, waiting or running.

@@ -72,10 +72,10 @@ from nereid_parsers.template.call_renderer import CallRenderer
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.environment import CompiledTemplate
-from nereid_parsers.template.frame import TurnFrame, header_after_result, turn_markers
 from nereid_parsers.template.header import compare_generation_prompt
 from nereid_parsers.template.known_formats import QuarantineEntry, find_quarantined
 from nereid_parsers.template.limits import Budget
+from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
 from nereid_parsers.template.reasoning import find_reasoning
@@ -142,12 +142,12 @@ def analyze_checkpoint_template(
             "The template changes lists, which the sandbox of transformers forbids."
         )
     has_calls = _set_form(prober)
-    frame = compare_generation_prompt(prober)
+    turn = compare_generation_prompt(prober)
     quarantined = find_quarantined(jinja_source)
     if quarantined is None:
-        return _infer(frame)
+        return _infer(turn)
     entry, fmt = quarantined
-    return _recognise(frame, entry, fmt, has_calls=has_calls)
+    return _recognise(turn, entry, fmt, has_calls=has_calls)
 
 
 def _set_form(prober: Prober) -> bool:
@@ -171,70 +171,70 @@ def _set_form(prober: Prober) -> bool:
 
 
 def _recognise(
-    frame: TurnFrame, entry: QuarantineEntry, fmt: Format, has_calls: bool
+    turn: ModelTurn, entry: QuarantineEntry, fmt: Format, has_calls: bool
 ) -> TemplateAnalysis:
     """Return the analysis of a template whose format is given in known_formats.py.
 
     The report shows the comparisons, although the format is not inferred from them.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         entry: The description of the template.
         fmt: The format.
         has_calls: Whether the template renders tool calls.
     """
-    prober = frame.prober
+    prober = turn.prober
     prober.undecided.append(
         f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
     )
-    reasoning = find_rendered_reasoning(frame)
-    renderer = CallRenderer(frame)
+    reasoning = find_rendered_reasoning(turn)
+    renderer = CallRenderer(turn)
     compare_call_presence(renderer)  # The result is not needed, but the report shows T1.
     two_calls = compare_two_calls(renderer)
     tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
-    content = compare_content(frame, ReasoningFindings())
-    frame = replace(frame, end_markers=content.end_markers)
+    content = compare_content(turn, ReasoningFindings())
+    turn = replace(turn, end_markers=content.end_markers)
     if isinstance(fmt.layout, Messages):
         # The rendering shows which markers end the turn. The layout already declares some of them.
         message_ends = fmt.layout.ends
-        turn_ends = tuple(end for end in frame.end_markers if end not in message_ends)
+        turn_ends = tuple(end for end in turn.end_markers if end not in message_ends)
         fmt = replace(fmt, ends=turn_ends)
-    return _result(frame, fmt, reasoning, tools, parse_renderings(fmt, frame, reasoning, tools))
+    return _result(turn, fmt, reasoning, tools, parse_renderings(fmt, turn, reasoning, tools))
 
 
-def _infer(frame: TurnFrame) -> TemplateAnalysis:
+def _infer(turn: ModelTurn) -> TemplateAnalysis:
     """Make all comparisons, infer the format and check the format.
 
     The check parses renderings with the format. If a tool call is parsed wrongly, the format of the
     tool calls is dropped, so that tool calls are returned as content.
     """
-    reasoning = find_reasoning(frame)
-    content = compare_content(frame, reasoning)
-    frame = replace(frame, end_markers=content.end_markers)
-    wrapper = content.wrapper or compare_content_with_call(frame, reasoning.part)
-    tools = find_tools(frame, reasoning.part, wrapper)
-    fmt = _make_format(frame, reasoning, wrapper, tools)
-    proofs = parse_renderings(fmt, frame, reasoning, tools)
+    reasoning = find_reasoning(turn)
+    content = compare_content(turn, reasoning)
+    turn = replace(turn, end_markers=content.end_markers)
+    wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
+    tools = find_tools(turn, reasoning.part, wrapper)
+    fmt = _make_format(turn, reasoning, wrapper, tools)
+    proofs = parse_renderings(fmt, turn, reasoning, tools)
     one_call = next((proof for proof in proofs if proof.name == ONE_CALL_PROOF), None)
     if one_call is not None and one_call.differs:
-        frame.prober.undecided.append(
+        turn.prober.undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {one_call.text!r}."
         )
         tools = ToolFindings(inner_headers=tools.inner_headers)
-        fmt = _make_format(frame, reasoning, wrapper, tools)
-        proofs = parse_renderings(fmt, frame, reasoning, tools)
-    frame.prober.undecided += [
+        fmt = _make_format(turn, reasoning, wrapper, tools)
+        proofs = parse_renderings(fmt, turn, reasoning, tools)
+    turn.prober.undecided += [
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
         for proof in proofs
         if proof.differs
     ]
-    return _result(frame, fmt, reasoning, tools, proofs)
+    return _result(turn, fmt, reasoning, tools, proofs)
 
 
 def _make_format(
-    frame: TurnFrame, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
+    turn: ModelTurn, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
 ) -> Format:
     """Return the format with the inferred parts.
 
@@ -244,31 +244,31 @@ def _make_format(
     # The parser removes end markers from the text. It must also remove headers inside a message, so
     # these headers are declared as end markers.
     inner_headers = tools.inner_headers or reasoning.inner_headers
-    headers = (*inner_headers, header_after_result(frame))
-    ends = [end for end in (*frame.end_markers, *tools.end_markers, *headers) if end]
+    headers = (*inner_headers, header_after_result(turn))
+    ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]
     sources = (Source("inferred from the chat template"),)
     distinct_ends = tuple(dict.fromkeys(ends))
     plain = Format("plain", Sections(), ends=distinct_ends, sources=sources)
     part = reasoning.part
     reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
-    turn = turn_markers(frame, [marker.strip() for marker in reasoning_markers])
+    openings = turn_markers(turn, [marker.strip() for marker in reasoning_markers])
     try:
         layout = Sections(part, wrapper, tools.part)
-        return replace(plain, name="inferred", layout=layout, turn=turn)
+        return replace(plain, name="inferred", layout=layout, turn=openings)
     except FormatError as error:
-        frame.prober.undecided.append(f"The inferred parts contradict each other: {error}")
+        turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
         return plain
 
 
 def _result(
-    frame: TurnFrame,
+    turn: ModelTurn,
     fmt: Format,
     reasoning: ReasoningFindings,
     tools: ToolFindings,
     proofs: list[Proof],
 ) -> TemplateAnalysis:
     """Return the `TemplateAnalysis` that contains these findings."""
-    prober = frame.prober
+    prober = turn.prober
     supports = Supports(
         content=True,
         reasoning=reasoning.fields,

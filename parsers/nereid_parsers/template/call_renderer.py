@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.content import strip_reasoning_markers
 from nereid_parsers.template.conversation import ProbeCall, conversation_with_calls
-from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.model_turn import ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +15,12 @@ class CallRenderer:
     """Renders messages with tool calls.
 
     Attributes:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         reasoning: The reasoning part of the format.
         wrapper: The markers around the content.
     """
 
-    frame: TurnFrame
+    turn: ModelTurn
     reasoning: Reasoning | None = None
     wrapper: Wrapper | None = None
 
@@ -31,7 +31,7 @@ class CallRenderer:
         Return "" if the template refuses the tool calls. Example: "<think></think><call>..</call>"
         gives "<call>..</call>".
         """
-        text = self.frame.generated_text(conversation_with_calls(*calls)) or ""
+        text = self.turn.generated_text(conversation_with_calls(*calls)) or ""
         text = strip_reasoning_markers(text, self.reasoning)
         return text if self.wrapper is None else _strip_wrapper(text, self.wrapper)
 

@@ -23,7 +23,7 @@ from nereid_parsers.template.difference import (
     leading_markers,
     markers,
 )
-from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 
 # Markers with a word between them: `<|out|>turn<|of|>`.
@@ -50,28 +50,28 @@ class ContentFindings:
         return f"{text} {self.end_markers[0]!r} ends the turn." if self.end_markers else text
 
 
-def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFindings:
+def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
     """Render a question with an answer, and record the comparison with the question alone (C1).
 
     Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
     `</answer>` and the end marker `<|im_end|>`.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         reasoning: The findings about reasoning. If messages with reasoning show a wrapper of the
             content, that wrapper is the default.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
-    text = frame.text_after_header(conversation) or ""
+    text = turn.text_after_header(conversation) or ""
     before, content, after = text.partition(CONTENT_TEXT)
     if not content:  # The template does not render the answer.
         return ContentFindings(reasoning.wrapper)
     opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    closing = _wrapper_close(after, opening.strip(), frame) if opening else ""
+    closing = _wrapper_close(after, opening.strip(), turn) if opening else ""
     wrapper = Wrapper(opening, closing) if opening else reasoning.wrapper
-    end_markers = _end_markers(after.removeprefix(closing), frame)
+    end_markers = _end_markers(after.removeprefix(closing), turn)
     findings = ContentFindings(wrapper, tuple(end_markers))
-    frame.prober.record(
+    turn.prober.record(
         "C1 content",
         "The assistant answers.",
         Conversation(),
@@ -81,7 +81,7 @@ def compare_content(frame: TurnFrame, reasoning: ReasoningFindings) -> ContentFi
     return findings
 
 
-def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
+def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
     """Render content before a tool call, and look for markers around the content (comparison C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
@@ -93,31 +93,31 @@ def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> 
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text_with_content = _text_without_reasoning(frame, with_content, reasoning)
+    text_with_content = _text_without_reasoning(turn, with_content, reasoning)
     before, _, after = text_with_content.partition(CONTENT_TEXT)
     opening = before.strip()
     closing = leading_marker(after)
     if not closing or MARKER.fullmatch(opening) is None:
         return None
     empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    if not re.match(empty_content, _text_without_reasoning(frame, call_only, reasoning)):
+    if not re.match(empty_content, _text_without_reasoning(turn, call_only, reasoning)):
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
-    frame.prober.record(
+    turn.prober.record(
         "C2 content with a call", "The message has content.", call_only, with_content, finding
     )
     return Wrapper(opening, closing)
 
 
 def _text_without_reasoning(
-    frame: TurnFrame, conversation: Conversation, reasoning: Reasoning | None
+    turn: ModelTurn, conversation: Conversation, reasoning: Reasoning | None
 ) -> str:
     """Render the answer of a conversation, and remove the markers of empty reasoning.
 
     Return "" if the template refuses the conversation. Example: the answer
     "<think></think><call>.." gives "<call>..".
     """
-    return strip_reasoning_markers(frame.text_after_header(conversation) or "", reasoning)
+    return strip_reasoning_markers(turn.text_after_header(conversation) or "", reasoning)
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
@@ -138,7 +138,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         text = bare.removeprefix(marker).removeprefix(space_after_close)
 
 
-def _end_markers(after: str, frame: TurnFrame) -> list[str]:
+def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Find the markers that end the model's turn in `after`, the text after the content.
 
     There are three cases. The first column is the text after the content, the second column the
@@ -150,7 +150,7 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
                                                             ["<|out|>turn<|of|>"]
     """
     text = after.lstrip()
-    after_user_message = frame.trailing_text.lstrip()
+    after_user_message = turn.trailing_text.lstrip()
     first, second = first_two(leading_markers(text))
     if first in ("", EOS_TOKEN):
         return []
@@ -158,9 +158,9 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     # Otherwise it may be the start of the next turn's header.
     ends_user_message = second == leading_marker(after_user_message)
     is_other_marker = second not in ("", first)
-    if is_other_marker and ends_user_message and second not in frame.header:
+    if is_other_marker and ends_user_message and second not in turn.header:
         return [first, second]
-    return _end_markers_with_words(text, after_user_message, frame.header) or [first]
+    return _end_markers_with_words(text, after_user_message, turn.header) or [first]
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
@@ -192,7 +192,7 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
     return [end]
 
 
-def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
+def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     """Return the marker that closes the content, with the white space before it, or "".
 
     Example: for the opening `<answer>` and the text "</answer><|im_end|>", the result is
@@ -201,7 +201,7 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     Args:
         after: The text after the content.
         opening: The marker before the content.
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
     """
     compound = compound_closing(after, opening)
     if compound:
@@ -211,7 +211,7 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
         return ""
     # A marker that also follows user messages ends the turn. The exception is a marker with the
     # name of the opening marker, such as `</answer>` after `<answer>`.
-    ends_turn = marker == EOS_TOKEN or marker in frame.trailing_text
+    ends_turn = marker == EOS_TOKEN or marker in turn.trailing_text
     if ends_turn and marker not in closing_spellings(opening):
         return ""
     return after[: after.find(marker) + len(marker)]

@@ -28,7 +28,7 @@ from nereid_parsers.template.difference import (
     tokens,
     trailing_marker,
 )
-from nereid_parsers.template.frame import GenerationPrompt, TurnFrame, prompt_after_header
+from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import Prober
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
@@ -45,7 +45,7 @@ _ANSWERED = (
 )
 
 
-def compare_generation_prompt(prober: Prober) -> TurnFrame:
+def compare_generation_prompt(prober: Prober) -> ModelTurn:
     r"""Record the comparison G, without and with the generation prompt. Return what it shows.
 
     The text that the generation prompt adds opens the model's turn. Example: the added text is
@@ -65,7 +65,7 @@ def compare_generation_prompt(prober: Prober) -> TurnFrame:
         "G generation prompt", "add_generation_prompt is true.", _QUESTION, _PROMPT, finding
     )
     trailing_text = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
-    return TurnFrame(prober, header, prompts, trailing_text=trailing_text)
+    return ModelTurn(prober, header, prompts, trailing_text=trailing_text)
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:

@@ -25,7 +25,7 @@ from nereid_parsers.template.conversation import (
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import drop_common_suffix
-from nereid_parsers.template.frame import TurnFrame, prompt_after_header
+from nereid_parsers.template.model_turn import ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import unmask_call_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
@@ -52,7 +52,7 @@ class Proof:
 
 
 def parse_renderings(
-    fmt: Format, frame: TurnFrame, reasoning: ReasoningFindings, tools: ToolFindings
+    fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
     """Parse each kind of rendered message, and return the parts that were parsed wrongly.
 
@@ -61,10 +61,10 @@ def parse_renderings(
     """
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
-        prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
+        prompt = turn.prober.render(replace(conversation, answer=None, generation_prompt=True))
         if prompt is None or conversation.answer is None:
             continue
-        text = _output(frame, reasoning.part, conversation, prompt)
+        text = _output(turn, reasoning.part, conversation, prompt)
         if text is None:
             continue
         prompt = unmask_call_ids(prompt)
@@ -96,7 +96,7 @@ def _conversations(
 
 
 def _output(
-    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
     """Return the text that a model would generate after `prompt` as the answer of a conversation.
 
@@ -105,35 +105,35 @@ def _output(
     is "Hm.</think>Hello.".
     """
     if conversation.after_tool_result:
-        text = _output_after_result(frame, conversation, prompt)
+        text = _output_after_result(turn, conversation, prompt)
     else:
-        text = _output_after_header(frame, reasoning, conversation, prompt)
+        text = _output_after_header(turn, reasoning, conversation, prompt)
     if text is None or reasoning is None:
         return text
     return _close_open_reasoning(text, prompt, reasoning)
 
 
 def _output_after_header(
-    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
     """Return the rendered answer without the text that `prompt` already contains, or None."""
-    text = frame.generated_text(conversation)
+    text = turn.generated_text(conversation)
     if text is None:
         return None
-    return _drop_repetition(text, prompt_after_header(prompt, frame.header).strip(), reasoning)
+    return _drop_repetition(text, prompt_after_header(prompt, turn.header).strip(), reasoning)
 
 
-def _output_after_result(frame: TurnFrame, conversation: Conversation, prompt: str) -> str | None:
+def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
     """Return the text after `prompt` in a rendered conversation, without the end of the turn.
 
     Return None if the rendered conversation does not start with the prompt. Example: the prompt
     "..RESULT<|assistant|>" and the rendering "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT".
     """
-    whole = frame.prober.render(conversation) or ""
+    whole = turn.prober.render(conversation) or ""
     if RESULT_TEXT not in prompt or not whole.startswith(prompt):
         return None
-    text = drop_common_suffix(whole.removeprefix(prompt), frame.trailing_text)
-    return frame.without_end_markers(text)
+    text = drop_common_suffix(whole.removeprefix(prompt), turn.trailing_text)
+    return turn.without_end_markers(text)
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:

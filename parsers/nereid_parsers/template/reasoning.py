@@ -33,7 +33,7 @@ from nereid_parsers.template.difference import (
     markers,
     opening_spellings,
 )
-from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
+from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.reasoning_markers import (
     closing_marker,
     content_wrapper,
@@ -64,45 +64,42 @@ class ReasoningMarkup:
     inner_headers: tuple[str, ...] = ()
 
 
-def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
+def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Infer the markers of reasoning from the first comparison that shows them."""
-    rendered = find_rendered_reasoning(frame)
+    rendered = find_rendered_reasoning(turn)
     conversation = rendered.conversation
-    markup = _first_markup(frame, conversation)
+    markup = _first_markup(turn, conversation)
     if markup is None:
         return rendered
     interrupted_by: tuple[str, ...] = ()
     if conversation is not None:
-        interrupted_by = compare_reasoning_before_call(frame, markup.part, conversation)
-    opener = _infer_opener(frame, markup.part)
+        interrupted_by = compare_reasoning_before_call(turn, markup.part, conversation)
+    opener = _infer_opener(turn, markup.part)
     part = replace(markup.part, opener=opener, interrupted_by=interrupted_by)
     return replace(rendered, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
-def _first_markup(frame: TurnFrame, conversation: Conversation | None) -> ReasoningMarkup | None:
+def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
     """Return the markers from the first of the comparisons R1 to R4 that shows them, or None.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         conversation: A conversation whose reasoning the template renders, or None.
     """
     markup = None
     if conversation is not None:
-        markup = compare_reasoning_presence(frame, conversation)
+        markup = compare_reasoning_presence(turn, conversation)
     return (
-        markup
-        or compare_thinking_switch(frame)
-        or compare_instructions(frame)
-        or search_source(frame)
+        markup or compare_thinking_switch(turn) or compare_instructions(turn) or search_source(turn)
     )
 
 
-def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
+def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
     r"""Return Opener.PROMPT if the default prompt opens reasoning, or else Opener.MODEL.
 
     Example: the prompt "<|im_start|>assistant\n<think>\n" opens reasoning.
     """
-    default = frame.prompts[0].after_header if frame.prompts else ""
+    default = turn.prompts[0].after_header if turn.prompts else ""
     is_open = part.open.strip() in default and part.close.strip() not in default
     return Opener.PROMPT if is_open else Opener.MODEL
 
@@ -111,14 +108,14 @@ def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
 
 
 def compare_reasoning_presence(
-    frame: TurnFrame, conversation: Conversation
+    turn: ModelTurn, conversation: Conversation
 ) -> ReasoningMarkup | None:
     """Render a message with reasoning, and record the comparison with one without it (R1).
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
@@ -126,27 +123,27 @@ def compare_reasoning_presence(
     """
     answer = conversation.answer or AssistantMessage()
     next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
-    around = _cut_at_reasoning(frame, conversation, next_text)
-    opening_before = _opening_before_reasoning(frame, around.before)
+    around = _cut_at_reasoning(turn, conversation, next_text)
+    opening_before = _opening_before_reasoning(turn, around.before)
     closing = closing_marker(around.between, opening_before)
     # Without an opening marker, the name of the closing marker may show the opening marker.
-    opening = opening_before or _first_occurring(frame, opening_spellings(closing.strip()))
+    opening = opening_before or _first_occurring(turn, opening_spellings(closing.strip()))
     if not opening or not closing.strip():
-        frame.prober.undecided.append(
+        turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {around.before!r} and {around.between!r}."
         )
         return None
-    frame.prober.record(
+    turn.prober.record(
         "R1 reasoning presence",
         "The message has reasoning.",
         replace(conversation, answer=replace(answer, reasoning="")),
         conversation,
         f"Reasoning is written between {opening!r} and {closing!r}.",
     )
-    part = Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + frame.header))
+    part = Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header))
     # The model itself may write a second header between the reasoning and the content.
-    header = frame.header.strip()
+    header = turn.header.strip()
     inner_headers = (header,) if header and header in around.between else ()
     if not answer.content:
         return ReasoningMarkup(part, inner_headers=inner_headers)
@@ -169,19 +166,19 @@ class _TextAroundReasoning(NamedTuple):
 
 
 def _cut_at_reasoning(
-    frame: TurnFrame, conversation: Conversation, next_text: str
+    turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
     """Split a rendered message at the reasoning and at the first `next_text` after the reasoning.
 
     Example: see `_TextAroundReasoning`. There, `next_text` is CONTENT_TEXT.
     """
-    text = frame.text_after_header(conversation) or ""
+    text = turn.text_after_header(conversation) or ""
     before, _, after_reasoning = text.partition(REASONING_TEXT)
     between, _, after = after_reasoning.partition(next_text)
     return _TextAroundReasoning(before, between, after)
 
 
-def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:
+def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     r"""Find the marker that opens the reasoning in `before`, the text before the reasoning.
 
     If `before` is blank, return the marker in the generation prompt. Return "" if no marker opens
@@ -190,30 +187,30 @@ def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:
     """
     if before.strip():
         return last_opening(before)
-    openings = (first_opening(prompt.after_header) for prompt in frame.prompts)
+    openings = (first_opening(prompt.after_header) for prompt in turn.prompts)
     return next((opening for opening in openings if opening), "")
 
 
 # ---- R2, R3: the thinking switches --------------------------------------------------------------
 
 
-def compare_thinking_switch(frame: TurnFrame) -> ReasoningMarkup | None:
+def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     r"""Record the comparison R2: the generation prompts with a thinking switch on and off.
 
     Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers are `<think>\n` and
     `\n</think>\n\n`. Return None if no prompt opens reasoning.
     """
-    for prompt in frame.prompts:
-        closing = _closing_in_prompt(frame, prompt)
+    for prompt in turn.prompts:
+        closing = _closing_in_prompt(turn, prompt)
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
         # If the opening marker has a line of its own, the closing marker probably has one too.
         line_break = "\n" if opening.endswith("\n") else ""
-        frame.prober.record(
+        turn.prober.record(
             "R2 thinking switch",
             prompt.switches.describe() or _UNCHANGED,
-            frame.prompts[0].conversation,
+            turn.prompts[0].conversation,
             prompt.conversation,
             f"The prompt opens reasoning with {opening!r}. "
             f"The marker {closing!r} closes reasoning.",
@@ -223,7 +220,7 @@ def compare_thinking_switch(frame: TurnFrame) -> ReasoningMarkup | None:
     return None
 
 
-def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
+def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """Return the marker that closes the reasoning which a prompt opens.
 
     Return "" if the prompt opens no reasoning. There are three cases. Each example is the end of a
@@ -240,32 +237,32 @@ def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
     has_thinking_name = is_thinking_marker(opening)
     if second and (has_thinking_name or second in closings):
         return second
-    closing = _first_occurring(frame, closings)
+    closing = _first_occurring(turn, closings)
     if has_thinking_name:
         return closing or next(iter(closings), "")
-    depends_on_switch = prompt.after_header != frame.prompts[0].after_header
+    depends_on_switch = prompt.after_header != turn.prompts[0].after_header
     return closing if depends_on_switch else ""
 
 
-def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
+def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Record the comparison R3: the whole prompts with a thinking switch on and off.
 
     A switch may add instructions that mention pairs of tags. Example: "Write <think></think> and
     <answer></answer>" shows the markers of reasoning and the wrapper of content. Return None if no
     switch adds such instructions.
     """
-    for prompt in frame.prompts[1:]:
+    for prompt in turn.prompts[1:]:
         if prompt.switches.system:
             continue  # The probe itself has written the added system message.
-        added_text = difference(frame.prompts[0].text, prompt.text).right
+        added_text = difference(turn.prompts[0].text, prompt.text).right
         pairs = empty_pairs(added_text)
         if not pairs or not is_thinking_marker(pairs[0][0]):
             continue
         names = ", ".join(opening + closing for opening, closing in pairs)
-        frame.prober.record(
+        turn.prober.record(
             "R3 instructions",
             prompt.switches.describe(),
-            frame.prompts[0].conversation,
+            turn.prompts[0].conversation,
             prompt.conversation,
             f"The instructions mention the pairs of tags {names}.",
         )
@@ -292,18 +289,18 @@ def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
 # ---- R4: the template's source ------------------------------------------------------------------
 
 
-def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
+def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
     """Search the string constants of the template for markers of reasoning (comparison R4).
 
     Example: a template that removes reasoning from earlier messages with
     `content.split('</think>')` shows the marker `</think>`.
     """
-    for literal in frame.prober.template.literals:
+    for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
         if reasoning_pair is None:
             continue
         _, closing = reasoning_pair
-        frame.prober.record(
+        turn.prober.record(
             "R4 source",
             _UNCHANGED,
             Conversation(),  # This comparison renders nothing, so the report shows no difference.
@@ -319,7 +316,7 @@ def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
 
 
 def compare_reasoning_before_call(
-    frame: TurnFrame, part: Reasoning, conversation: Conversation
+    turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
     """Render reasoning directly before a tool call, and record the comparison R5.
 
@@ -327,7 +324,7 @@ def compare_reasoning_before_call(
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
 
@@ -337,17 +334,17 @@ def compare_reasoning_before_call(
     call_only = AssistantMessage(calls=ONE_CALL)
     with_reasoning = replace(call_only, reasoning=REASONING_TEXT)
     reasoned = replace(conversation, answer=with_reasoning, tools=True)
-    between = _text_between(frame.text_after_header(reasoned) or "", REASONING_TEXT, FIRST_TOOL)
+    between = _text_between(turn.text_after_header(reasoned) or "", REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
         return ()
     interruption = next(iter(markers(between)), "")
     if not interruption:
-        frame.prober.undecided.append(
+        turn.prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
         return ()
-    frame.prober.record(
+    turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
         replace(reasoned, answer=call_only),
@@ -370,11 +367,11 @@ def _text_between(text: str, first: str, last: str) -> str | None:
     return between if found_first and found_last else None
 
 
-def _first_occurring(frame: TurnFrame, candidates: list[str]) -> str:
+def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
     """Return the first candidate that occurs in the template or in a generation prompt, or "".
 
     Example: of ["<|END_THINKING|>", "</think>"], a template with the string constant "</think>"
     gives "</think>".
     """
-    texts = [*frame.prober.template.literals, *(prompt.after_header for prompt in frame.prompts)]
+    texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     return next((marker for marker in candidates if any(marker in text for text in texts)), "")

@@ -20,7 +20,7 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
 )
-from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
+from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 
 # This text shows that the template printed a part of a message as JSON or as a Python dict.
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
@@ -58,34 +58,34 @@ class ReasoningFindings:
     inner_headers: tuple[str, ...] = ()
 
 
-def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
+def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Return a conversation whose reasoning is rendered, its fields, and the effects of switches.
 
     The markers of reasoning are not yet determined. `_find_conversation` also changes the form of
     the prober.
     """
-    conversation = _find_conversation(frame)
-    fields = () if conversation is None else _rendered_fields(frame, conversation)
+    conversation = _find_conversation(turn)
+    fields = () if conversation is None else _rendered_fields(turn, conversation)
     return ReasoningFindings(
-        conversation=conversation, fields=fields, switches=_effects_of_switches(frame)
+        conversation=conversation, fields=fields, switches=_effects_of_switches(turn)
     )
 
 
-def _find_conversation(frame: TurnFrame) -> Conversation | None:
+def _find_conversation(turn: ModelTurn) -> Conversation | None:
     """Return a conversation whose answer has reasoning that the template renders, or None.
 
     Try all kinds of answers, settings of the switches and places of the reasoning. Set
     `InputForm.reasoning` of the prober's form to the place from which the template renders it.
     """
-    prober = frame.prober
-    settings = [prompt.switches for prompt in frame.prompts[:_MAX_SWITCHES_TRIED]]
+    prober = turn.prober
+    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
     places = [ALL_REASONING_FIELDS, PARTS]
     if any("blocks" in literal for literal in prober.template.literals):
         places.append(BLOCKS)
     for answer, switches, place in product(_ANSWERS, settings or [NO_SWITCHES], places):
         prober.form = replace(prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
-        text = frame.text_after_header(conversation)
+        text = turn.text_after_header(conversation)
         if text is not None and _is_rendered(answer, text):
             return conversation
     prober.form = replace(prober.form, reasoning=ALL_REASONING_FIELDS)
@@ -111,12 +111,12 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     return not answer.calls or FIRST_TOOL in after
 
 
-def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str, ...]:
+def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
     Example: ("reasoning_content",) for a template that contains `message.reasoning_content`.
     """
-    prober = frame.prober
+    prober = turn.prober
     form = prober.form
     if form.reasoning != ALL_REASONING_FIELDS:
         return (form.reasoning,)
@@ -127,16 +127,16 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
     return tuple(rendered)
 
 
-def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
+def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     """Return the text that each switch adds after the header in the generation prompt.
 
     Settings without an effect are omitted. A setting of several switches is also omitted if some of
     these switches alone have the same effect. Example: if the only effective switch is
     `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
     """
-    if not frame.prompts:
+    if not turn.prompts:
         return {}
-    default, *others = frame.prompts
+    default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
     reported: list[GenerationPrompt] = []
     # Settings with few switches come first, so that `reported` contains the smallest settings.

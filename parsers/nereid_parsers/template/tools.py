@@ -54,12 +54,12 @@ from nereid_parsers.template.difference import (
     difference,
     markers,
 )
-from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.known_formats import (
     add_family_spellings,
     markers_of_phrases,
     recognise_tool_section,
 )
+from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 # Words in the markers of tools and tool results. Markers of tool calls contain "call" instead.
@@ -111,24 +111,24 @@ class ToolFindings:
 
 
 def find_tools(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
+    turn: ModelTurn, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
     """Record the comparisons T1 to T8, and infer the format of the tool calls.
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         reasoning: The reasoning part of the format.
         wrapper: The wrapper of content.
     """
-    undecided = frame.prober.undecided
-    renderer = CallRenderer(frame, reasoning, wrapper)
+    undecided = turn.prober.undecided
+    renderer = CallRenderer(turn, reasoning, wrapper)
     one_call = compare_call_presence(renderer)
     if not one_call:
         return ToolFindings(part=recognise_unrendered_calls(renderer))
     two_calls = compare_two_calls(renderer)
     texts = _render_calls(renderer, one_call, two_calls)
-    compare_changed_calls(frame.prober)
-    before_call = compare_content_before_call(frame)
+    compare_changed_calls(turn.prober)
+    before_call = compare_content_before_call(turn)
     findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=before_call.is_rendered,
@@ -174,7 +174,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
     finding = "The template does not render the call."
     if is_rendered:
         finding = f"The call is written as {unmask_call_ids(text)!r}."
-    renderer.frame.prober.record(
+    renderer.turn.prober.record(
         "T1 call presence",
         "The message has a call instead of content.",
         Conversation(AssistantMessage(CONTENT_TEXT), tools=True),
@@ -190,7 +190,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.
     """
-    prober = renderer.frame.prober
+    prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
     text = renderer.text_of_calls(*TWO_CALLS)
     is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
@@ -249,24 +249,24 @@ class ContentBeforeCall(NamedTuple):
     inner_headers: tuple[str, ...] = ()
 
 
-def compare_content_before_call(frame: TurnFrame) -> ContentBeforeCall:
+def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     """Render content before a tool call, and record the comparison with a call alone (T8).
 
     Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and
     the header `<|start|>assistant`.
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text = frame.text_after_header(with_content) or ""
+    text = turn.text_after_header(with_content) or ""
     _, content, after_content = text.partition(CONTENT_TEXT)
     between, name, _ = after_content.rpartition(FIRST_TOOL)
     if not content or not name:
         return ContentBeforeCall(is_rendered=False)
-    inner_headers = _headers_between(between, frame.header.strip())
+    inner_headers = _headers_between(between, turn.header.strip())
     finding = "Content is written before the call."
     if inner_headers:
         finding = "Content and calls are written as separate turns."
     call_only = conversation_with_calls(*ONE_CALL)
-    frame.prober.record(
+    turn.prober.record(
         "T8 content before a call", "The message has content.", call_only, with_content, finding
     )
     return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers)
@@ -297,7 +297,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
         The section, or None if the template does not offer the tools, if it renders a part of a
         tool call, or if no section is known.
     """
-    prober = renderer.frame.prober
+    prober = renderer.turn.prober
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
     if FIRST_TOOL not in prompt:
         return None

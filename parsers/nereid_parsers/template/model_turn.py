@@ -61,8 +61,8 @@ class GenerationPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFrame:
-    r"""The text around the model's answer in a rendered conversation.
+class ModelTurn:
+    r"""The markup around the model's answer, in all renderings of one template.
 
     Attributes:
         prober: Renders the conversations.
@@ -173,25 +173,25 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 # ---- turns after a tool's result ----------------------------------------------------------------
 
 
-def header_after_result(frame: TurnFrame) -> str:
+def header_after_result(turn: ModelTurn) -> str:
     """Return the header if the model itself writes the header after a tool's result, or else "".
 
     The model writes the header if rendered answers contain it after the result, but the generation
     prompt does not. Example: the prompt ends with "</result>", and the rendered answer is
     "</result><|assistant|>CONTENT". The result is `<|assistant|>`.
     """
-    header = frame.header.strip()
-    prompt = _prompt_after_result(frame.prober)
+    header = turn.header.strip()
+    prompt = _prompt_after_result(turn.prober)
     if not markers(header) or prompt is None or header in prompt:
         return ""
     for conversation in _ANSWERED_AFTER_RESULT:
-        text = frame.prober.render(conversation)
+        text = turn.prober.render(conversation)
         if text is not None and header in text_after_last(text, RESULT_TEXT):
             return header
     return ""
 
 
-def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
+def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
     r"""Return the texts that can open the model's turn. Every prompt contains one of these texts.
 
     The first text is the header. Some templates write another marker instead of the header after a
@@ -202,14 +202,14 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     ("<|im_start|>assistant", "<|answer|>").
 
     Args:
-        frame: The text around the model's answer in renderings, and the prober.
+        turn: The header and the end of the model's turn, and the prober.
         reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
             the answer.
     """
-    header = _strip_prefixes(frame.header.strip(), frame.end_markers)
+    header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
-    after_result = _prompt_after_result(frame.prober)
+    after_result = _prompt_after_result(turn.prober)
     if after_result is None or header in after_result:
         return (header,)
     other_marker = _marker_after_result(after_result, reasoning_markers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that were accepted and have not ended, and the queue of sequences without a row.
+"""All accepted requests that have not ended. Sequences without a row wait in a queue.
 
 If a request has several sequences, the first one (the leader) computes the prompt. Meanwhile, the
 other sequences (the followers) are not in the queue. When the prompt is computed, the followers
@@ -68,7 +68,9 @@ class ActiveRequests:
         return request is not None and not request.is_prepared
 
     def add(self, sequences: list[Sequence], *, is_prepared: bool) -> None:
-        """Add the sequences of a new request. Their ranks must be set.
+        """Add all sequences of a new request.
+
+        The caller must set the rank of each sequence before the call.
 
         Args:
             sequences: all sequences of one request.
@@ -142,7 +144,10 @@ class ActiveRequests:
             self.waiting.add(request.followers.pop(0))
 
     def check(self, num_running: int) -> None:
-        """Verify that every sequence either runs, waits in the queue, or is kept out of the queue.
+        """Verify that no sequence was lost.
+
+        Every sequence either runs, waits in the queue, or is held back until its prompt or its
+        grammar is ready.
 
         Args:
             num_running: the number of running sequences.
@@ -157,7 +162,7 @@ class ActiveRequests:
         assert all(r.row is None and not r.block_table for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
-        """Put the first sequence of a request, its leader, into the waiting queue.
+        """Put the leader, which is the first sequence of the request, into the waiting queue.
 
         If sequences do not share prompts, put the followers into the queue, too.
         """
@@ -167,7 +172,7 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put the followers of a request, which wait for the prompt, into the waiting queue."""
+        """Put all followers of a request into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)

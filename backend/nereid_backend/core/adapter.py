@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A LoRA adapter that was loaded from disk. The object identifies one version of its files.
+    """A LoRA adapter that was loaded from disk.
+
+    If the files of an adapter change and a client loads the adapter again, a new object is created.
 
     Attributes:
         name: the name with which requests select the adapter.

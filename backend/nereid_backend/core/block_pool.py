@@ -48,15 +48,16 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """The number of cached blocks, which the prefix cache can find."""
+        """The number of blocks that the prefix cache can find."""
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Remove `count` blocks from the free and the idle blocks, and return their ids.
+        """Allocate `count` blocks and return their ids.
 
-        The blocks have a reference count of 1. The caller must make sure that `count` is at most
-        `num_free`. Example: the stack of free blocks is [5, 3], with 3 on top, and the idle blocks
-        are [1, 4], with the oldest first. `allocate(3)` returns [3, 5, 1].
+        Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
+        The caller must make sure that `count` is at most `num_free`. Example: the stack of free
+        blocks is [5, 3], with 3 on top, and the idle blocks are [1, 4], with the oldest first.
+        `allocate(3)` returns [3, 5, 1].
         """
         assert count <= self.num_free, (
             f"{count} blocks were requested, but only {self.num_free} blocks are free."
@@ -73,9 +74,10 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Increment the reference count of each block. One more block table contains these blocks.
+        """Increment the reference count of each block.
 
-        Each block must be idle or part of a block table.
+        The caller adds the blocks to one more block table. Each block must be idle or part of a
+        block table.
         """
         for block in blocks:
             if self._ref_counts[block] == 0:
@@ -120,7 +122,10 @@ class BlockPool:
             self._free.append(block)
 
     def on_reuse(self, callback: Callable[[int], None]) -> None:
-        """Set the function that `allocate` calls with the id of each idle block that it reuses."""
+        """Set the function that is called when an idle block is allocated.
+
+        The argument of the function is the id of the block.
+        """
         self._on_reuse = callback
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:

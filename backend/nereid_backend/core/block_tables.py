@@ -27,7 +27,11 @@ from nereid_backend.core.window import AttentionWindow
 
 
 class BlockTables:
-    """Allocates and frees the blocks of all sequences, and of requests that keep their prompts."""
+    """Allocates the blocks of sequences, and frees these blocks later.
+
+    A request with several sequences can keep the blocks of its prompt until every sequence has
+    blocks.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class BlockTables:
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
-        """Give blocks to a waiting sequence for all its known tokens, if enough blocks are free.
+        """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
 
         The sequence shares the blocks of its longest prefix in the prefix cache. A follower (a
         sequence whose request has already computed the prompt) shares the prompt blocks of its
@@ -86,7 +90,8 @@ class BlockTables:
         num_new = self._num_blocks(self._num_tokens_with_blocks(sequence, num_reused)) - len(cached)
         num_dropped = self._num_null(cached)
         shared = cached[num_dropped:]
-        # An idle block counts as free, but it cannot be shared and allocated at the same time.
+        # `num_free` includes all idle blocks. The idle blocks in `shared` get used by this
+        # sequence, so they cannot be allocated as new blocks.
         if num_new > self._pool.num_free - self._pool.count_idle(shared):
             return False
         self._pool.hold(shared)
@@ -100,7 +105,7 @@ class BlockTables:
 
     @property
     def snapshots(self) -> StateSnapshots | None:
-        """The snapshots of recurrent states; None if there are none."""
+        """The snapshots of recurrent states; None if this engine saves no snapshots."""
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
@@ -145,8 +150,8 @@ class BlockTables:
         if self._attention_window is None:
             return
         first_position = self._attention_window.first_visible(sequence.num_computed_tokens)
-        # The window may start in the block of the next token, which is allocated only when that
-        # token is planned.
+        # The block table may end before the window starts, because the block of the next token is
+        # allocated only when that token is planned.
         first = min(first_position // self._block_size, len(sequence.block_table))
         num_dropped = sequence.num_dropped_blocks
         if first > num_dropped:
@@ -191,9 +196,9 @@ class BlockTables:
         # The blocks before this index are null blocks, because they were freed.
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
-            # The other sequences compute only the last prompt token again, so they do not need the
-            # blocks before the attention window of this token. The leader has freed none of the
-            # later blocks, because the window only moves forward.
+            # Each of the other sequences computes only the last prompt token again, so it needs
+            # only the blocks that this token attends to. All of these blocks still exist, because
+            # the leader needed them when it computed the same token.
             last_position = leader.num_prompt_tokens - 1
             first_needed = self._attention_window.first_visible(last_position) // self._block_size
             table[first:first_needed] = [self._pool.null_block] * (first_needed - first)
@@ -209,7 +214,7 @@ class BlockTables:
             request.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Release the prompt blocks of the request that has kept them for the longest time.
+        """Find the request that has kept its prompt blocks the longest, and release these blocks.
 
         Returns:
             False if no request has prompt blocks.
@@ -275,7 +280,9 @@ class BlockTables:
         sequence.num_dropped_blocks = num_dropped
 
     def _num_tokens_with_blocks(self, sequence: Sequence, num_cached: int) -> int:
-        """Return how many leading tokens of a waiting sequence get blocks before its first step.
+        """Return for how many tokens blocks are allocated when a waiting sequence starts.
+
+        These are the first tokens of the sequence.
 
         With an attention window, the first step needs blocks only for the tokens of the window and
         the tokens of the step, because leading blocks are freed after the step. Example: a sequence

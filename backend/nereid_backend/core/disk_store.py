@@ -30,13 +30,13 @@ _TEMPORARY_SUFFIX = ".prefix-part"
 # An unfinished file that is older than this number of seconds was left by a process that crashed.
 # A younger file may still be written by another process.
 _UNFINISHED_S = 60
-# Bytes that wait to be written. Further writes are refused, so that a slow disk does not fill the
-# memory.
+# The largest number of bytes that may wait to be written. Above this limit, `write` does nothing
+# and returns False. Without a limit, the waiting bytes could fill the memory if the disk is slow.
 _MAX_PENDING_BYTES = 256 * 2**20
 
 
 class DiskStore:
-    """Bytes by key in a folder. A thread writes the files in the background.
+    """Stores bytes under keys, in files of one folder. A thread writes the files.
 
     The methods may be called by several threads.
     """
@@ -60,10 +60,11 @@ class DiskStore:
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
         self._lock = threading.Lock()
-        # The sizes of the files by name. The file that was not used for the longest time is first.
+        # A mapping from the name of a file to its size. The least recently used file is first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0
-        # The bytes that the writer thread has not written yet, by name. None deletes the file.
+        # The changes that the writer thread has not made yet: a mapping from the name of a file to
+        # the bytes to write. None means that the file is to be deleted.
         self._pending: dict[str, bytes | None] = {}
         self._num_pending_bytes = 0
         self._has_warned = False
@@ -74,7 +75,7 @@ class DiskStore:
         self._writer.start()
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether the folder has a file for a key, or will have one soon."""
+        """Return whether the file of a key exists, or is waiting to be written."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:
@@ -83,11 +84,11 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together in bytes."""
+        """The total size of all files, in bytes."""
         return self._num_bytes
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes of a key; None if there is no valid file."""
+        """Return the bytes that are stored for a key; None if the key has no valid file."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:
@@ -132,7 +133,7 @@ class DiskStore:
         return True
 
     def delete(self, key: bytes) -> None:
-        """Delete the file of a key in the background, if there is one."""
+        """Let the writer thread delete the file of a key. The file need not exist."""
         name = self._name(key)
         with self._lock:
             self._num_pending_bytes -= len(self._pending.get(name) or b"")
@@ -175,7 +176,8 @@ class DiskStore:
                     "Further such errors are not reported."
                 )
             with self._lock:
-                # A newer write of the same key is in the queue again.
+                # If the same key was written again in the meantime, `_pending` contains the newer
+                # bytes, and `name` is in the queue a second time. Keep the newer bytes.
                 if name in self._pending and self._pending[name] is data:
                     del self._pending[name]
                     self._num_pending_bytes -= len(data or b"")
@@ -206,7 +208,10 @@ class DiskStore:
             self._num_bytes += len(data)
 
     def _make_room(self, size: int) -> None:
-        """Delete the files that were not used for the longest time until `size` bytes fit."""
+        """Delete files until a new file of `size` bytes does not exceed the limit.
+
+        The least recently used files are deleted first.
+        """
         while True:
             with self._lock:
                 if self._num_bytes + size <= self._max_bytes or not self._sizes:
@@ -226,11 +231,11 @@ class DiskStore:
         return json.dumps({**self._identity, **about}).encode()
 
     def _name(self, key: bytes) -> str:
-        """Return the name of the file of a key, which also depends on the identity."""
+        """Return the file name for a key. Stores with different identities use different names."""
         return hashlib.blake2b(key, digest_size=20, key=self._name_key).hexdigest() + _SUFFIX
 
     def _warn(self, message: str) -> None:
-        """Log a message, but only the first one of this store."""
+        """Log a warning if this is the first warning of this store."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(message)

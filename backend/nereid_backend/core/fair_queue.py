@@ -40,7 +40,7 @@ class FairQueue:
         return len(self._service) > 1
 
     def enter(self, sequence: Sequence, count: int) -> None:
-        """Record that a request with `count` sequences was accepted. `sequence` is one of them."""
+        """Record that the client of `sequence` has sent a request with `count` sequences."""
         client = sequence.params.client_id
         self._num_sequences[client] += count
         if client not in self._service:
@@ -54,7 +54,10 @@ class FairQueue:
             del self._num_sequences[client], self._service[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record that a client gets service, because a step computes tokens of its sequence."""
+        """Charge the client of `sequence` for `num_tokens` tokens that a step computes.
+
+        The tokens increase the service of the client; see the module's docstring.
+        """
         params = sequence.params
         self._service[params.client_id] += num_tokens / params.client_weight
 
@@ -65,7 +68,7 @@ class FairQueue:
         self._num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is in the queue."""
+        """Remove a sequence from the queue. The queue must contain the sequence."""
         client = sequence.params.client_id
         self._queues[client].remove(sequence)
         if not self._queues[client]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that the engine returns: updates of requests, outputs, statistics, and facts."""
+"""Classes of the values that the engine returns, such as outputs of requests and statistics."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -8,10 +8,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position under the model's own distribution.
+    """The log-probabilities of some tokens at one position of a prompt or an answer.
 
-    The model's own distribution is the softmax of the logits before masks, penalties and
-    temperature.
+    They belong to the model's own distribution, which is the softmax of the logits before masks,
+    penalties and temperature.
 
     Attributes:
         token_ids: the token at this position, followed by the likeliest tokens from the likeliest
@@ -97,7 +97,9 @@ class RequestOutput:
 
 
 class EngineStats(NamedTuple):
-    """The present load of an engine, and counters since its start. The server publishes the values.
+    """The current load of an engine, and counters that start at 0 when the engine starts.
+
+    The server publishes these values as metrics.
 
     Attributes:
         num_requests_running: the number of sequences that have a row and blocks of the KV cache.
@@ -126,7 +128,7 @@ class EngineStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the loaded model and the engine that runs the model.
+    """A description of the loaded model, and of the engine that runs the model.
 
     Attributes:
         model: the path of the checkpoint.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PendingGrammars:
-    """For each request id, the future of the request's guide."""
+    """A mapping from request ids to futures. The result of a future is the guide of the request."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Any]] = {}
@@ -17,11 +17,11 @@ class PendingGrammars:
         return len(self._futures)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether the grammar of a request has not been taken by `take_done`."""
+        """Return whether the future of a request was added and has not been removed."""
         return request_id in self._futures
 
     def add(self, request_id: str, future: Future[Any]) -> None:
-        """Store the future of the guide of a request."""
+        """Store the future whose result will be the guide of the request."""
         self._futures[request_id] = future
         self._added[request_id] = time.monotonic()
 

@@ -9,7 +9,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Return the sequence to preempt, so that the running sequence at `index` gets blocks.
+    """Return the sequence that must be preempted to free blocks for the sequence at `index`.
 
     Args:
         index: the position of the sequence in the order of the running sequences.

@@ -88,8 +88,9 @@ class PrefixCache:
             found.append(block)
         if self.snapshots is None:
             return found
-        # The blocks are shared only up to a snapshot. The sequence saves a snapshot at the end of
-        # the cached blocks for the next request that has the same prefix.
+        # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
+        # are computed again. `branch_position` causes a new snapshot at the end of the cached
+        # blocks. The next request with the same prefix can then reuse all of these blocks.
         num_cached = len(found)
         while found and hashes[len(found) - 1] not in self.snapshots:
             found.pop()
@@ -97,7 +98,7 @@ class PrefixCache:
         return found
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
-        """Record in `unsaved` which blocks are new from now on.
+        """Start to record the new blocks in `unsaved`, so that they can be saved on disk.
 
         Args:
             before_reuse: called with the hash and the id of an unsaved block before the pool
@@ -109,7 +110,11 @@ class PrefixCache:
             self.snapshots.unsaved = {}
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks of a sequence, without the last token's block."""
+        """Return the hashes of the full blocks that do not contain the last token of a sequence.
+
+        Example: with 16 tokens in a block, a sequence of 48 tokens has two such blocks, and a
+        sequence of 49 tokens has three.
+        """
         return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
 
     def block_of(self, block_hash: bytes) -> int | None:
@@ -182,10 +187,11 @@ class PrefixCache:
         assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
 
     def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
-        """Return the blocks of the longest prefix that the next token can use.
+        """Return the blocks of the longest cached prefix of a model with an attention window.
 
-        The token after a prefix attends only to the blocks of its window. A prefix can be used if
-        the cache contains these blocks. The null block replaces the blocks before the window.
+        The token after a prefix attends only to the blocks of its window. The prefix counts as
+        cached if the cache contains these blocks. The null block replaces the blocks before the
+        window.
 
         Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
         the cache contains the last two of them as the blocks 8 and 5. The token at position 12

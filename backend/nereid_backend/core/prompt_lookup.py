@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.sequence import Sequence
 
-# This number of tokens at the end of a sequence is searched for in the earlier tokens.
+# The number of tokens in an n-gram. The n-gram at the end of a sequence is looked up among the
+# earlier n-grams of the sequence.
 _NGRAM = 3
 # The acceptance rate of a sequence is an exponential moving average. The newest draft has the
 # weight _FORGETTING. If the rate is below _THRESHOLD, no drafts are proposed for the next
@@ -93,8 +94,9 @@ class PromptLookup:
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []
-        # If fewer than `limit` tokens follow the earlier occurrence, the two occurrences are close
-        # together and the text is probably periodic. The draft then repeats these tokens.
+        # If fewer than `limit` tokens follow the earlier n-gram, the text probably repeats these
+        # tokens again and again, and so does the draft. Example: for the tokens 1 2 1 2 1 2 and
+        # limit=5, the n-gram 2 1 2 is followed by 1 2, so the draft is 1 2 1 2 1.
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

@@ -38,7 +38,7 @@ class RankedSequences:
         self.sequences.insert(self._position(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is in the list."""
+        """Remove a sequence from the list. The list must contain the sequence."""
         position = self._position(sequence)
         assert self.sequences[position] is sequence
         del self.sequences[position]
@@ -69,7 +69,10 @@ class RunningSequences(RankedSequences):
         super().add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is in the list, and free its row."""
+        """Remove a sequence from the list, and free the row of the sequence.
+
+        The list must contain the sequence.
+        """
         super().remove(sequence)
         assert sequence.row is not None
         self.free_rows.append(sequence.row)

@@ -34,8 +34,8 @@ from nereid_backend.core.step_planner import StepPlanner
 from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
 from nereid_backend.core.window import AttentionWindow
 
-# A request whose priority is higher by one level is still scheduled first if it arrives up to this
-# number of steps later (some seconds with a large model). Levels are limited to the range from
+# A request with `priority` 1 is ordered as if it had `priority` 0 and had arrived this number of
+# steps later (some seconds with a large model). Priorities are limited to the range from
 # -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled eventually.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
@@ -130,7 +130,11 @@ class Scheduler:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the last plan was made ahead and needed a preemption or a block copy."""
+        """Whether the last plan was incomplete, because it was made ahead.
+
+        A plan is incomplete if it would have needed a preemption or a block copy, which a plan that
+        is made ahead must not contain.
+        """
         return self._planner.is_held_up
 
     @property
@@ -144,7 +148,7 @@ class Scheduler:
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request waits, runs, or has an end that was not reported yet."""
+        """Return whether a request was added and its last update has not been returned yet."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
@@ -154,7 +158,7 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether a request waits until `start` or `refuse` is called."""
+        """Return whether a request still needs a call of `start` or `refuse`."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
@@ -182,9 +186,9 @@ class Scheduler:
         self._requests.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Attach a guide, if there is one, to a request and put the request into the waiting queue.
+        """Attach a guide to a request and put the request into the waiting queue.
 
-        Do nothing if the request has ended.
+        Do nothing if the request has ended. `guide` is None if the request has no grammar.
         """
         self._requests.start(request_id, guide)
 
@@ -354,7 +358,7 @@ class Scheduler:
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
 
     def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
-        """Count the accepted draft tokens of a sequence, and remove all its draft tokens.
+        """Record how many draft tokens of a sequence were accepted, and delete the draft tokens.
 
         A draft token was accepted if it and all draft tokens before it equal the new tokens.
         """
@@ -396,13 +400,16 @@ class Scheduler:
         return update
 
     def _release_ended(self) -> None:
-        """Release the rows and blocks of ended sequences that no uncommitted plan contains."""
+        """Release the rows and the blocks of sequences that have ended.
+
+        If an uncommitted plan still contains a sequence, skip the sequence.
+        """
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():
                 self._planner.release(sequence)
 
     def _delete_snapshots(self, sequence: Sequence) -> None:
-        """Delete the snapshots of all blocks of a sequence whose state is invalid."""
+        """Delete all snapshots of a failed sequence, because they may contain an invalid state."""
         if self._snapshots is not None:
             for block_hash in sequence.block_hashes:
                 self._snapshots.delete(block_hash)

@@ -75,7 +75,7 @@ class Sequence:
         eos_token_ids: abc.Sequence[int] = (),
         seed: int = 0,
     ) -> None:
-        # The identity of the sequence, and its place in the schedule.
+        # The id and index of the sequence, its scheduling rank, and its row.
         self.request_id = request_id
         self.index = 0
         self.rank: tuple[int, ...] = ()
@@ -89,14 +89,14 @@ class Sequence:
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
-        # The tokens, and what is reported about them.
+        # The tokens and their log-probabilities, and whether an update has been returned.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.was_reported = False
-        # The blocks of the KV cache, and the tokens whose keys and values the blocks contain.
+        # The blocks of the sequence, the number of computed tokens, and the snapshots.
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt were requested and are not complete yet."""
+        """Whether the engine still has to compute log-probabilities of this sequence's prompt."""
         return (
             self.params.prompt_logprobs is not None
             and self.index == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of recurrent states, with which requests reuse the prefix of an earlier request.
+"""Snapshots, which are saved copies of recurrent states. A later request can continue from a copy.
 
 The blocks of a sequence contain the keys and values of each token. A recurrent state, however,
 contains only one summary of all tokens so far, so a request can continue a cached prefix only where
@@ -32,15 +32,16 @@ from collections import OrderedDict
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan
 
-# The number of blocks after which a snapshot is saved if a chunk ends there.
+# A snapshot is saved at the end of a chunk if at least this number of blocks was computed since the
+# previous snapshot.
 _INTERVAL = 32
-# A prompt is divided for a snapshot only if the snapshot covers at least this number of blocks more
-# than the previous snapshot, because the division costs another forward pass.
+# A prompt is divided at the position of a snapshot only if the previous snapshot is at least this
+# number of blocks before that position. Each division costs another forward pass.
 _MIN_DISTANCE = 8
 
 
 class StateSnapshots:
-    """The snapshots that exist, by the hash of the last block that each snapshot covers.
+    """A mapping from the hash of a block to the id of the snapshot at the end of the block.
 
     The forward path stores the copies of the states under the ids of the snapshots.
     """
@@ -57,15 +58,16 @@ class StateSnapshots:
         self._block_size = block_size
         self._interval = _INTERVAL * block_size
         self._min_distance = _MIN_DISTANCE * block_size
-        # The ids by hash. The snapshot that was not used for the longest time comes first.
+        # A mapping from the hash of a block to the id of its snapshot. The least recently used
+        # snapshot comes first.
         self._ids: OrderedDict[bytes, int] = OrderedDict()
         self._num_saved = 0
         self._max_snapshots = num_states
-        # The hashes of the snapshots that are not on disk yet. Snapshots of a running answer are
-        # missing, because the next snapshot of the answer replaces them. None if there is no cache
-        # on disk.
+        # The hashes of the snapshots that must still be written to disk; None if there is no cache
+        # on disk. While an answer is generated, its snapshots are not added, because each new
+        # snapshot replaces the previous one. The last snapshot is added when the answer ends.
         self.unsaved: dict[bytes, None] | None = None
-        # The ids of deleted snapshots that the forward path still stores.
+        # The ids of deleted snapshots. The next plan tells the forward path to free their memory.
         self._deleted: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -159,9 +161,10 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete the snapshot that a step was about to save for a sequence, if there is one.
+        """Delete the snapshot that the running step saves for a sequence.
 
-        The last snapshot of the sequence's answer will not be replaced any more.
+        Do nothing if the step saves no snapshot for the sequence. The last snapshot of the
+        sequence's answer is marked as unsaved, because no newer snapshot will replace it.
         """
         is_answer = sequence.num_snapshot_tokens > sequence.num_prompt_tokens
         if self.unsaved is not None and is_answer:
@@ -172,7 +175,7 @@ class StateSnapshots:
             sequence.unsaved_snapshot_id = None
 
     def id_of(self, block_hash: bytes) -> int | None:
-        """Return the id of the snapshot of the block with this hash; None if there is none."""
+        """Return the id of a block's snapshot; None if the block has no snapshot."""
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
@@ -211,7 +214,7 @@ class StateSnapshots:
         """Return whether a snapshot is saved after a chunk; see the module's docstring."""
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        # Another forward path computes the sequences with images, so their states cannot be copied.
+        # Sequences with images are computed by another forward path, which cannot copy states.
         if end % self._block_size or sequence.images is not None:
             return False
         is_answer = end > sequence.num_prompt_tokens

@@ -74,7 +74,9 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """The new tokens of one chunk for which the step samples a token.
+    """The tokens that a step generates for the sequence of one chunk.
+
+    The chunk ends with the last known token of the sequence, so that the next token can be sampled.
 
     Attributes:
         token_ids: the new tokens: sampled tokens, draft tokens that verification accepted, and

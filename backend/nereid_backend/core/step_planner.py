@@ -97,14 +97,16 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # The overdue prompt did not get enough blocks, so the running sequences continue.
+            # There are not enough free blocks for the overdue prompt. The running sequences would
+            # have waited for this prompt, but now they are computed instead.
             self._plan_running(chunks, budget)
         if has_several_clients:
             for chunk in chunks:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         if num_tokens > len(chunks):
-            # Attention computes the chunks of one token together, so these chunks come first.
+            # Attention processes all chunks with a single token in one group, so the plan lists
+            # these chunks first.
             chunks.sort(key=_has_many_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
@@ -112,7 +114,7 @@ class StepPlanner:
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of a running sequence, and put it into the queue."""
+        """Preempt a running sequence: release its row and blocks, and let it wait in the queue."""
         self.release(sequence)
         sequence.prompt_logprobs = []
         self.requests.waiting.add(sequence)
@@ -146,8 +148,9 @@ class StepPlanner:
                 and self.tables.has_block(sequence, start)
                 and self.lookup is None
             ):
-                # Nearly all chunks are decodes that need no new block. This branch gives the same
-                # chunk as `_plan_next_tokens` in less time. Keywords would take more time.
+                # Nearly all chunks are decodes that need no new block. For such a decode, this
+                # branch creates the same chunk as `_plan_next_tokens`, but in less time. The
+                # arguments are positional, because keyword arguments take more time.
                 num_tokens, samples, is_first, num_logits = 1, True, False, 1
                 chunk = Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
             else:
@@ -197,8 +200,8 @@ class StepPlanner:
         have half of their blocks and wait for the other prompt's blocks forever.
         """
         if self.is_held_up:
-            # This plan is made ahead, and running sequences already lack blocks that this plan
-            # cannot free. Waiting sequences must not take the blocks that are left.
+            # Some sequence needs a preemption, but a plan that is made ahead must not preempt.
+            # Leave the remaining blocks free for that sequence: admit no waiting sequence.
             return
         starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
@@ -218,7 +221,8 @@ class StepPlanner:
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:
-                # The running sequences have no chunks in this step. They wait for one prompt only.
+                # The running sequences have no chunks in this step. They wait for the overdue
+                # prompt, and they must not also wait for a second prompt.
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
@@ -230,13 +234,14 @@ class StepPlanner:
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
-            # The sequence shares the prompt blocks of its request, and may have to copy one block.
-            # A plan that is made ahead must not copy blocks.
+            # The sequence shares the prompt blocks of its request, and may need a copy of the last
+            # block. A plan that is made ahead must not copy blocks, so the sequence must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # If no sequence is running, all used blocks belong to prompts that requests keep for
-            # their waiting sequences. Such prompts can be computed again, so they are dropped.
+            # If no sequence is running, all used blocks contain prompts. Requests keep these
+            # prompts for their waiting sequences. Free the blocks of the oldest prompt. The waiting
+            # sequences of that request then compute the prompt again.
             if self.running or not self.tables.drop_oldest_prompt():
                 return False
         self.requests.admit(sequence)
@@ -289,9 +294,10 @@ class StepPlanner:
         return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens the client's share allows, and reduce the share.
+        """Return how many of the next `num_tokens` tokens of a sequence may be computed.
 
-        One token is always allowed.
+        The limit is the rest of the client's share of the token budget. The returned number is
+        subtracted from this rest. One token is always allowed.
         """
         if num_tokens <= 1 or not self.shares:
             return num_tokens

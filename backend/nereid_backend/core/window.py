@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The attention limits of a model in which every kind of layer has a limit.
+    """The attention limits of the layers of a model.
+
+    The class is used only if every layer of the model has a limit.
 
     Attributes:
         limits: one pair (sliding window, attention chunk) for each kind of layer, in tokens. At

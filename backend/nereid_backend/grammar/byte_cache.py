@@ -34,9 +34,10 @@ class ByteCache(Generic[T]):
             return entry[0]
 
     def put(self, key: Hashable, value: T, num_bytes: int) -> None:
-        """Store a value of `num_bytes` bytes. Drop the least recently used values above the limit.
+        """Store a value that takes `num_bytes` bytes of memory.
 
-        A value that is larger than the whole cache is not stored.
+        If all values together exceed the limit, drop the least recently used values. A value that
+        is larger than the whole cache is not stored.
         """
         with self._lock:
             if num_bytes > self._max_bytes:

@@ -29,10 +29,10 @@ _LENGTH_KEYWORDS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
 
-# Seconds that xgrammar 0.2.8 takes on one core for each pair of a repetition and a token of the
-# vocabulary. The time is _PATTERN_S for a repetition in a pattern, and _LENGTH_S for a length
-# limit, such as maxLength, in a JSON schema. The measurements are in
-# docs/history/sampling-and-constraints.md.
+# The compile time of xgrammar 0.2.8 for a bound is: repetitions * vocabulary size * a constant.
+# The constant is _PATTERN_S for bounds in patterns, such as a{0,50}, and _LENGTH_S for length
+# limits in JSON schemas, such as "maxLength": 50. Both constants were measured on one core, in
+# seconds; see docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
 
@@ -166,7 +166,7 @@ def _bounds(kind: str, source: str) -> Iterator[_Bound]:
 
 
 def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
-    """Yield the bounds in the schemas, patterns and grammars of a structural tag."""
+    """Yield all bounds of a structural tag, such as `"maxLength": 2000` in one of its schemas."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from _tag_bounds(part, f"{path}[{number}]")
@@ -183,7 +183,7 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
 
 
 def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
-    """Yield the bounds in the lengths and patterns of a JSON schema."""
+    """Yield all bounds of a JSON schema: its length limits, and the repetitions in its patterns."""
     for part, where in subschemas(schema, path):
         if not isinstance(part, Mapping):
             continue
@@ -195,7 +195,7 @@ def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
 
 
 def _pattern_bounds(pattern: str, where: str) -> Iterator[_Bound]:
-    """Yield the bounds of a regular expression or grammar.
+    """Yield the bounds of all repetitions in a regular expression or in a grammar.
 
     Example: `ab.{0,2000}` has one bound of 2000 at column 4.
     """

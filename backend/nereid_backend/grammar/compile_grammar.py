@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a grammar with the library that suits it.
+"""Chooses the library that compiles a grammar, and compiles the grammar.
 
 llguidance compiles JSON schemas, regular expressions, choices and Lark grammars. xgrammar compiles
 structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has the measurements
@@ -17,8 +17,8 @@ from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.vocabulary import Vocabulary
 
-# Fields beside a JSON schema in a structural tag. They change the text of the JSON, and only
-# xgrammar supports them.
+# Fields of a structural tag that stand next to the field "json_schema" and change how the JSON is
+# written. Only xgrammar supports these fields.
 _XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
 
 
@@ -48,7 +48,7 @@ def load_libraries(
 
 
 def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> Compiled:
-    """Compile a grammar with the library that suits it.
+    """Compile a grammar with llguidance or xgrammar, depending on the kind of the grammar.
 
     Args:
         libraries: the vocabulary and the grammar libraries.
@@ -77,8 +77,8 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """
     simple = _simple_grammar(load("structural_tag", source))
     if simple is not None:
-        # If llguidance rejects the grammar, xgrammar compiles it, because xgrammar ignores some
-        # of the keywords that llguidance rejects.
+        # llguidance rejects some keywords that xgrammar ignores. If llguidance rejects the grammar,
+        # try xgrammar below.
         with contextlib.suppress(RequestError):
             return libraries.llguidance.compile(*simple)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
@@ -130,7 +130,7 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
 
 
 def _texts(node: object) -> Iterator[str]:
-    """Yield the texts of a structural tag, except those of JSON schemas."""
+    """Yield all strings inside a structural tag. Skip the strings inside its JSON schemas."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, list):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars: quick grammars at once, and all others after a trial that can be killed.
+"""Compiles grammars in threads. A slow grammar is first compiled in a process that can be killed.
 
-A compilation in a thread cannot be stopped. Only grammars that certainly compile within a fraction
-of a second are therefore compiled in the threads at once. Any other grammar is first compiled in a
-process with limits of time and memory (trial_compiler.py). If this trial succeeds, a separate
-thread compiles the grammar, so that the quick grammars do not wait for it.
+A compilation in a thread cannot be stopped. A grammar is therefore compiled in a thread without
+further checks only if it is known to compile within a fraction of a second. Any other grammar is
+first compiled in a process with limits of time and memory (trial_compiler.py). If this trial
+succeeds, a separate thread compiles the grammar, so that the quick grammars do not wait for it.
 """
 
 import logging
@@ -58,7 +58,10 @@ class CompilePool(Generic[T]):
         return result
 
     def close(self) -> None:
-        """Cancel the waiting compilations and all trials. Threads finish their last grammar."""
+        """Kill all trials, and cancel all compilations that have not started in a thread.
+
+        A compilation that is running in a thread cannot be stopped, so the thread completes it.
+        """
         self._trials.close()
         for executor in (self._quick, self._tried):
             executor.shutdown(wait=False, cancel_futures=True)
@@ -66,7 +69,11 @@ class CompilePool(Generic[T]):
     def _after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if its trial has succeeded."""
+        """Handle the end of a trial.
+
+        If the trial was successful, compile the grammar in a thread. Otherwise, store the error of
+        the trial in `result`.
+        """
         if trial.cancelled():
             result.cancel()
             return
@@ -87,8 +94,8 @@ class CompilePool(Generic[T]):
             return
 
         def fail_if_cancelled(done: "Future[None]") -> None:
-            # The job was cancelled because `result` was cancelled, or because the pool was closed.
-            # `_fail` does nothing in the first case.
+            # A job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing. If
+            # the pool was closed, `_fail` stores an error in `result`.
             if done.cancelled():
                 _fail(result, _closing_error())
 
@@ -105,8 +112,8 @@ def _complete(work: Callable[[], T], result: "Future[T]") -> None:
     except NereidError as error:
         result.set_exception(error)
     except BaseException as error:
-        # The job ends here, so every error must be stored in the future. The grammar libraries are
-        # written in C++ and Rust, and their panics are not subclasses of Exception.
+        # A request waits for `result`, so every error must be stored there. `except Exception`
+        # would miss a panic of a library that is written in Rust.
         log.exception("The compiler of grammars failed.")
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the grammar of a request, and creates the guides of its sequences.
+"""Compiles the grammar of a request, and creates one guide for each sequence of the request.
 
 A guide stores which tokens a sequence may contain next; see core/grammar.py.
 """
@@ -94,7 +94,9 @@ class Guides:
         self._compiling: dict[GrammarSpec, _Compilation] = {}
 
     def warm_up(self) -> "Future[Libraries]":
-        """Start a thread that loads the tokenizer and the grammar libraries, if it has not started.
+        """Start to load the tokenizer and the grammar libraries in a thread.
+
+        Only the first call starts the thread.
 
         Returns:
             A future with the vocabulary and the libraries.
@@ -139,7 +141,7 @@ class Guides:
         return answer
 
     def close(self) -> None:
-        """End the threads and the trials. Requests that wait for a guide get an error."""
+        """Shut down the compile pool. Requests that wait for a guide get an error."""
         if self._pool is not None:
             self._pool.close()
 
@@ -207,7 +209,7 @@ class Guides:
         )
 
     def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
-        """Return the running compilation of a grammar. Start one if there is none."""
+        """Return the running compilation of a grammar, and start the compilation if necessary."""
         assert self._pool is not None
         with self._lock:
             compilation = self._compiling.get(key)
@@ -235,7 +237,10 @@ class Guides:
             compilation.future.cancel()
 
     def _forget(self, key: GrammarSpec, compilation: _Compilation) -> None:
-        """Remove a finished compilation, so that a later request looks into the cache instead."""
+        """Remove a compilation that has finished or was cancelled.
+
+        Later requests then use the cached grammar or start a new compilation.
+        """
         with self._lock:
             if self._compiling.get(key) is compilation:
                 del self._compiling[key]
@@ -262,7 +267,7 @@ class Guides:
         rules = self._rules.get(key)
         if rules is None:
             rules = rules_for(libraries.vocabulary, stops, special_ids, after)
-            # The limit of this cache is a number of rules, so the size of each is 1.
+            # This cache limits the number of its values, not their bytes. Each value counts as 1.
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         matcher = compiled_spec.compiled.matcher() if compiled_spec is not None else None
@@ -278,7 +283,7 @@ def _when_done(
     """
 
     def call_follow(done: "Future[S]") -> None:
-        """Call `follow` with the result of `done`, or store its error in `answer`."""
+        """Call `follow` with the result of `done`. If an error occurs, store it in `answer`."""
         if done.cancelled():
             # Every request that waited for the result has been cancelled, too.
             return

@@ -77,7 +77,9 @@ def rules_for(
 
 
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
-    """Return the tokens that contain the end of the marker; see GuideRules.spanning.
+    """Return the tokens that contain the last bytes of the marker and some text after the marker.
+
+    The format of the result is described at GuideRules.spanning.
 
     Example: for the marker "</think>", the token 5 `>{` gives {7: [(5, b"{")]}, and the token 9
     `</think>[` gives {0: [(9, b"[")]}.

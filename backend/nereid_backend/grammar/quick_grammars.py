@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which grammars certainly compile quickly, so that they need no trial."""
+"""Decides which grammars can be compiled without a trial, because they always compile quickly."""
 
 import json
 import re
@@ -12,8 +12,8 @@ _QUICK_PATTERN_CHARS = 128
 # A bound of three or more digits can take long to compile, and so can a repetition of a group, such
 # as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
-# Keywords whose cost is more than proportional to the size of the schema, because the libraries
-# combine the parts of such a keyword with each other.
+# Keywords that can take long to compile even in a small schema. For example, the libraries combine
+# all schemas of an `allOf` with each other.
 _SLOW_WORDS = frozenset(
     {
         *("allOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "grammar"),
@@ -25,7 +25,7 @@ _QUICK_LENGTH = 1000
 
 
 def is_quick(spec: GrammarSpec) -> bool:
-    """Return whether a grammar certainly compiles within a fraction of a second.
+    """Return whether a grammar is known to compile within a fraction of a second.
 
     Examples: a schema with ten properties is quick. A schema with `allOf`, a schema of 100 kB and
     every EBNF grammar need a trial.
@@ -37,7 +37,7 @@ def is_quick(spec: GrammarSpec) -> bool:
     try:
         value = json.loads(spec.source)
     except (ValueError, RecursionError):
-        # The compiler reports the error without compiling anything.
+        # The text is not valid JSON. The compiler finds this error quickly, so no trial is needed.
         return True
     return not _has_slow_part(value)
 

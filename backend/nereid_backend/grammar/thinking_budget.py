@@ -59,7 +59,7 @@ class Thinking:
 
     @property
     def is_open(self) -> bool:
-        """Whether the reasoning, including its end marker, is not yet complete."""
+        """Whether the next token belongs to the reasoning or to its end marker."""
         return self._state is _State.OPEN or bool(self.forced)
 
     def feed(self, token_id: int, data: bytes) -> None:
@@ -110,7 +110,10 @@ class Thinking:
             self._text = b""
 
     def _find_end(self, data: bytes) -> None:
-        """Look for the end marker in the reasoning, and count one token."""
+        """Append the bytes of one reasoning token, and look for the end marker in the text.
+
+        If the reasoning continues, count the token.
+        """
         self._text += data
         if self._end and self._end in self._text:
             self._state = _State.CLOSED

@@ -120,7 +120,7 @@ class TokenGuide:
             )
 
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
-        """Advance the phase and the grammar by one token. Return whether they allow the token."""
+        """Advance the phase and the grammar by one token. Return whether the token is allowed."""
         if token_id in self._rules.stop_ids:
             if not self._may_end(matcher):
                 return False
@@ -146,9 +146,10 @@ class TokenGuide:
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
 
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
-        """Look for the marker in the text so far, and return whether the grammar allows the token.
+        """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
 
-        A token that contains text after the marker must match the start of the grammar.
+        A token without text after the marker is always allowed. If a token contains the end of the
+        marker and text after it, this text must match the start of the grammar.
         """
         marker = self._rules.marker
         text = self._tail + data
@@ -213,13 +214,17 @@ class TokenGuide:
         return is_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """Return the matcher if the grammar alone decides which tokens may come next, or None."""
+        """Return the matcher if the grammar decides which tokens may come next, else None.
+
+        The result is None without a grammar, before the marker, after a stop token, and while the
+        thinking budget forces tokens.
+        """
         is_forced = self._thinking is not None and self._thinking.forced
         decides = self._phase is Phase.GRAMMAR or self._phase is Phase.WHITE_SPACE
         return self._matcher if decides and not is_forced else None
 
     def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Fill a mask that does not depend on the grammar alone; see `_deciding_matcher`.
+        """Fill a mask in the cases in which `_deciding_matcher` returns None.
 
         Return whether any token is forbidden.
         """
@@ -241,7 +246,8 @@ class TokenGuide:
         """
         rules = self._rules
         row[:] = rules.free_mask
-        # Each of these tokens completes the marker after its first `num_before` bytes.
+        # Each token in `tokens` contains the end of the marker and text after it. The first
+        # `num_before` bytes of the marker must come before the token.
         for num_before, tokens in rules.spanning.items():
             if num_before and not self._tail.endswith(rules.marker[:num_before]):
                 continue  # The answer does not end with these bytes.
@@ -256,9 +262,9 @@ class TokenGuide:
         if matcher.is_complete():
             row |= rules.stop_mask
         elif not np.count_nonzero(row):
-            # The library has reached one of its limits, or the vocabulary has no token that the
-            # grammar needs. The answer ends here. If it must match a strict schema, the
-            # postprocessor reports an error.
+            # The grammar allows no token. Either the library has reached one of its limits, or no
+            # token of the vocabulary has the bytes that must come next. The answer ends here. If
+            # the request has a strict schema, the postprocessor reports an error.
             log.error(
                 "A grammar allows no token although the answer is not complete. The answer ends "
                 "here."

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars tentatively in another process, which can be killed (trial_process.py).
+"""Tests in another process whether a grammar can be compiled (trial_process.py).
 
-Such a trial finds out whether the grammar libraries can compile a grammar within the limits of time
-and memory. The compiled grammar itself is not sent to the engine: llguidance cannot serialise
-compiled grammars, and xgrammar takes 60 times as long to serialise a grammar as to compile it. The
-engine therefore compiles the grammar once more after a successful trial.
+Such a test is called a trial. A trial finds out whether the grammar libraries can compile a grammar
+within the limits of time and memory. A trial that takes too long is killed. The compiled grammar
+itself is not sent to the engine: llguidance cannot serialise compiled grammars, and xgrammar takes
+60 times as long to serialise a grammar as to compile it. The engine therefore compiles the grammar
+once more after a successful trial.
 """
 
 import contextlib
@@ -52,8 +53,8 @@ class TrialCompiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_closed = False
-        # One thread starts the process and sends all messages, because sending waits until the
-        # process has loaded the grammar libraries.
+        # The first messages can block until the process has loaded the grammar libraries. The
+        # callers must not block, so a separate thread starts the process and sends all messages.
         self._sender = ThreadPoolExecutor(1, "grammar-trials")
 
     def submit(self, spec: GrammarSpec) -> "Future[None]":
@@ -97,7 +98,7 @@ class TrialCompiler:
             self._sender.submit(self._deliver, job_id, message)
 
     def _deliver(self, job_id: int, message: tuple[Any, ...]) -> None:
-        """Send a message of a job, and start the process first if it does not run."""
+        """Send a message about a job to the process. Start the process if it is not running."""
         try:
             connection = self._connection or self._start()
             connection.send(message)
@@ -132,7 +133,7 @@ class TrialCompiler:
         return connection
 
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
-        """Kill the compilation of a future that has been cancelled."""
+        """Stop the trial of a job if the future of the job was cancelled."""
         if future.cancelled():
             with self._lock:
                 is_known = self._futures.pop(job_id, None) is not None
@@ -140,7 +141,7 @@ class TrialCompiler:
                 self._send(job_id, "cancel", job_id)
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
-        """Store the outcome of each job in the job's future, until the process ends."""
+        """Read messages until the process ends. Store each result in the future of its job."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 job_id, outcome, text = connection.recv()
@@ -162,7 +163,7 @@ class TrialCompiler:
             _resolve(future, RequestError(message))
 
     def _error(self, outcome: str, text: str) -> RequestError | None:
-        """Return the error of a trial, or None if the grammar was compiled."""
+        """Return the error to report for a trial; None if the trial has compiled the grammar."""
         if outcome == Outcome.DONE:
             return None
         if outcome == Outcome.REFUSED:

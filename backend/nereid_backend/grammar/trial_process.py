@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compiles grammars tentatively. trial_compiler.py starts this process.
+"""The process that tests whether a grammar can be compiled. trial_compiler.py starts this process.
 
     python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
 
@@ -28,8 +28,9 @@ from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-# The number of grammars that are compiled at the same time. The children share the processors
-# equally, so a quick grammar is compiled soon even while others are still being compiled.
+# The number of grammars that are compiled at the same time. Each grammar has a child process, and
+# all children get equal shares of the processors. A quick grammar is therefore ready soon, even
+# while slow grammars are being compiled.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 # The children must not slow down the steps of the engine.
@@ -111,7 +112,8 @@ class TrialServer:
             self._finish(job)
         late = [job for job in jobs if job.deadline <= time.monotonic()]
         for job in late:
-            # `_remove` returns False if the job has been finished or cancelled in this step.
+            # `_remove` returns False if this call of `_step` has already finished or cancelled the
+            # job. The engine then needs no message.
             if self._remove(job):
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
         while self._waiting and len(self._running) < _MAX_CHILDREN:
@@ -138,7 +140,7 @@ class TrialServer:
         self._running.append(job)
 
     def _finish(self, job: _Job) -> None:
-        """Send the outcome of a child to the engine."""
+        """Send the result of a finished job to the engine, and remove the job."""
         assert job.result is not None
         try:
             outcome, text = job.result.recv()
@@ -169,14 +171,16 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         os.nice(_NICENESS)
         limit = _virtual_bytes() + _MAX_CHILD_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        # With a limit on CPU time, the kernel ends the child even if this server has been killed.
+        # Limit the CPU time, too. If the parent process is killed, it can no longer kill this child
+        # after the time limit, but the kernel can.
         seconds = int(timeout_s) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))
     except MemoryError:
-        # Sending a message would need memory. Without a message, the outcome is CRASHED.
+        # There may be too little memory to send a message. The parent process treats a child that
+        # ends without a message as CRASHED.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
         # The class is compared by name, so that this function needs no import of the engine.
@@ -215,7 +219,7 @@ class _UnusedModule(types.ModuleType):
 
 
 def _skip_unused_modules() -> None:
-    """Let xgrammar be imported without torch and transformers.
+    """Replace torch and transformers by placeholders, so that xgrammar does not import them.
 
     Compiling does not use these packages. Importing them takes some seconds and 200 MB.
     """
@@ -227,7 +231,7 @@ def _skip_unused_modules() -> None:
 
 
 def main() -> None:
-    """Load the grammar libraries and serve the engine."""
+    """Load the grammar libraries, and compile the grammars that the engine sends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])

@@ -41,8 +41,8 @@ def validate_strict(text: str, schema: object) -> str | None:
         errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
         first = next(iter(errors), None)
     except Exception as problem:  # noqa: BLE001
-        # The check of this answer ends here. The schema comes from the client, and jsonschema can
-        # raise any exception if a schema is not valid.
+        # The schema comes from the client and may not be valid. jsonschema can then raise any
+        # exception, so all exceptions are reported as a problem of this answer.
         return f"the answer cannot be checked: {problem}"
     if first is None:
         return None
@@ -53,7 +53,7 @@ def validate_strict(text: str, schema: object) -> str | None:
 
 @lru_cache(maxsize=256)
 def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
-    """Return the validator of a schema, given as JSON text."""
+    """Return the validator for a schema. `source` is the schema as JSON text."""
     schema = json.loads(source)
     kind = jsonschema.Draft202012Validator
     if isinstance(schema, Mapping) and "$schema" in schema:

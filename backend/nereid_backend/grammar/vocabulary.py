@@ -39,7 +39,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> TokenMask:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer, as the grammar libraries need them.
+    """The tokens of a tokenizer, in the form that the grammar libraries require.
 
     Attributes:
         tokens: the bytes of each token, one entry for each of the model's logits. The entry is b""
@@ -56,7 +56,10 @@ class Vocabulary:
     encode: Callable[[str], list[int]] = field(repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the vocabulary without `encode`. The copy encodes texts with `spell`."""
+        """Pickle the vocabulary without `encode`, because a local function cannot be pickled.
+
+        The unpickled vocabulary encodes texts with `spell`.
+        """
         return _without_tokenizer, (self.tokens, self.special_ids, self.marker_ids)
 
     @property
@@ -113,7 +116,7 @@ class Vocabulary:
         return token_ids
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens that the tokenizer would choose for bytes that must follow.
+        """Return the tokens into which the tokenizer would split the forced bytes `data`.
 
         The last token is left out, unless it is a marker, because text after it may merge with it.
         Return no tokens if the bytes would merge with the recent tokens.
@@ -141,7 +144,7 @@ class Vocabulary:
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
-        """The ids of the tokens that have bytes and are not special, by their bytes."""
+        """A mapping from the bytes of a token to its id. Special tokens are not included."""
         return {
             data: number
             for number, data in enumerate(self.tokens)
@@ -152,7 +155,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Return a vocabulary that can be pickled, because it encodes texts without the tokenizer."""
+    """Recreate a pickled vocabulary. Its function `encode` does not use the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())
@@ -262,7 +265,7 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
 
 
 def _kinds(decoder: object) -> Iterator[str]:
-    """Yield the types of a decoder and of the decoders inside it."""
+    """Yield the type of a decoder, such as "ByteLevel", and the types of its inner decoders."""
     if isinstance(decoder, Mapping):
         yield str(decoder.get("type"))
         for part in decoder.get("decoders") or ():

@@ -12,10 +12,12 @@ from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
-# Two character classes as xgrammar serialises them: the number 1 (the class is negated), then the
-# first and last code points of its ranges. The first class excludes `"`, backslash, CR and LF. The
-# second excludes control characters, `"` and backslash. The second contains the backslash twice,
-# because both classes must have the same length.
+# Two negated character classes, in the format in which xgrammar serialises grammars. The number 1
+# means that the class is negated. Each pair of numbers after it is a range of code points: the
+# first and the last. Example: 34,34 is `"` alone, and 0,31 are all control characters.
+# The first class excludes `"`, backslash, CR and LF. The second class excludes control characters,
+# `"` and backslash. The second class lists the backslash (92,92) twice, because both classes must
+# have the same length.
 _LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
 # The masks are filled in the calling thread, because filling several masks takes no longer than
@@ -120,7 +122,7 @@ class XGrammarMatcher:
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-    """Return the grammar of a structural tag whose JSON strings contain no control characters.
+    """Convert a structural tag into a grammar. Its JSON strings allow no control characters.
 
     xgrammar 0.2.8 allows control characters, such as tabs, in strings that have a minLength or a
     maxLength. The answer is then not JSON. This function therefore replaces the character class of

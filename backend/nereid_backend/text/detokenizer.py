@@ -82,8 +82,9 @@ class Detokenizer:
         text = self._decode(self._window)
         may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
         if may_hold and len(text) == len(before):
-            # The new tokens have no text, for example because they are special tokens. Keep the
-            # first part of the window, because these tokens are no useful context for later tokens.
+            # The new tokens have no text, for example because they are special tokens. Do not
+            # advance the window. Otherwise, later tokens would be decoded with only these tokens as
+            # context, and tokens without text are no useful context.
             return ""
         if text.endswith(_REPLACEMENT):
             return "" if may_hold else self._return_decodable(before)
@@ -100,7 +101,7 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return the decodable part of the text of the window, which has become too long.
+        """Return as much text as can be decoded, because too many tokens have been kept back.
 
         The returned text ends after the last token that completes a character. If none of the last
         four tokens completes a character, their bytes are invalid. In that case, return the text of
@@ -114,7 +115,7 @@ class Detokenizer:
             text = self._decode(self._window[: length - num_left])
             if not text.endswith(_REPLACEMENT):
                 break
-        # Without `break`, the text of all tokens except the last four is returned.
+        # If no iteration reached `break`, `text` is the text of all tokens except the last four.
         self._advance(length - num_left)
         return text[len(before) :]
 

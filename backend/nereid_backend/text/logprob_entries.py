@@ -46,7 +46,8 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
     ranks = [rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
     for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
-        # The token of the text can also be one of the most likely tokens. Keep its first entry.
+        # `token_ids` contains the first token a second time if it is one of the most likely tokens.
+        # `setdefault` then keeps the first entry.
         entry.setdefault(
             str(token_id),
             {

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 # pieces.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
-# Cutting a text into pieces can add tokens at the cuts. A text is refused only if its pieces exceed
-# the limit by this factor.
+# A text that is cut into pieces can have more tokens than the whole text. A text is therefore
+# rejected only if its pieces have more tokens than the limit multiplied by this factor.
 _MARGIN = 1.1
 
 
@@ -81,7 +81,8 @@ class PromptEncoder:
         for start in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self._encode(text[start : start + _PIECE_CHARS], False))
             if num_tokens > _MARGIN * limit:
-                # The rest of the text is not tokenised, so only a lower bound is known.
+                # The rest of the text is not tokenised, so the exact number of tokens is unknown.
+                # The message therefore says "more than".
                 raise RequestError(
                     f"prompt has more than {int(num_tokens / _MARGIN)} tokens; the limit is "
                     f"{limit} (max_model_len). Send a shorter prompt."
@@ -89,7 +90,7 @@ class PromptEncoder:
 
 
 def _longest_token(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
-    """Return the number of bytes of the longest token, or an upper bound of it."""
+    """Return an upper bound for the number of bytes that one token can have."""
     from tokenizers.decoders import ByteLevel
 
     tokens = tokenizer.get_vocab()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The result of the search in one piece of text.
+    """The result of searching one piece of text for stop strings.
 
     Attributes:
         text: the text that may be sent to the client.
@@ -68,7 +68,11 @@ class StopStrings:
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Return the start and the text of the stop string that ends the answer, or None."""
+        """Find the stop string that ends the answer.
+
+        Return the position of the stop string in `text`, and the stop string. Return None if `text`
+        contains no stop string. Example: with the stop string "END", "one END" gives (4, "END").
+        """
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, stop) for start, stop in positions if start >= 0]
         # Choose the match that ends first. Among matches with the same end, choose the longest

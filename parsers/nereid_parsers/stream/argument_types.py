@@ -95,8 +95,9 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
 def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
-    """Return the JSON types that `schema` allows, or None. The keyword `nullable` is ignored.
+    """Return the JSON types that `schema` allows, or None if none of its keywords defines a type.
 
+    The keyword `nullable` is ignored.
     The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
     or a keyword that occurs only in schemas of one type. Examples: `{"type": "int"}` gives
     `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string", "integer"}`, and `{"items": {}}` gives

@@ -104,11 +104,7 @@ class CompiledCall:
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Return a reader for the body after `head`. The declaration's type determines its class.
 
-        Args:
-            writer: The writer of the tool call.
-            head: The head that `match` returned.
-            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
-                call.
+        `is_confirmed` means that a marker or an earlier tool call shows that this is a tool call.
         """
         body = self.call.body
         if isinstance(body, JsonArguments):

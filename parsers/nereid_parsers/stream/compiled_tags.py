@@ -216,7 +216,7 @@ class CompiledTags:
             text: The text.
             pos: The position of the stop marker.
             is_final: Whether no more text follows.
-            tools: The tools that the request offers.
+            tools: The tools that the request offers. Calls of other functions are ignored.
         """
         end = pos + _MAX_UNDECIDED_CHARS
         for match in self._find_close_or_opening(text, pos, end):

@@ -49,16 +49,9 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
-        """Match the unread text with each form.
+        """Match the unread text with each form. Return the match, NEED_MORE or NO_MATCH.
 
-        A tool call without its opening marker matches only if the request offers the function.
-
-        Args:
-            buffer: The text.
-            tools: The tools that the request offers.
-
-        Returns:
-            The matched start of a tool call, NEED_MORE or NO_MATCH.
+        A tool call that omits its opening marker matches only if `tools` contains the function.
         """
         for form in self.forms:
             head = form.match(buffer.text, buffer.pos, buffer.is_final)

@@ -97,13 +97,8 @@ class Pattern:
         """Match the pattern at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
 
         Example: for the pattern `<f={name}>` and the text `"<f=sum>{"`, the result is 7, and
-        `{"name": "sum"}` is stored. For the text `"<f=su"`, the result is NEED_MORE.
-
-        Args:
-            text: The text.
-            pos: The position at which the pattern must start.
-            is_final: Whether no more text follows.
-            fields: The dict in which the texts of the fields are stored.
+        `{"name": "sum"}` is stored in the dict `fields`, even if a later step does not match. For
+        the text `"<f=su"`, the result is NEED_MORE, or NO_MATCH if `is_final` is true.
         """
         for step in self.steps:
             if isinstance(step, BlanksStep):
@@ -154,9 +149,9 @@ def blank_variants(marker: str) -> tuple[str, ...]:
 
     - It omits a space in a marker that starts with a tag, or its tokenizer writes `Ġ` instead.
       Example: `<invoke name="` also gives `<invokename="` and `<invokeĠname="`.
-    - It adds a blank between a tag and the text before or after the tag. Example:
+    - It adds, omits or changes the white space before or after a tag. Example:
       `<|start|>assistant` also gives `<|start|> assistant` and `<|start|>\nassistant`.
-    - It adds a blank to the declared white space.
+    - It adds a blank or a line break to other declared white space.
 
     A marker that is one tag without white space gives only itself.
     """

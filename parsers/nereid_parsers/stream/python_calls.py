@@ -26,12 +26,9 @@ class PythonCallsReader(StepReader):
     """Reads tool calls in Python syntax, for example `[f(a=1), g()]`."""
 
     def __init__(self, writer: CallWriter, part: PythonCalls, *, is_confirmed: bool) -> None:
-        """Create a reader.
+        """Create a reader for tool calls with the brackets and separators that `part` declares.
 
-        Args:
-            writer: The writer of the tool calls.
-            part: The declaration of the brackets and separators.
-            is_confirmed: Whether a marker shows that the text contains tool calls.
+        `is_confirmed` means that a marker shows that the text contains tool calls.
         """
         first_step = self._read_opening_bracket if part.open else self._read_call_start
         super().__init__(writer, first_step)

@@ -115,10 +115,10 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Return the state in which reasoning is read whose opening marker is not in the output.
+        """Start reasoning whose opening marker is not in the output, and return its state.
 
-        Inline reasoning is returned as content, with its markers. So the missing opening marker is
-        written here.
+        If the client receives the reasoning as content, the missing opening marker is written as
+        content, too.
         """
         if self._is_inline:
             self.repeat_opening_marker()

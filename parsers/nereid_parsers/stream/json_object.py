@@ -184,7 +184,7 @@ class ObjectReader(StepReader):
         """Return the role of the current key.
 
         Example: with the keys `function.name` and `function.arguments`, the role of `function` is
-        PARENT.
+        PARENT. A second name, and second arguments, are IGNORED.
 
         Args:
             first_char: The first character of the value.
@@ -195,16 +195,16 @@ class ObjectReader(StepReader):
         path = ".".join(key for key in (*self._outer_keys, self._key) if key)
         role = _declared_roles(keys).get(path)
         if role is None:
-            return self._undeclared_role(path, keys, first_char)
+            return self._accept_undeclared_key(path, keys, first_char)
         is_second_name = role is _Role.NAME and self._name is not None
         is_second_arguments = role is _Role.ARGUMENTS and self._has_arguments
         return _Role.IGNORED if is_second_name or is_second_arguments else role
 
-    def _undeclared_role(self, path: str, keys: Keys, first_char: str) -> _Role:
-        """Return the role of a key that the format does not declare.
+    def _accept_undeclared_key(self, path: str, keys: Keys, first_char: str) -> _Role:
+        """Return the role of a key that the format does not declare. Report an accepted deviation.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. This method accepts such a key, and reports the deviation to the writer. Examples:
+        object. Such a key is accepted, and the deviation is reported to the writer. Examples:
         in `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
         `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is WRAPPER. Any other
         key is ignored if the object is known to be a tool call. Otherwise the key is INVALID.
@@ -215,17 +215,18 @@ class ObjectReader(StepReader):
             first_char: The first character of the value.
         """
         parent, _, key = path.rpartition(".")
-        has_call_started = self._is_confirmed or self.writer.is_open
-        if first_char == "{" and (self._is_confirmed or self.writer.tools.is_known):
-            declared_parent = keys.arguments.rpartition(".")[0]
-            if key in _ARGUMENTS_KEYS and parent == declared_parent and not self._has_arguments:
+        declared_parent = keys.arguments.rpartition(".")[0]
+        # If the tools are known, the function's name shows later whether this is a tool call.
+        may_accept = first_char == "{" and (self._is_confirmed or self.writer.tools.is_known)
+        if may_accept and not self._has_arguments:
+            if key in _ARGUMENTS_KEYS and parent == declared_parent:
                 self.writer.report(f"the arguments are under the key {key!r}")
                 return _Role.ARGUMENTS
-            is_at_start = self._name is None and not self._has_arguments
-            if path in _WRAPPER_KEYS and is_at_start:
+            if path in _WRAPPER_KEYS and self._name is None:
                 self.writer.report(f"the tool call is under the key {key!r}")
                 return _Role.WRAPPER
-        return _Role.IGNORED if has_call_started or key in keys.extra else _Role.INVALID
+        is_known_call = self._is_confirmed or self.writer.is_open
+        return _Role.IGNORED if is_known_call or key in keys.extra else _Role.INVALID
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 

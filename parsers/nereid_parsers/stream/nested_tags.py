@@ -87,7 +87,7 @@ class NestedReader(StepReader):
             mark: The text that precedes each tag, for example `~` in `~<city>Paris~</city>`.
             stop_marker: The marker that ends the body. The marker does not belong to the body.
         """
-        super().__init__(writer, first_step=self._read_piece)  # It is also every other step.
+        super().__init__(writer, first_step=self._read_piece)  # This is the only step.
         self._head = head
         self._mark = mark
         self._stop_marker = stop_marker

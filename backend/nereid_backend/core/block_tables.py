@@ -185,7 +185,8 @@ class BlockTables:
         Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
         [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
-        # The followers have the same prompt, so they get the leader's hashes and cached tokens.
+        # The followers have the same prompt as the leader. They get the same number of cached
+        # tokens and the same block hashes.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens

@@ -106,7 +106,10 @@ class ThinkingSpec(NamedTuple):
 
 
 class Guide(Protocol):
-    """The state of one sequence under its grammar and its thinking budget.
+    """Determines which tokens may come next in one sequence.
+
+    A guide applies the grammar and the thinking budget of the request, and it advances with each
+    token of the answer.
 
     The thread that calls the engine uses a guide. While that thread waits for masks, the threads
     that fill masks use the guide instead, so no two threads use a guide at the same time.

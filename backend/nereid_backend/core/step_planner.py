@@ -49,7 +49,7 @@ from nereid_backend.core.step import Chunk, StepPlan
 
 @dataclass(slots=True)
 class StepPlanner:
-    """Plans steps and allocates the blocks of their tokens.
+    """Plans steps, and allocates the blocks that the steps need.
 
     Attributes:
         pool: the blocks of the KV cache.
@@ -180,7 +180,8 @@ class StepPlanner:
         """
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # With whole_prefill, a running sequence has computed its whole prompt in its first step.
+        # With whole_prefill, a running sequence has computed its whole prompt in its first step, so
+        # only the last sampled token remains.
         num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
         # A client with long prompts gets only its share of the budget.
         num_tokens = self._take_share(sequence, num_tokens)

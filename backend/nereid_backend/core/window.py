@@ -43,7 +43,7 @@ class AttentionWindow:
 
     @property
     def max_visible_tokens(self) -> int:
-        """The largest number of tokens that one token attends to, including itself."""
+        """The largest number of tokens that one token attends to. The token itself is counted."""
         return max(min(limit for limit in pair if limit is not None) for pair in self.limits)
 
     def max_blocks(self, num_tokens: int, block_size: int) -> int:

@@ -24,7 +24,7 @@ class Matcher(Protocol):
         """
 
     def accept_bytes(self, data: bytes) -> bool:
-        """Advance by bytes that need not be a complete token.
+        """Advance by some bytes. The bytes may begin or end in the middle of a token.
 
         Returns:
             Whether the grammar allows the bytes.

@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The estimated time for compiling this repetition, in seconds per vocabulary token."""
+        """The estimated time to compile this bound in seconds, divided by the vocabulary size."""
         return self.repetitions * self.unit_s
 
 

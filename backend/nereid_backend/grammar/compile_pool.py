@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars in threads. A slow grammar is first compiled in a process that can be killed.
+"""Compiles grammars in threads. Slow grammars are first tested in a process that can be killed.
 
 A compilation in a thread cannot be stopped. A grammar is therefore compiled in a thread without
 further checks only if it is known to compile within a fraction of a second. Any other grammar is

@@ -262,7 +262,7 @@ class Guides:
         """Create a guide from the libraries and the compiled grammar."""
         special_ids = compiled_spec.special_ids if compiled_spec is not None else frozenset[int]()
         after = params.grammar.after if params.grammar is not None else ""
-        # Requests with the same stop tokens, special tokens and marker share their rules.
+        # Requests with the same stop tokens, special tokens and marker share one GuideRules object.
         key = (stops, special_ids, after)
         rules = self._rules.get(key)
         if rules is None:

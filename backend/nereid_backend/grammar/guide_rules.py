@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a guide that do not change while answers are generated."""
+"""The parts of a guide that several requests can share, because these parts never change."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ WHITE_SPACE = b" \t\r\n"
 
 @dataclass(frozen=True)
 class GuideRules:
-    """The parts of a guide that do not change while answers are generated. Requests share them.
+    """The parts of a guide that never change. Requests with equal rules share one object.
 
     Attributes:
         vocabulary: the tokens of the model.

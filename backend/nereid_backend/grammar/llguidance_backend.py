@@ -24,11 +24,12 @@ _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
 # 20,000 lexer states take at most 20 to 40 MB for one grammar.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-# The library does not report the memory of a grammar. The estimate is the size of a small grammar
-# plus a number of bytes for each character of the source.
+# The library does not report how much memory a grammar takes. The memory is estimated as
+# _BASE_BYTES + _BYTES_PER_CHARACTER * the number of characters of the source.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# The distance between an excluded bound and the inclusive bound that replaces it.
+# An exclusive bound is replaced by an inclusive bound at this distance. Example: "greater than 3"
+# becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
 # A message of the library is cut to this number of characters in an error.
 _MAX_MESSAGE = 300

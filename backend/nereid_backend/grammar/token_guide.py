@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The state of one sequence under its grammar and its thinking budget.
+r"""Determines which tokens a grammar and a thinking budget allow next in one sequence.
 
 An answer with a grammar passes through up to four phases. Example: GrammarSpec.after is "</think>",
 the grammar is a JSON schema, and the answer is `I see.</think>\n\n{"a": 1}<|im_end|>`.

@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class TrialCompiler:
-    """Sends grammars to the trial process. Several threads may use it."""
+    """Sends grammars to the trial process. The class is thread-safe."""
 
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
@@ -182,7 +182,7 @@ class TrialCompiler:
 
 
 def _resolve(future: "Future[None]", error: RequestError | None) -> None:
-    """Store the outcome in a future, unless the future has been cancelled."""
+    """Set the result of a future to None, or set its exception. Skip a cancelled future."""
     if future.set_running_or_notify_cancel():
         if error is None:
             future.set_result(None)

@@ -74,7 +74,10 @@ class Detokenizer:
         self._start = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that they complete."""
+        """Add tokens and return the new text.
+
+        Keep the text back if it ends in the middle of a character.
+        """
         if not token_ids:
             return ""
         self._window.extend(token_ids)

@@ -1,1 +1,5 @@
-"""Attention over the paged KV cache: the function for transformers, the reference, the kernels."""
+"""Attention over the paged KV cache.
+
+The package contains the attention function that is registered in transformers, the reference
+implementation, and the kernels for CPUs and GPUs.
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of one step for attention: the places of all keys and values in the KV cache.
+"""The metadata of one step: the slots and blocks of the KV cache that attention uses.
 
 A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
 attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
@@ -91,7 +91,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Compute the blocks that the decodes attend to, and their bias.
+        """Return the blocks that the decodes attend to, and a bias that hides invisible positions.
 
         Example: with blocks of 4 tokens and a window of 4 tokens, a decode with 11 tokens attends
         to the positions 7 to 10. The window covers at most 2 blocks, so of the block table
@@ -113,7 +113,8 @@ class DecodeGroup:
             offset = torch.div(first, size, rounding_mode="floor")
             columns = offset + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # The position of each token in the blocks that are read, [num_decodes, n * block_size].
+        # The positions in the sequence of all tokens of the blocks that are read. The shape is
+        # [num_decodes, n * block_size].
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:
@@ -147,7 +148,10 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the cache rows for the step's keys or values, in layers with `num_heads` heads."""
+        """Return the cache rows in which a layer stores the keys or values of this step.
+
+        `num_heads` is the number of key heads of the layer.
+        """
         rows = self._store_rows.get(num_heads)
         if rows is None:
             rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)

@@ -33,10 +33,10 @@ _NAMES: dict[type[KVCache], str] = {
     gpu_attention.GpuKVCache: "triton-language",
 }
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
-# The reference implementation can read the layout of these classes.
+# The classes of KV cache that the reference implementation can read.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# For each class with unrounded keys and values, the classes that replace it. The key of a
-# replacement is the value of kv_cache_dtype. The CPU kernels do not support fp8, so the reference
+# kv_cache_dtype replaces a class with unrounded numbers by a class with rounded numbers. Example:
+# "int8" replaces GpuKVCache by GpuInt8KVCache. The CPU kernels do not support fp8, so the reference
 # implementation reads fp8 caches on a CPU.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
@@ -95,7 +95,7 @@ def proven_type(
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """Return `kind`, or the class of the reference if the GPU kernels compute wrong results.
+    """Check that the GPU kernels compute correct results, and return the KV cache class to use.
 
     For GPU kernels, run each kind of layer once in this process and compare the result with the
     reference. If the results of a layer differ, log a warning and return the class that the

@@ -36,4 +36,7 @@ class Int8KVCache(ScaledKVCache):
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):
-    """An Int8KVCache in the layout of the CPU kernels: keys are transposed within their block."""
+    """An Int8KVCache in the layout that the CPU kernels read.
+
+    The keys of each block are transposed.
+    """

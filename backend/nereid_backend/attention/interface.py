@@ -64,7 +64,10 @@ class AttentionHook:
             self._forward = None
 
     def remove(self) -> None:
-        """Remove the function from transformers, so that the engine can be freed."""
+        """Unregister the attention function from transformers.
+
+        The registered function would keep the engine in memory.
+        """
         AttentionInterface._global_mapping.pop(self.name, None)
 
     def _call(
@@ -107,7 +110,10 @@ class PagedForward:
         return self._batch.slots.numel()
 
     def native(self) -> AbstractContextManager[None]:
-        """Return a context in which compiled code can call this step's attention without Python."""
+        """Return a context manager that lets compiled models call the CPU kernels without Python.
+
+        For other kinds of KV cache, the context manager does nothing.
+        """
         if isinstance(self._cache, cpu_attention.CpuKVCache):
             return cpu_attention.serving(self._cache, self._layers, self._batch)
         return nullcontext()

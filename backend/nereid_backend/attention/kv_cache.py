@@ -103,7 +103,10 @@ class KVCache:
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def read_block(self, block: int) -> bytes:
-        """Return the content of a block, with the bytes of all tensors one after another."""
+        """Return the bytes that all tensors of the cache store for a block.
+
+        The bytes are concatenated in the order of `tensors`.
+        """
         parts = [tensor[block].reshape(-1).view(torch.uint8) for tensor in self.tensors()]
         return torch.cat(parts).cpu().numpy().tobytes()
 
@@ -127,7 +130,9 @@ class KVCache:
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the cache row of each head of each token.
+    """Return the cache rows in which the keys or values of some tokens are stored.
+
+    Each token has one row for each head.
 
     A row is one vector of the cache, viewed as [..., dim].
 
@@ -146,7 +151,9 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Return the cache row of each head of each block.
+    """Return the cache rows that contain the keys or values of some blocks.
+
+    Each block has one row for each head.
 
     A row contains the keys or values of one head in one block. The cache is viewed as
     [..., block_size * dim].

@@ -34,7 +34,9 @@ class LayerWindow:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The properties of one attention call in a forward pass, as the probe recorded them.
+    """The properties of one attention layer of a model.
+
+    The properties are recorded when the probe runs the model once.
 
     The n-th call of every forward pass belongs to the same layer. The attribute `layer_idx` of
     transformers' modules is not correct in all models, so it is not used.

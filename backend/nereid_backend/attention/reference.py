@@ -102,8 +102,9 @@ def _prefill_keys(
     """
     query, key, value = inputs
     number, spec = layer
-    # If the cache stores rounded keys and values, even the new ones are read back from the cache.
-    # The answer then does not depend on how the prompt was divided into chunks.
+    # If the cache stores rounded numbers, the new keys and values are also read from the cache.
+    # Attention then uses the same rounded numbers for every division of the prompt into chunks, so
+    # the answer does not depend on the chunks.
     is_exact = cache.keys[number].dtype == query.dtype
     if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
@@ -170,7 +171,7 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a batch of sequences: scores, softmax in float32, weighted values.
+    """Compute the attention of some sequences from its definition, with the softmax in float32.
 
     Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
     broadcastable to [n, 1, q, k] float32. The result is [n, num_heads, q, value_dim].

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache with 8 bits for each number: half the memory of bfloat16, a quarter of float32.
+"""A KV cache that stores each number in 8 bits.
+
+The cache needs half of the memory of bfloat16 and a quarter of the memory of float32.
 
 Each key vector and each value vector has its own factor, so a stored vector does not depend on the
 other vectors of its block. int8_cache.py and float8_cache.py define the meaning of the 8 bits.
@@ -16,7 +18,9 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """A KV cache that stores each vector as 8-bit numbers and the factor that restores the vector.
+    """A KV cache that stores each vector as 8-bit numbers and one factor.
+
+    The stored numbers times the factor are the restored vector.
 
     Attributes:
         stored_dtype: the data type of the stored tensors. Zero must consist of zero bits.
@@ -52,7 +56,7 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert vectors to 8 bits, and return them with the factor of each vector.
+        """Round vectors to 8-bit numbers. Return these numbers and one factor for each vector.
 
         Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
 

@@ -33,7 +33,7 @@ def serving(forward: PagedForward) -> Iterator[None]:
 
 
 class TracedForward:
-    """The attention of a model while torch traces it: each call becomes a call of the operator."""
+    """Calls the operator `paged_attend` for each attention layer while torch traces a model."""
 
     def __init__(self) -> None:
         """Create an instance for one forward pass."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for GPUs with weights of 8-bit floating point numbers (e4m3).
+"""Linear layers for GPUs. The weights are 8-bit floating point numbers (e4m3).
 
 The weights take half of the memory of bfloat16. Each call also rounds its input to e4m3, because
 the GPU multiplies two matrices of e4m3. If the device supports it, each output of the weight and
@@ -92,7 +92,9 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method of multiplying e4m3 matrices that works on a device, or None.
+    """Return the most accurate method that multiplies e4m3 matrices on a device.
+
+    Return None if no method works on the device.
 
     Each method is tried on a small product and compared with the exact result.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs whose weights are integers of 4 or 8 bits with a scale for each group.
+"""Linear layers for CPUs. The weights are 4-bit or 8-bit integers with a scale for each group.
 
 A group is `group_size` consecutive weights of one output. Its weights are
 
@@ -89,7 +89,8 @@ class GroupedLinear(nn.Linear):
         layer = cls(1, 1, bias=False)
         layer.in_features = in_features
         layer.out_features = out_features
-        # One number, expanded to the shape of the weight, takes no memory.
+        # All elements of the expanded tensor share one number in memory, so the tensor takes almost
+        # no memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -117,7 +118,8 @@ class GroupedLinear(nn.Linear):
         num_groups = -(-in_features // used_size)
 
         def panels(of_groups: Tensor) -> Tensor:
-            # The last given group may be incomplete and then has fewer than `repeats` parts.
+            # The last group may be incomplete. It then needs fewer than `repeats` copies, and the
+            # slice drops the surplus copies.
             repeated = of_groups.repeat_interleave(repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
@@ -243,14 +245,17 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
-    """Return the integers of `pack_values` as uint8 [panels * 16, padded inputs]."""
+    """Return the integers that `pack_values` packed, as uint8 [panels * 16, padded inputs]."""
     if bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
     return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
 
 
 def _panels_of_groups(of_groups: Tensor) -> Tensor:
-    """Return [out_features, groups] as [panels, groups, 16], padded with zeros."""
+    """Rearrange scales or zeros from [out_features, groups] to [panels, groups, 16].
+
+    A panel contains 16 outputs. The last panel is padded with zeros.
+    """
     padded = functional.pad(of_groups, (0, 0, 0, -of_groups.shape[0] % LANES))
     return padded.view(-1, LANES, of_groups.shape[1]).transpose(1, 2).contiguous()
 
@@ -276,7 +281,7 @@ def _used_group_size(group_size: int, in_features: int) -> int:
 def _check(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
 ) -> None:
-    """Raise ValueError if the arguments of `GroupedLinear.from_quantised` do not match."""
+    """Raise ValueError if `GroupedLinear.from_quantised` cannot accept its arguments."""
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, but the value is {bits}.")
     if values.dtype not in (torch.int8, torch.uint8):

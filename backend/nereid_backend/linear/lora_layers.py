@@ -71,7 +71,10 @@ class _Joined:
 
     @classmethod
     def of(cls, pairs: list[LayerPair | None]) -> Self:
-        """Join the matrices of adapters. An adapter that keeps the layer unchanged is None."""
+        """Join the matrices of adapters for one linear layer.
+
+        An item of `pairs` is None if the adapter does not change the layer.
+        """
         present = [pair for pair in pairs if pair is not None]
         layers = nn.ModuleList(
             [
@@ -91,7 +94,7 @@ class LoraLayers:
     """The adapters in memory, and the hooks of the linear layers that the adapters change."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create the layers of a model, without adapters."""
+        """Create an instance for a model. The instance contains no adapters yet."""
         self._model = model
         self._device = next(model.parameters()).device
         self._weights: dict[Adapter, AdapterWeights] = {}
@@ -102,7 +105,7 @@ class LoraLayers:
         # The adapter of each row of the running step, as an index in `_adapters`; -1 for rows
         # without an adapter. None outside of a step with adapters.
         self._owners: Tensor | None = None
-        # The masks of the running step, by the ranks of the adapters.
+        # The masks of the running step; see `_mask`. The keys are the ranks of the adapters.
         self._masks: dict[tuple[int, ...], Tensor] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
@@ -110,7 +113,7 @@ class LoraLayers:
         return adapter in self._weights
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter. Every name in `weights` is a linear layer."""
+        """Store the matrices of an adapter. The keys of `weights` are names of linear layers."""
         self._weights[adapter] = weights
         for name in weights:
             if name not in self._hooks:
@@ -127,7 +130,7 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Add the product of each chunk's adapter to the layers' outputs while the context is open.
+        """Apply each chunk's adapter to the rows of the chunk while the context is open.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
@@ -153,13 +156,13 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """Add the products of one adapter to all rows of all layers while the context is open."""
+        """Apply one adapter to all rows of every forward pass while the context is open."""
         if adapter is None:
             yield
             return
         if self._adapters != (adapter,):
             self._join((adapter,))
-        # One owner is broadcast to any number of rows.
+        # All rows use the adapter with the index 0. One element is broadcast to all rows.
         self._owners = torch.zeros(1, dtype=torch.int64, device=self._device)
         try:
             yield
@@ -182,7 +185,7 @@ class LoraLayers:
         )
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of some adapters for each layer."""
+        """Join the matrices of some adapters, separately for each linear layer."""
         # The old matrices are freed first, so that they are never in memory with the new matrices.
         self._joined = {}
         self._adapters = adapters
@@ -201,12 +204,13 @@ class LoraLayers:
             return
         down, up = joined.down, joined.up
         hidden = down(inputs[0].reshape(-1, down.in_features).to(down.weight.dtype))
-        # Multiplying by zero would not remove NaN and infinity of another request's row.
+        # Set the numbers to 0 instead of multiplying them by 0, because NaN and infinity times 0
+        # are NaN.
         hidden.masked_fill_(self._mask(joined.ranks), 0)
         output.view(-1, up.out_features).add_(up(hidden))
 
     def _mask(self, ranks: tuple[int, ...]) -> Tensor:
-        """Return a mask of the products that do not belong to the adapter of their row.
+        """Return a mask that hides the results of adapters that a row does not use.
 
         Example: the rows have the adapters [0, 1], and `ranks` is (1, 2). The mask is
         [[False, True, True], [True, False, False]].

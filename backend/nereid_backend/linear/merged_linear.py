@@ -56,7 +56,7 @@ class _Group:
         layers.
         """
         self._sizes = [layer.out_features for layer in layers]
-        # The outputs of the last product, and its input. `take` removes an output.
+        # The input of the last product, and its outputs. `take` removes an output.
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._is_native = isinstance(layers[0], NativeLinear)
@@ -93,7 +93,7 @@ class _Group:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # The stored outputs are valid only for this tensor object; see `take`.
+        # `take` returns the stored outputs only if its argument is this tensor object.
         self._input = x
         self._parts = list(torch.split(output, self._sizes, dim=-1))
 
@@ -231,7 +231,7 @@ def _can_merge(last: _Call, call: _Call) -> bool:
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the tensor that contains a layer's weights, in the order of the outputs."""
+    """Return the weight tensor of a layer. Its first dimension follows the order of the outputs."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in a C++ kernel (cpu_linear.cpp), for CPUs with AVX2 or 512-bit vectors.
+"""Linear layers that use a C++ kernel (cpu_linear.cpp) on CPUs with AVX2 or 512-bit vectors.
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
 is limited by reading the weights. The layout of the weights is the same for any number of rows. The

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs linear layers: converts the weights once after loading into the layout of CPU kernels.
+"""Packs linear layers for CPUs. Packing converts each weight once into the kernels' layout.
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
 every processor. The library also converts the layout of the weight in every call. Packed layers
@@ -87,7 +87,10 @@ def shared_weights(model: nn.Module) -> set[int]:
 
 
 def free_weight(layer: nn.Linear) -> None:
-    """Replace a layer's weight by NaN values of the same shape, which take no memory.
+    """Replace a layer's weight by a placeholder that takes almost no memory.
+
+    The placeholder has the shape of the weight. All its elements are NaN and share one number in
+    memory.
 
     Mutates: layer.
     """
@@ -107,7 +110,7 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
-    """Convert one layer, and return whether this was possible.
+    """Convert one layer if possible, and return whether the layer was converted.
 
     Args:
         layer: the layer. Mutated.

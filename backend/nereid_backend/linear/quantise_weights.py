@@ -71,7 +71,9 @@ def quantise_linears(model: nn.Module, bits: int) -> int:
 
 
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Return a weight [out_features, in_features] as integers with scales and zeros by group.
+    """Convert a weight [out_features, in_features] to integers, with a scale for each group.
+
+    With 4 bits, each group also has a zero.
 
     Example: with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
@@ -102,8 +104,8 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     """Quantise some rows of a float32 weight, [num_rows, in_features]; see `quantise_weight`."""
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
-    # [num_rows, groups, size]. The padding of the last group does not change its scale, because the
-    # range of numbers of every group includes 0.
+    # [num_rows, groups, size]. The last group is padded with zeros. Zeros do not change the scale
+    # of a group, because the range of every group is extended to contain 0.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
     # `_as_float16` replaces scales of 0, so that no number is divided by 0.
@@ -122,7 +124,7 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def _as_float16(scales: Tensor) -> Tensor:
-    """Return scales that float16 represents exactly, as float32.
+    """Round float32 scales to values that float16 represents exactly.
 
     The integers are computed with the rounded scales, so the rounding adds no error.
     """

@@ -52,7 +52,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(plan: StepPlan) -> Sampling:
-    """Return the positions at which tokens are sampled in the step of a plan.
+    """Return the positions at which the step `plan` samples tokens.
 
     Example: the first chunk has 1 logit and no draft tokens, and the second chunk has 3 logits and
     the draft tokens [8, 9]. The result has 4 positions, with the draft tokens [], [], [8] and

@@ -98,11 +98,13 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # The kind of the logits is the index of the row modulo 4. Kind 0 has the random logits.
+    # There are four kinds of logits. The rows 0, 4, 8 and 12 keep the random logits, and the lines
+    # below change the other rows.
     logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
-    # The kind of the parameters is the index of the row divided by 4.
+    # There are four kinds of sampling parameters. The rows 0 to 3 have the first kind, the rows 4
+    # to 7 have the second kind, and so on.
     kind = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[kind],
@@ -116,7 +118,7 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return the number of tokens of a test batch that differ from the reference implementation."""
+    """Return the number of rows of a test batch for which the kernel gives a wrong result."""
     logits, batch = _test_batch()
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)

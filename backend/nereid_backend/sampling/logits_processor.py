@@ -215,7 +215,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
-    """Return the bad words of several tokens (see LogitsParams.bad_words)."""
+    """Return the bad words that consist of several tokens; see `LogitsParams.bad_words`."""
     words: dict[int, list[tuple[list[int], int]]] = {}
     for *before, last in params.bad_words_token_ids:
         if before:
@@ -249,7 +249,7 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the row of the caches that belongs to a position's sequence.
+    """Return the row in which the caches store the data of a position's sequence.
 
     A sequence outside a scheduler has no row. For such a sequence, the index of the position in the
     step is used. The caches compare the owner of a row with the sequence, so two sequences never

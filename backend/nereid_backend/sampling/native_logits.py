@@ -139,7 +139,7 @@ def _with_contiguous_rows(logits: Tensor) -> Tensor:
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments that describe the logits. They come first in the call of each kernel.
+    """Return the arguments that describe the logits and come first in every kernel call.
 
     The arguments are: whether the dtype is bfloat16, the address, the number of rows, the distance
     between two rows, and the size of the vocabulary.

@@ -34,7 +34,7 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _CountedTokens:
-    """The counted tokens of one request, and where the counts are stored.
+    """The state of counting the tokens of one request.
 
     Attributes:
         owner: the request.
@@ -48,7 +48,9 @@ class _CountedTokens:
 
 
 class TokenCounts:
-    """The distinct tokens of the requests' texts and their counts, with one row for each request.
+    """Counts how often each token occurs in the output of each request.
+
+    Each row of the tables belongs to one request.
 
     All rows have the same width. The unused end of a row repeats the row's first token and its
     count. A write to all elements of a row therefore writes equal values for equal tokens.
@@ -63,7 +65,9 @@ class TokenCounts:
     def tokens_and_counts(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the distinct tokens before each position, and their counts in the output.
+        """Return the distinct tokens before each position, and the count of each token.
+
+        A count is the number of times that the token occurs in the output.
 
         Tokens that occur only in the prompt have the count 0. They are included only if the request
         has a repetition penalty. Example: a request with a repetition penalty, the prompt [5, 7]
@@ -88,7 +92,8 @@ class TokenCounts:
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
-                # Draft tokens may be rejected, so they are counted only in the copies of the rows.
+                # Count the draft tokens only in `ids` and `counts`, which are copies. The tables
+                # stay unchanged, because draft tokens may be rejected.
                 columns = dict(self._requests[rows[index]].columns)
                 _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts

@@ -27,15 +27,15 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 # The number of likeliest tokens that are examined first. These tokens usually include all tokens
 # that top_k and top_p keep.
 _LIKELIEST = 64
-# On a GPU, uncertain rows are sampled again later, and the next step may have started with a wrong
-# token and must then be discarded. Examining more tokens costs little there, so this number of
-# tokens replaces _LIKELIEST.
+# On a GPU, this number replaces _LIKELIEST. Uncertain rows are sampled again only when the next
+# step may already be running. If the new token differs, the next step is discarded. Examining more
+# tokens makes uncertain rows rare, and costs little time on a GPU.
 _LIKELIEST_DEFERRED = 512
-# On a CPU, a row with a flat distribution gets a second attempt with this number of tokens. The CPU
-# kernel finds them in a third of the time that sorting all tokens takes.
+# On a CPU, a second attempt examines this number of likeliest tokens. Finding these tokens takes
+# the CPU kernel a third of the time that sorting all tokens takes.
 _LIKELIEST_SECOND = 2048
-# The second attempt is made only if the tokens of the first attempt have at least this total
-# probability.
+# A row gets a second attempt only if the tokens that its first attempt examined have at least this
+# total probability. For a flatter distribution, the second attempt is unlikely to suffice.
 _MIN_TOTAL_PROB = 0.4
 
 
@@ -103,7 +103,7 @@ class UncertainRows(NamedTuple):
 
 
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row with the row's random number.
+    """Sample one token for each row. The random number of the row selects the token.
 
     The filters are applied in the order temperature, min_p, top_k, top_p.
 
@@ -166,7 +166,7 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def _sample_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample one token for each row. The rows have at least one of top_k, top_p and min_p.
+    """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
     If the filters may keep other tokens, too, the row is uncertain and is sampled again from all
@@ -181,7 +181,8 @@ def _sample_filtered(
         return token_ids, is_certain
     token_ids, is_certain, total_probs = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
-        # The second attempt examines more tokens, but not all. It is skipped for very flat rows.
+        # A second attempt examines more of the likeliest tokens. Rows with a very flat distribution
+        # get no second attempt.
         rows = (~is_certain & (total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
         if len(rows) > 0:
             token_ids[rows], is_certain[rows], _ = _sample_from_likeliest(
@@ -213,7 +214,8 @@ def _sample_from_likeliest(
     else:
         probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
     threshold, is_certain = _smallest_kept_prob(probs, batch)
-    # The random number selects from the tokens in the order of the vocabulary.
+    # Sort the examined tokens by id, because the random number selects a token in the order of the
+    # vocabulary.
     token_ids, order = token_ids.sort(dim=-1)
     weights = (probs * (probs >= threshold)).gather(1, order)
     sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
@@ -221,7 +223,7 @@ def _sample_from_likeliest(
 
 
 def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return the probability below which the filters remove tokens, for each row.
+    """Return a threshold for each row. The filters remove tokens below the threshold.
 
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three, whose
     sum is 0.95. With top_p=0.8, the remaining tokens must sum to at least 0.8 * 0.95 = 0.76, so the
@@ -247,13 +249,13 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
-    # Tokens whose probability equals the threshold are kept, too. If the least likely token in
-    # `probs` reaches the threshold, tokens outside `probs` may reach the threshold as well.
+    # The row is certain only if the least likely token in `probs` is below the threshold.
+    # Otherwise, tokens outside `probs` may also reach the threshold, and would be kept.
     return threshold, is_certain & (smallest < threshold)
 
 
 def _floor(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return the probability below which top_k and min_p remove tokens, for each row.
+    """Return a threshold for each row. top_k and min_p remove tokens below the threshold.
 
     Args:
         probs: [n, width], the largest probabilities of each row in descending order.
@@ -276,7 +278,7 @@ def _floor(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row from all tokens, after min_p, top_k and top_p."""
+    """Apply min_p, top_k and top_p to all tokens of each row, and sample one remaining token."""
     vocab_size = probs.shape[1]
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
@@ -296,7 +298,10 @@ def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
-    """Return the numbers of the rows as a column [n, 1] on the device of `like`."""
+    """Upload one number for each row, and return the numbers as a column [n, 1].
+
+    The column is on the device of `like`.
+    """
     return upload(values, like.device)[:, None]
 
 
@@ -321,7 +326,7 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Return the probabilities, with 0 for all tokens except the `top_k` [n] likeliest of each row.
+    """Set the probabilities of all but the `top_k` likeliest tokens of each row to 0.
 
     Tokens that are as likely as the least likely of the kept tokens are kept, too. Example: top_k=2
     turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
@@ -339,8 +344,9 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total.
-    # An equivalent condition is that the token and all less likely tokens sum to more than `rest`.
+    # A token belongs to the nucleus if the probabilities of all likelier tokens sum to less than
+    # top_p times the total. The probabilities of the token itself and of all less likely tokens
+    # then sum to more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= ascending.gather(1, first))

@@ -43,7 +43,7 @@ class RankedRows(NamedTuple):
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Return the log-probabilities of each row, from copies of the three tensors on the CPU."""
+        """Return the log-probabilities of each row. The arguments are CPU copies of `tensors`."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(
@@ -70,7 +70,9 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 def rank_tokens(
     logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
-    """Compute the log-probability and rank of one token in each row, and the likeliest tokens.
+    """Compute the log-probability and the rank of the given token of each row.
+
+    Also find the likeliest tokens of each row and their log-probabilities.
 
     The host does not wait for a GPU.
 

@@ -56,7 +56,7 @@ class SampledTokens:
 
 
 class _SliceInputs(NamedTuple):
-    """The inputs of sampling at consecutive positions of a step, except the logits.
+    """The inputs for sampling at consecutive positions of a step, without the logits.
 
     Attributes:
         start: the index of the first position in the step.
@@ -77,7 +77,10 @@ class _SliceInputs(NamedTuple):
         return _true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "_SliceInputs":
-        """Return the inputs of the positions at `indices`. The result's `start` is not used."""
+        """Return the inputs for the positions at `indices`.
+
+        The result is no range of the step, so its `start` has no meaning.
+        """
         positions = [self.positions[i] for i in indices]
         masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}
         return _SliceInputs(0, positions, self.params[indices], masks)
@@ -99,7 +102,9 @@ class _SampledRows(NamedTuple):
 
 
 class _PendingSlice(NamedTuple):
-    """The results of sampling at consecutive positions of a step, on the device.
+    """The results of sampling some positions of a step. The results are still on the device.
+
+    The positions are consecutive.
 
     Attributes:
         inputs: the positions and their settings.
@@ -117,14 +122,14 @@ class _PendingSlice(NamedTuple):
 
 
 class PendingTokens:
-    """Sampled tokens whose copy from the device to the host has been launched.
+    """The sampled tokens of a step, while they are copied from the device to the host.
 
     Attributes:
         token_ids: [num_positions] int64, on the device.
     """
 
     def __init__(self, sampler: "Sampler", parts: list[_PendingSlice]) -> None:
-        """Launch the copies of the results of all slices.
+        """Start to copy the results of all slices to the host.
 
         Args:
             sampler: the sampler, which samples uncertain rows again.
@@ -139,7 +144,7 @@ class PendingTokens:
             sampled = _SampledRows(*map(torch.cat, columns))
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # The copies of the tensors that only some slices have; None for the other slices.
+        # A slice may lack these tensors. The lists contain None for such a slice.
         self._ranked_copies = [
             None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
         ]
@@ -172,7 +177,7 @@ class PendingTokens:
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample the uncertain rows of all slices again. Mutates: `sampled_tokens`."""
+        """Sample those rows again whose tokens may be wrong. Mutates: `sampled_tokens`."""
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
@@ -379,7 +384,8 @@ def _sample_rows(
     batch = SamplingBatch.of([inputs.positions[i] for i in random_rows], inputs.params[index])
     sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
-        # `uncertain.rows` contains indices of the random rows. Convert them to indices of all rows.
+        # `uncertain.rows` contains indices into `random_rows`. Convert them to indices into all
+        # rows.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
     return token_ids.index_copy(0, rows, sampled_ids), uncertain
 

@@ -41,7 +41,7 @@ SamplingRows = NDArray[np.void]
 
 
 class SamplingTable:
-    """The sampling parameters of running sequences, each in the row of its sequence.
+    """The sampling parameters of all running sequences. Each sequence has its own row.
 
     A row is written when a sequence is first read in that row. The row then stays unchanged until
     another sequence gets the row, because the parameters of a request never change.

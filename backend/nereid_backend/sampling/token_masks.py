@@ -39,7 +39,7 @@ _WORTH_A_THREAD_S = 5e-4
 _SEQUENCES_PER_JOB = 8
 # The largest number of threads that fill masks.
 _MAX_THREADS = 4
-# The weight of the newest step in the moving average of the time that one mask takes.
+# The moving average `_seconds_per_mask` gives this weight to the newest step.
 _NEWEST_WEIGHT = 0.2
 
 # One byte of a mask belongs to 8 logits. For each value of the byte, the table contains the 8
@@ -80,7 +80,7 @@ class MaskingGuide(Guide, Protocol):
         """
 
     def forced(self) -> list[int]:
-        """Return the next tokens that have no alternative; empty if several tokens are allowed."""
+        """Return the tokens that the grammar requires next; [] if several tokens are allowed."""
 
 
 def guide_of(sequence: Sequence) -> MaskingGuide | None:
@@ -90,7 +90,7 @@ def guide_of(sequence: Sequence) -> MaskingGuide | None:
 
 @dataclass(slots=True)
 class StepMasks:
-    """The token masks of the positions of a step.
+    """The token masks of one step.
 
     Attributes:
         by_position: a mapping from the index of a position to its mask. Every token is allowed at
@@ -118,7 +118,7 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """Masks that are filled in a thread, or later by a call of `result`."""
+    """A job that fills masks, either in another thread or when `result` is called."""
 
     def result(self) -> StepMasks:
         """Return the masks when they are filled."""
@@ -162,7 +162,7 @@ class _FillJob:
         return masks
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Return the indices of the sequences' first positions, grouped by the class of the guide.
+        """Group the first position of each sequence by the class of the sequence's guide.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -176,7 +176,7 @@ class _FillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of the first positions of sequences.
+        """Fill one mask for each sequence: the mask of the sequence's first position.
 
         Args:
             guide_class: the class of the guides at these positions.
@@ -191,15 +191,16 @@ class _FillJob:
                 masks.by_position[index] = self.buffer[row]
 
     def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
-        """Fill the mask of one position, or store the error of its guide. Mutates: masks."""
+        """Fill the mask of one position. If the guide fails, store the error. Mutates: masks."""
         try:
             self._fill_first(guide_class, [index], masks)
         except Exception as error:  # noqa: BLE001
-            # The grammar library may raise any exception. Only the request of this guide ends.
+            # The grammar library may raise any exception. The exception ends only the request whose
+            # grammar failed.
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks of the positions after the draft tokens of one sequence. Mutates: masks.
+        """Fill the masks that follow the draft tokens of one sequence. Mutates: masks.
 
         Stop at the first draft token that the grammar does not allow. The mask of the position
         before that token forbids the token, so the results of the later positions are discarded.
@@ -219,7 +220,8 @@ class _FillJob:
                 if guide.fill(mask):
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
-            # The grammar library may raise any exception. Only the request of this guide ends.
+            # The grammar library may raise any exception. The exception ends only the request whose
+            # grammar failed.
             self._store_error(group[0], error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
@@ -332,7 +334,7 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
 
 
 def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Return the same logits as `_with_masks_on_cpu`, for a GPU."""
+    """Compute the result of `_with_masks_on_cpu` for logits on a GPU."""
     device = logits.device
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1

@@ -38,12 +38,15 @@ def weight_bits(values, max_logit, factor):
 
 @triton.jit
 def fixed_point(bits):
-    """Convert weights from the bits of float32 numbers into units of 2 ** -40.
+    """Convert weights from float32 bit patterns to fixed-point numbers.
+
+    The unit of a fixed-point number is 2 ** -40.
 
     The result is int64, rounded down. Example: the weight 0.5 gives 2 ** 39.
     """
-    # A float32 number has 23 bits of mantissa after its leading 1, and an exponent plus 127. The
-    # mantissa is shifted so that the weight 1 becomes 2 ** 40.
+    # The bits of a float32 number contain the exponent plus 127, and 23 bits of the mantissa. The
+    # leading 1 of the mantissa is not stored, so it is added here. The mantissa is then shifted so
+    # that the weight 1 becomes 2 ** 40.
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << (40 - 23)
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 
@@ -84,7 +87,7 @@ def search(
     logits, max_logit, factor, vocab_size, low, count, total, wanted,
     BY_COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the highest threshold, at least `low`, that keeps enough tokens.
+    """Find the highest threshold at which enough tokens remain. The search starts at `low`.
 
     With BY_COUNT, a threshold keeps enough if it keeps at least `wanted` tokens. Otherwise, the
     weights of the kept tokens must sum to at least `wanted`. `count` and `total` are the number of
@@ -101,7 +104,8 @@ def search(
     is_enough = count >= wanted if BY_COUNT else total >= wanted
     high = tl.where(is_enough, high, low + 1)
     while (high - low > 1) & (count - too_few > 1):
-        # Each pass leaves at most a third of the patterns and removes at least one.
+        # Each pass excludes at least one of the remaining thresholds, and leaves at most a third of
+        # them.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)
@@ -113,7 +117,8 @@ def search(
             is_1, is_2, is_3 = counts_1 >= wanted, counts_2 >= wanted, counts_3 >= wanted
         else:
             is_1, is_2, is_3 = sums_1 >= wanted, sums_2 >= wanted, sums_3 >= wanted
-        # Continue between the highest threshold that keeps enough and the next higher threshold.
+        # The highest threshold that keeps enough tokens becomes `low`, and the next higher
+        # threshold becomes `high`.
         too_few = of_highest_true(is_1, is_2, is_3, counts_1, counts_2, counts_3, too_few)
         high = of_highest_true(is_1, is_2, is_3, first, second, third, high)
         count = of_highest_true(is_1, is_2, is_3, count, counts_1, counts_2, counts_3)
@@ -146,7 +151,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
         bits = weight_bits(values, max_logit, factor)
         inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
-    # The loop ends after it has passed the tile with the token. Go back to that tile and search it.
+    # The tile that was read last contains the token. Read this tile again, and find the token.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
@@ -165,9 +170,9 @@ def sample_token(
     module's docstring).
     """
     factor = LOG2E / temperature
-    # The smallest threshold is the bit pattern 1, which excludes only the weight 0. A token with
-    # the weight 0 is never sampled. The weight of the likeliest token is 1, so the bit pattern of
-    # min_p itself is the threshold of min_p.
+    # Thresholds are the bit patterns of weights. The smallest threshold is 1, so tokens with the
+    # weight 0 are never sampled. min_p removes tokens whose weights are less than min_p times the
+    # largest weight. The largest weight is 1, so the bits of min_p are the threshold.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
@@ -224,7 +229,7 @@ def sample_kernel(
     max_logit = tl.max(column_max, 0)
     token = tl.min(tl.where(column_max == max_logit, columns_of_max, vocab_size), 0)
     raw_max = tl.max(raw_column_max, 0)
-    # A row that contains only -inf has no valid probabilities, either.
+    # The logits of a row are invalid if they contain NaN or +inf, or if all of them are -inf.
     is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):

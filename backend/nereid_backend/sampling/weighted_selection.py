@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects an index in each row of a matrix of weights with a random number."""
+"""Selects a random index in each row of a matrix. The elements of the matrix are the weights."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ _MIN_BLOCKS = 32
 
 
 def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Select an index in each row with the row's random number.
+    """Select one index in each row. The random number of the row determines the index.
 
     The result is the first index at which the cumulative weights exceed the random number times the
     sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
@@ -49,8 +49,9 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
     sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # Read the weights of the block. Each row reads as many weights as the last block has, because
-    # all rows of a tensor have the same length. Weights beyond the end of another block become 0.
+    # Read the weights of the selected block. The last block can be longer than the others, but all
+    # rows of a tensor must have the same length. Each row therefore reads as many weights as the
+    # last block has. In the other blocks, the weights after the end of the block are set to 0.
     last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
     block_weights = weights.gather(1, columns)
@@ -67,7 +68,8 @@ def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
 def _search(cumulated: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
     total = cumulated[:, -1:]
-    # Rounding could make the target equal to the total, but no cumulative sum is above the total.
+    # Rounding can make the target equal to the total. No cumulative sum would then be above the
+    # target, so the target is limited to the next number below the total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
     return index.clamp_(max=cumulated.shape[1] - 1)

@@ -26,7 +26,7 @@ COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
 # The compiler needs about 10 seconds, but a busy machine can take several minutes.
 _TIMEOUT_S = 900
-# The largest number of characters of the compiler's output in an error message.
+# An error message contains at most this number of characters of the compiler's output.
 _MAX_OUTPUT = 500
 
 

@@ -33,7 +33,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The number of tokens of a block that the kernels compute at once.
+# The kernels compute this number of tokens at once. The block size must be a multiple of it.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -83,7 +83,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 class CpuKVCache(KVCache):
-    """A KV cache whose keys are transposed within their block, as the kernels read them.
+    """A KV cache in the layout that the CPU kernels read. The keys of each block are transposed.
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
@@ -108,8 +108,8 @@ class CpuKVCache(KVCache):
         # arguments.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # A view of another shape is enough to change the layout, because the memory contains only
-        # zeros.
+        # Give the tensors the shape of transposed keys. The numbers need not be rearranged, because
+        # all of them are 0.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
@@ -178,8 +178,9 @@ class CpuKVCache(KVCache):
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, dim, size = keys.shape
-        # The numbers of one key are not contiguous. The key of row r is in part r // size of the
-        # view below, at the place r % size.
+        # The keys are transposed, so the numbers of one key are not contiguous. In the view below,
+        # the first index selects a block and a head, and the last index selects a token of the
+        # block. Row r has the first index r // size and the last index r % size.
         keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -230,8 +231,8 @@ def attend(
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        # The first call has stored the keys and values of all tokens. The later calls must not
-        # store them again.
+        # The first call has stored the keys and values of all tokens. With num_tokens = 0, the
+        # calls for the other groups of decodes store nothing.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
@@ -248,7 +249,9 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batch: AttentionBatch
 ) -> Iterator[None]:
-    """Let compiled models in this thread call the kernels for one step, until the context ends.
+    """Let compiled models call the kernels for the step `batch` while this context is open.
+
+    Only the models that run in this thread use the step.
 
     Args:
         cache: receives the keys and values of the step. Mutated.
@@ -290,7 +293,10 @@ def _native_rows(tensor: Tensor) -> NativeRows:
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return a step in the form that the kernels read. The result is cached in the batch."""
+    """Return the metadata of a step as the struct that the kernels read.
+
+    The struct is built once and stored in `batch.device_rows`.
+    """
     step = batch.device_rows
     if not isinstance(step, _NativeStep):
         step = batch.device_rows = _make_native_step(batch)

@@ -131,7 +131,9 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
 
 
 def _openmp() -> str | None:
-    """Return the path of the OpenMP library that torch has loaded, or None if it is not libgomp.
+    """Return the path of the OpenMP library libgomp that torch uses.
+
+    Return None if torch uses no libgomp, or if the libraries of the process are not known.
 
     The kernels use the same library. A second OpenMP library in the process would start a second
     set of threads, which would compete with torch's threads for the same cores.

@@ -19,8 +19,9 @@ MAX_SPLITS = 128
 # A part has at least this number of tiles, because every part also reads the query and adds a row
 # to the reduction.
 _MIN_TILES = 2
-# The number of programs that a decode launch has for each multiprocessor, if there is enough work.
-# With this number, the last programs end at about the same time.
+# A decode launch should have this number of programs for each multiprocessor. A step with few
+# tokens has fewer programs. With several programs for each multiprocessor, all multiprocessors
+# finish at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
 # A launch that a CUDA graph captures may have this many times the programs of a launch for one
 # step. The graph also serves steps in which one sequence is much longer than the others.

@@ -29,7 +29,8 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
-# A function that returns how many milliseconds its argument, another function, needs on the device.
+# A timer calls its argument, which is a function. The timer returns the duration of the call on the
+# device, in milliseconds.
 Timer = Callable[[Callable[[], object]], float]
 
 # A library is used only if it takes at most this share of the time that the project's kernels take.
@@ -121,14 +122,17 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 def _why_wrong(
     backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
 ) -> str | None:
-    """Return the reason why a library failed or gave wrong results; None if they are correct."""
+    """Check the results of a library. Return the reason why they are wrong, or None.
+
+    If the library fails, return the error.
+    """
     step = _CHECKED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)
     try:
         gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
-        # The trial of a library ends here, and the library can fail in any way. The project's
-        # kernels are used instead.
+        # A library may raise any exception. The exception ends only the check of this library, and
+        # the library is not used.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 

@@ -95,7 +95,9 @@ def store_layer(
     cache: GpuKVCache,
     batch: AttentionBatch,
 ) -> None:
-    """Store the keys and values of one packed step in one layer; shapes as in `attend`.
+    """Store the keys and values of one step in the KV cache of one layer.
+
+    The shapes are those of the arguments of `attend`.
 
     Mutates: cache.
     """
@@ -181,7 +183,7 @@ def _largest_dim(spec: LayerSpec) -> int:
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return the layout that adds the tiles of prefills to the uploads of a model's steps.
+    """Return a `StepLayout` with the prefill tilings of all attention layers of a model.
 
     Args:
         cache: the KV cache of the model.

@@ -85,7 +85,7 @@ class PrefillRows:
 
 @dataclass(slots=True)
 class GpuBatch:
-    """A step as the GPU kernels read it.
+    """The metadata of one step in the form that the GPU kernels read.
 
     Attributes:
         decodes: the decodes; None if the step has none.
@@ -109,7 +109,9 @@ class GpuBatch:
 
 
 class Tiling(NamedTuple):
-    """The division of prefills into tiles. It is equal for layers with the same window and kernel.
+    """The parameters that determine how prefills are divided into tiles.
+
+    Layers with the same window and the same kernel have equal tilings.
 
     Attributes:
         num_queries: the largest number of new tokens of a tile.
@@ -183,7 +185,7 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings whose tiles are uploaded with each step."""
+        """The tilings of a model's layers, whose tiles are uploaded with each step."""
         return self._tilings
 
 

@@ -14,8 +14,8 @@ from nereid_backend.attention.layers import LayerSpec
 _LOG2E = math.log2(math.e)
 # The smallest dimension of a matrix product in the Triton language.
 _MIN_PRODUCT = 16
-# Keys of at most this size are padded and not divided, because a second matrix product would cost
-# more time than the padding.
+# Keys up to this size are padded. Larger keys are divided into two parts, and each part needs its
+# own matrix product. For small keys, a second matrix product takes more time than padding.
 _MAX_PADDED_KEY = 32
 
 
@@ -90,12 +90,12 @@ class AttentionCall:
         return {"HAS_WINDOW": window.size is not None, "HAS_CHUNK": window.chunk is not None}
 
     def value_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the size of a value."""
+        """Return the kernel constants that describe the size of a value vector."""
         dim = self.spec.value_dim
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the cache and how a key is divided.
+        """Return the kernel constants that describe the cache and the two parts of a key.
 
         A key is divided into MAIN numbers, padded to DIM, and REST numbers, padded to REST_PADDED,
         because the kernels pad to powers of two. Examples: 192 numbers are divided into 128 and 64.

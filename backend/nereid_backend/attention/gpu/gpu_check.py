@@ -32,9 +32,9 @@ _PREFILLS = ((0, 40), (140, 20))
 # window that is wrong by one token gives a difference above 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
-# The largest accepted rounding error of a number in an e4m3 cache: a sixteenth of the number, or
-# 2**-17 of the largest number of its vector if the stored number is subnormal. The factor 1.01
-# allows for numbers halfway between two stored numbers.
+# A number in an e4m3 cache may differ from the exact number by a sixteenth of the exact number. The
+# factor 1.01 allows for exact numbers halfway between two stored numbers. e4m3 stores small numbers
+# as subnormal numbers, so the difference may also be 2**-17 of the largest number of the vector.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
 # The largest accepted rounding error in an int8 cache, relative to the largest number of the
@@ -65,8 +65,8 @@ def why_not(
     try:
         check(kind, spec, block_size, dtype, device)
     except Exception as error:  # noqa: BLE001
-        # The check of a layer ends here, and a compiler or driver can fail in any way. The
-        # reference then computes the attention.
+        # A compiler or a driver may raise any exception. The exception ends only the check of this
+        # layer, and the reference implementation then computes the attention.
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
     return None
@@ -91,7 +91,7 @@ class Trial:
     sinks: Tensor | None
 
     def attend(self, backends: ChosenBackends = gpu_attention.GpuKVCache.backends) -> Tensor:
-        """Store the keys and values of the step, and compute its attention with these libraries.
+        """Store the keys and values of the step, and return the attention that `backends` compute.
 
         Mutates: the cache.
         """
@@ -161,7 +161,7 @@ def check(
 
 @torch.inference_mode()
 def compare(trial: Trial, computed: Tensor) -> float:
-    """Compare the attention, the stored keys and the stored values of a trial with the reference.
+    """Compare the stored keys, the stored values and the attention with the reference.
 
     Args:
         trial: the trial, after `Trial.attend`.
@@ -203,7 +203,9 @@ def _batch(
     decodes: Sequence[int],
     prefills: Sequence[tuple[int, int]],
 ) -> tuple[AttentionBatch, int]:
-    """Return a step whose sequences use scattered blocks, and the number of blocks.
+    """Return the metadata of a test step, and the number of blocks that the test step uses.
+
+    The blocks of each sequence are in random order.
 
     Args:
         block_size: tokens in one block.
@@ -225,7 +227,8 @@ def _batch(
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        # The number after the last block is the null block, which pads the tables.
+        # Pad the tables with the null block. The null block follows the last block, so its number
+        # is `num_blocks`.
         width = max(map(len, decode_tables))
         padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
         groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))
@@ -272,7 +275,10 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 def _stored(
     cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the step's keys and values from the cache, float32 and shaped as `written`."""
+    """Read the step's keys and values from the cache.
+
+    The results are float32 tensors with the shapes of the tensors in `written`.
+    """
     blocks = batch.slots // block_size
     places = batch.slots % block_size
     keys = cache.keys[0][blocks, :, places].transpose(0, 1).reshape(written[0].shape)
@@ -283,7 +289,7 @@ def _stored(
 def _check_written(
     cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
 ) -> None:
-    """Raise KernelError if the stored keys or values differ from the written ones by too much."""
+    """Raise KernelError if a stored key or value differs too much from the original."""
     for actual, expected in zip(stored, (tensor.float() for tensor in written), strict=True):
         largest = expected.abs().amax(-1, keepdim=True)
         allowed = torch.zeros_like(expected)

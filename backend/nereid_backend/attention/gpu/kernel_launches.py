@@ -91,7 +91,8 @@ def decode(
     if rows.longest is None:
         split_tokens, num_splits = decode_splits.split(*work)
     else:
-        # The kernel derives the number of tokens in a part from the longest sequence of each step.
+        # The kernel itself computes the number of tokens in a part each time the CUDA graph runs.
+        # The number depends on the longest sequence of the step.
         split_tokens = 0
         num_splits = decode_splits.captured_splits(*work)
     is_split = num_splits > 1

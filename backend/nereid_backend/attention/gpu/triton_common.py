@@ -30,7 +30,9 @@ def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the cache rows of some tokens of a sequence. The cache is viewed as [..., dim].
+    """Return the indices of the cache rows that contain some tokens of a sequence for one head.
+
+    The cache is viewed as a matrix of rows, [..., dim].
 
     blocks [n] are the block numbers of the positions places [n].
     """
@@ -42,7 +44,7 @@ def load_rows(
     base, rows, is_real, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the columns START to START + WIDTH of some rows, [n, PADDED], with zeros after WIDTH.
+    """Load the columns START to START + WIDTH of some rows, padded with zeros to [n, PADDED].
 
     With IS_MASKED, rows for which is_real is false are not read and contain zeros.
     """
@@ -142,7 +144,8 @@ def add_tile(
     products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # Without a token, new_top is -inf, and scores - new_top would be NaN.
+    # If a row has no token so far, new_top is -inf. The row gets the base 0, because a difference
+    # of infinities would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Decode attention: each sequence has one new token. Its keys are divided into parallel parts."""
+"""The attention of decodes. A decode is a sequence with one new token.
+
+The keys of a sequence are divided into parts, which different programs compute in parallel.
+"""
 
 import triton
 import triton.language as tl
@@ -19,7 +22,9 @@ from nereid_backend.attention.gpu.triton_common import (
 def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token attends to, and the start of that tile.
+    """Return the first position that the last token attends to.
+
+    Also return the start of the tile that contains this position.
 
     Example: with a length of 100, a window of 40 and tiles of 16 tokens, the result is 60 and 48.
     """
@@ -36,7 +41,7 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of tokens in a part, so that a sequence has at most max_splits parts.
+    """Return a part size in tokens that divides each sequence into at most max_splits parts.
 
     longest points at the length of the longest sequence of the step. A launch in a CUDA graph reads
     the length from memory, because a graph repeats the scalar arguments of the captured step.
@@ -44,7 +49,8 @@ def part_tokens(
     Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # The first part begins with a whole tile, so it can contain up to one tile before the window.
+    # The first part begins at the start of a tile. It can therefore contain up to TILE tokens that
+    # precede the window.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
@@ -72,7 +78,9 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr, READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of ROWS query heads with one key head, over one part of a sequence.
+    """Compute the attention of some query heads over one part of the keys of a sequence.
+
+    The ROWS query heads of a program share one key head.
 
     Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
     with the first tile that the token attends to, so keys before the window are not read. Each part
@@ -157,7 +165,9 @@ def reduce_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one sequence and head. Grid: (num_sequences, NUM_HEADS).
+    """Combine the partial results of one sequence and one head into the attention output.
+
+    Grid: (num_sequences, NUM_HEADS).
 
     Shapes: parts [num_sequences, NUM_HEADS, max_splits, VALUE_DIM] float32, weights_log
     [num_sequences, NUM_HEADS, max_splits] float32, out [num_tokens, NUM_HEADS, VALUE_DIM]. The

@@ -88,7 +88,9 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of ROWS // HEADS tokens, for HEADS query heads that share a key head.
+    """Compute the attention of one tile of a prefill, for some heads that share a key head.
+
+    A tile has ROWS // HEADS tokens, and one program computes HEADS query heads of the tile.
 
     Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), with all heads of a tile side by side.
     Row `token * HEADS + head` of a tile belongs to one token and one head, so that all heads of a
@@ -163,7 +165,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
-    # Rows without a token may have a total of 0, by which the result must not be divided.
+    # A row without a token may have the total 0. Its total becomes 1, so that the division below is
+    # valid.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

@@ -37,7 +37,9 @@ def store_rows(
     source, cache, scales, cells, is_head, head_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Copy some heads of one token into rows of a cache, viewed as [..., DIM].
+    """Copy some heads of one token into the cache.
+
+    The cache is viewed as a matrix of rows, [..., DIM].
 
     source points at the first of the heads, and head_stride leads from one head to the next. cells
     [n] are the rows of all n heads in the cache. Heads for which is_head is false are skipped.

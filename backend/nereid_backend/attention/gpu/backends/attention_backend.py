@@ -32,7 +32,7 @@ class Situation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of the attention of one layer in one step.
+    """The inputs from which one layer computes its attention in one step.
 
     The cache already contains the keys and values of the step.
 

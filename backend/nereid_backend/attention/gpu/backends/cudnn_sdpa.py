@@ -35,7 +35,7 @@ class CudnnSdpa:
         return first_refusal(spec, window=False, softcap=False)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
-        """Compute each prompt by one call; see `AttentionBackend.attend`."""
+        """Call cuDNN once for each prompt of the step; see `AttentionBackend.attend`."""
         assert inputs.new is not None, "a step of prompts has its keys and values"
         spec = inputs.call.spec
         with sdpa_kernel(self.implementation):

@@ -35,7 +35,8 @@ class FlashInferPrefill:
     def __init__(self) -> None:
         """Create a backend. The workspace and the wrappers are created on first use."""
         self._workspace: Tensor | None = None
-        # A wrapper keeps the plan of one step for one kind of layer.
+        # One wrapper of FlashInfer for each kind of layer. The method `plan` of a wrapper stores
+        # the metadata of a step in the wrapper.
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
@@ -59,14 +60,14 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Plan the prefills of a step for one kind of layer, and return the planned wrapper."""
+        """Pass the metadata of a step to the wrapper for one kind of layer. Return the wrapper."""
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
         prefills = inputs.batch.prefills
 
         def starts(counts: list[int]) -> Tensor:
-            """Return the start of each sequence in a list of all items, and the list's length."""
+            """Return the start of each sequence, and the total. Example: [2, 3] -> [0, 2, 5]."""
             return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
         query_starts = starts([prefill.end - prefill.start for prefill in prefills])

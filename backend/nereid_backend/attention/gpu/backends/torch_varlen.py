@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The metadata of n sequences in one call.
+    """The metadata of the n sequences that one call of torch's attention computes.
 
     Attributes:
         blocks: [n, width] int32, the block tables.
@@ -71,7 +71,7 @@ class TorchVarlen:
             self._attend_prefills(inputs, out)
 
     def _attend_decodes(self, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute each group of decodes in one call. Mutates: out."""
+        """Compute the attention of the decodes with one call for each group. Mutates: out."""
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
             sequences = _Sequences(

@@ -42,7 +42,7 @@ class Tuning:
     num_stages: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the kernels do not support a value."""
+        """Raise ConfigError if an attribute has a value that the kernels do not support."""
         if self.rows not in _TILE_SIZES or self.tile not in _TILE_SIZES:
             sizes = ", ".join(map(str, _TILE_SIZES))
             raise ConfigError(
@@ -155,7 +155,7 @@ class Device:
 
 
 def shared_bytes(capability: Capability) -> int:
-    """Return the shared memory that one program of a kernel can have, in bytes."""
+    """Return the largest amount of shared memory, in bytes, that one program can use."""
     if capability[0] in (9, 10, 11):
         return 227 * KIB
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
@@ -164,11 +164,11 @@ def shared_bytes(capability: Capability) -> int:
 # Pairs of the largest head size and the tile sizes, in ascending order.
 _Entries = tuple[tuple[int, Tuning], ...]
 
-# The tile sizes of GPUs without a measured table. The keys are the kernel, the bytes of one number
-# in the cache, and the class of the compute capability; see `_class_of`. The tile sizes were chosen
-# by compiling the kernels: no registers are spilled, the shared memory suffices, and with numbers
-# of one or two bytes the copies of at least one later tile are in flight while a tile is computed.
-# They were not measured on a GPU.
+# The default tile sizes, for GPUs without a measured table. The keys are the kernel, the bytes of
+# one number in the cache, and the class of the compute capability; see `_class_of`. The tile sizes
+# were not measured on a GPU. They were chosen from the compiled kernels: the registers and the
+# shared memory suffice for the values of one program. If a number in the cache has one or two
+# bytes, the kernel also loads at least one later tile while it computes a tile.
 _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
     ("decode", 2): {
         "8.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
@@ -206,8 +206,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # The kernels convert tiles of 8-bit numbers in registers, so more warps are needed to hold the
-    # numbers.
+    # The kernels convert 8-bit numbers to wider numbers in registers. More warps have more
+    # registers for the wider numbers.
     ("decode", 1): dict.fromkeys(
         ("8.0", "8.9", "9.0", "10.0"),
         (
@@ -241,7 +241,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # Exact float32 products do not use tensor cores, so small tiles are not slower.
+    # Only products on tensor cores are faster with large tiles. Exact float32 products do not use
+    # tensor cores, so small tiles suffice.
     ("decode", 4): {
         "8.0": ((512, Tuning(16, 32, 8, 2)),),
         "8.9": ((512, Tuning(16, 16, 8, 2)),),
@@ -279,7 +280,7 @@ def _class_of(capability: Capability) -> str:
 
 
 def _entry(line: dict[str, int]) -> Entry:
-    """Return the entry of a table that a JSON object describes."""
+    """Convert one JSON object of a table file to an `Entry`."""
     max_dim = line.pop("max_dim")
     itemsize = line.pop("itemsize")
     return Entry(int(max_dim), int(itemsize), Tuning(**line))

@@ -121,13 +121,13 @@ def _run_parse(options: argparse.Namespace) -> int:
         new_id=lambda: f"call_{next(numbers)}",
         trace=lambda kind, piece: classified.append((kind, piece)),
     )
-    if options.stream is None:
-        message = fold([*parser.feed(text), *parser.finish()])
-        _print("".join(paint(kind, piece) for kind, piece in classified))
-        _print()
-        _print_message(paint, message)
-    else:
+    if options.stream is not None:
         _print_stream(paint, parser, text, options.stream)
+        return 0
+    message = fold([*parser.feed(text), *parser.finish()])
+    _print("".join(paint(kind, piece) for kind, piece in classified))
+    _print()
+    _print_message(paint, message)
     return 0
 
 

@@ -198,9 +198,12 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the structural-tag node for the whole text after the reasoning.
 
-    The text is the requested content if the request has no tools, and tool calls if the request
-    requires them. Otherwise the text is free text with tool calls, or, if the request also demands
-    a form of the content, either tool calls or the content.
+    There are four cases, depending on the request:
+
+        without tools                               the requested content
+        tool calls are required                     tool calls
+        tool calls are optional, free content       free text with tool calls
+        tool calls are optional, a content schema   tool calls, or the requested content
 
     Raises:
         ConstraintError: The request has tools, but the format has no tool calls.

@@ -226,7 +226,7 @@ def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the node for a Python literal.
 
-    Example of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
+    Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
     string, and JSON for all other values. Inside a list or a dict, constrained output contains the
     JSON words true, false and null. The parser accepts these words too.
     """

@@ -131,13 +131,8 @@ def list_node(
 ) -> Node:
     """Return the node for a list that contains all tool calls, between the markers of `call`.
 
+    `body` is the body of `call`. If `is_single` is true, the list contains exactly one tool call.
     Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
-
-    Args:
-        call: The declaration of the markers and the head.
-        body: The body of `call`.
-        tools: The tools that the model may call.
-        is_single: Whether the list contains exactly one tool call.
     """
     head = _head_node(call.head, tools[0].name)
     members = _list_body_node(body, tools, is_single=is_single)

@@ -82,7 +82,7 @@ def is_enforced_multiple(schema: Schema) -> bool:
 
 
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Return a schema in which all schemas are rewritten, see `enforceable`.
+    """Rewrite a schema and all schemas inside it, see `enforceable`, and return the new schema.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
@@ -130,7 +130,9 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Replace the keywords `$ref` and `allOf` of one schema in an `allOf` by what they stand for.
+    """Return a part of an `allOf` without the keywords `$ref` and `allOf`.
+
+    A `$ref` is replaced by the definition that it names. An `allOf` inside the part is merged.
 
     Raises:
         _CannotMergeError: The part is recursive, or it refers to another document.
@@ -306,7 +308,7 @@ def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_is_enforced(merged: dict[str, Any]) -> None:
-    """Raise _CannotMergeError if xgrammar ignores keywords of a merged schema, or if none matches.
+    """Raise _CannotMergeError if xgrammar ignores a keyword, or if the schema allows no value.
 
     Example: xgrammar ignores `minLength` if the schema also has the keyword `pattern`.
     """

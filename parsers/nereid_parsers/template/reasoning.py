@@ -82,9 +82,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
     """Return the markers from the first of the comparisons R1 to R4 that shows them, or None.
 
-    Args:
-        turn: The header and the end of the model's turn, and the prober.
-        conversation: A conversation whose reasoning the template renders, or None.
+    `conversation` is a conversation whose reasoning the template renders, or None.
     """
     markup = None
     if conversation is not None:
@@ -235,11 +233,12 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     opening, second = first_two(markers(prompt.after_header))
     closings = closing_spellings(opening)
     has_thinking_name = is_thinking_marker(opening)
-    if second and (has_thinking_name or second in closings):
+    if second and (has_thinking_name or second in closings):  # the first case
         return second
     closing = _first_occurring(turn, closings)
-    if has_thinking_name:
+    if has_thinking_name:  # the second case
         return closing or next(iter(closings), "")
+    # the third case
     depends_on_switch = prompt.after_header != turn.prompts[0].after_header
     return closing if depends_on_switch else ""
 

@@ -342,13 +342,13 @@ def _keys(transform: object) -> Keys:
     Raises:
         FormatError: The transform does not contain the keys.
     """
-    if isinstance(transform, list) and len(transform) == 1:
-        transform = transform[0]
-    if transform is None:
-        return Keys("function.name", "function.arguments", id="id")
-    # The transform is {"function": {..}}, only {"name": .., "arguments": ..}, or one placeholder.
-    call: Mapping[str, object] = transform if isinstance(transform, Mapping) else {}
-    function = call.get("function", transform)
+    is_list_of_one = isinstance(transform, list) and len(transform) == 1
+    rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
+    if rule is None:
+        return Keys(name="function.name", arguments="function.arguments", id="id")
+    # The rule is {"function": {..}}, only {"name": .., "arguments": ..}, or one placeholder.
+    call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
+    function = call.get("function", rule)
     if isinstance(function, str):
         # One placeholder stands for the whole function, whose JSON object has the usual keys.
         function_path = _path(function)
@@ -358,18 +358,20 @@ def _keys(transform: object) -> Keys:
         )
     if not isinstance(function, Mapping):
         raise FormatError(
-            f"the transform {transform!r} does not return a tool call, because `function` is not "
+            f"the transform {rule!r} does not return a tool call, because `function` is not "
             "an object"
         )
     name_path = _path(function.get("name"))
     arguments_path = _path(function.get("arguments"))
     if not name_path or not arguments_path:
         raise FormatError(
-            f"the transform {transform!r} must take the name and the arguments from keys of the "
+            f"the transform {rule!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
     id_path = _path(call["id"]) if call.get("id") else ()
-    return Keys(".".join(name_path), ".".join(arguments_path), id=".".join(id_path) or None)
+    return Keys(
+        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
+    )
 
 
 def _path(placeholder: object) -> tuple[str, ...]:

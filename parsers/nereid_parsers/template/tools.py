@@ -359,7 +359,8 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
     """Return the tool section with these tool calls, or None if the section is invalid.
 
-    If the section is invalid, append the reason to `undecided`.
+    `close` is the closing text of the section, without the markers that end the turn. If the
+    section is invalid, append the reason to `undecided`.
     """
     open_marker = calls.markup.open
     if not open_marker.strip():

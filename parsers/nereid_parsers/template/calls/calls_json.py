@@ -216,8 +216,8 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         order = ("name", "arguments")
     other_keys = [key for key in call if key not in roles]
     return Keys(
-        ".".join(name_path),
-        ".".join(arguments_path),
+        name=".".join(name_path),
+        arguments=".".join(arguments_path),
         id=".".join(id_path) if id_path else None,
         # Models may add the key "type" even if the template does not write it.
         extra=tuple(dict.fromkeys((*other_keys, "type"))),

@@ -92,7 +92,7 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_value: str
 ) -> TaggedArguments:
-    """Return the tags around the values of arguments; numbers can have other tags than strings.
+    """Return the tags around the values of arguments.
 
     Some templates write other tags for numbers than for strings. Each example shows an argument `a`
     that is the string "x", and an argument `a` that is the number 41:
@@ -121,7 +121,8 @@ def _infer_value_tags(
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
     if number_tags == string_tags:  # the first example
         return string_tags
-    if number_open == arguments.item_open:  # Both tags have the same name.
+    has_same_name = number_open == arguments.item_open
+    if has_same_name:
         after_key = _pattern_with_type(before_value, before_number)
         if after_key is not None:  # the second example
             return TaggedArguments(_open_pattern(number_open) + after_key, close)

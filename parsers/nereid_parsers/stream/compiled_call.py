@@ -271,13 +271,13 @@ class CompiledHeader:
         fields: dict[str, str] = {}
         if not self._blank_header_end:  # Otherwise the white space may be the end of the header.
             pos = skip_blanks(text, pos)
-        end = self._header_pattern.match(text, pos, is_final, fields)
-        if end < 0:
-            return end
-        if not text.startswith(self._blank_header_end, end):
-            is_possible = not is_final and self._blank_header_end.startswith(text[end:])
+        pattern_end = self._header_pattern.match(text, pos, is_final, fields)
+        if pattern_end < 0:
+            return pattern_end
+        if not text.startswith(self._blank_header_end, pattern_end):
+            is_possible = not is_final and self._blank_header_end.startswith(text[pattern_end:])
             return NEED_MORE if is_possible else NO_MATCH
-        end += len(self._blank_header_end)
+        end = pattern_end + len(self._blank_header_end)
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:

@@ -115,6 +115,7 @@ class Machine:
         num_stored_chars = self._reasoning.num_stored_chars()
         self._text.forget_prompt(num_stored_chars + len(self._buffer.unread()))
         if self._state is State.INLINE_REASONING:
+            # The event with the opening marker was discarded, but the client needs this marker.
             self._reasoning.repeat_opening_marker()
         self._events += open_call_events
 

@@ -150,7 +150,7 @@ def test_blocks_that_are_not_text_are_refused_by_name(kind):
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a block"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text is"),
-        ([{"role": "user", "content": [USE]}], "must be a block of the type text or image or tool_result"),
+        ([{"role": "user", "content": [USE]}], "block of the type text or image or tool_result"),
         ([{"role": "user", "content": [RESULT]}], 'but the request has "a"'),
         ([{"role": "user", "content": []}], "messages[0].content must have at least one block"),
         ([{"role": "system", "content": "x"}], "messages must contain at least one message of"),

@@ -1,9 +1,13 @@
 """Models, health, request ids, the API key, CORS."""
 
+import time
+from functools import partial
 from importlib import metadata
 
+import anyio
 import pytest
 from fakes.fake_backend import FakeBackend
+from nereid_client import request_context
 from nereid_client.app import create_app
 from nereid_client.settings import Settings
 
@@ -158,3 +162,27 @@ async def test_the_backend_is_closed_at_the_end(connect, backend):
     async with connect():
         assert not backend.is_closed
     assert backend.is_closed
+
+
+async def test_other_clients_are_served_between_large_bodies(connect, monkeypatch):
+    parsed = []
+    real_parser = request_context._json_object
+
+    def slow_parser(raw):
+        parsed.append(len(raw))
+        if len(raw) > request_context._LARGE_BODY_BYTES:
+            time.sleep(0.05)
+        return real_parser(raw)
+
+    monkeypatch.setattr(request_context, "_json_object", slow_parser)
+    large = {"prompt": "a" * request_context._LARGE_BODY_BYTES, "max_tokens": "wrong"}
+    async with connect() as client, anyio.create_task_group() as clients:
+        for _ in range(8):
+            clients.start_soon(partial(client.post, "/v1/completions", json=large))
+        while not parsed:
+            await anyio.sleep(0)
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
+        parsed_before_the_response = len(parsed)
+    assert len(parsed) == 9
+    assert parsed_before_the_response <= 4

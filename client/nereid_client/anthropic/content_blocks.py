@@ -67,7 +67,7 @@ class _ToolUseBlock(_Block):
 
 
 class _ToolResultBlock(_Block):
-    """The result of a tool call. The content becomes a list of text blocks when it is read."""
+    """The result of a tool call. `_read_block` converts `content` to a list of text blocks."""
 
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: Any = None
@@ -155,7 +155,9 @@ def _read_message(message: Json, place: str) -> tuple[str, list[_Block]]:
 
 
 def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_Block]:
-    """Return the blocks of a content, which is a text or a list of blocks.
+    """Return the content of a message as a list of blocks.
+
+    A content that is a text becomes one text block.
 
     Args:
         content: the value in the request.
@@ -205,9 +207,9 @@ def _joined_text(blocks: Sequence[_Block]) -> str:
 
 
 def _without_billing_line(system: str) -> str:
-    r"""Return a system prompt without the billing line at its beginning.
+    r"""Remove the billing line that Claude Code puts at the beginning of a system prompt.
 
-    The coding agent Claude Code sends this line for the statistics of Anthropic's servers. The line
+    This coding agent sends the line for the statistics of Anthropic's servers. The line
     contains hashes that differ between conversations, and in some versions between requests. The
     prefix cache could therefore not be used for any token after this line.
 

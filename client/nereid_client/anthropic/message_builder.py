@@ -97,7 +97,9 @@ class MessageBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: str, empty: Json) -> list[Json]:
-        """Append a text to the current block. If this block has another kind, start a new block.
+        """Append a text to the current block.
+
+        If the kind of the current block is not `kind`, start a new block first.
 
         Args:
             text: the text.
@@ -126,14 +128,17 @@ class MessageBuilder:
         return events + self._append(piece.get("arguments", ""))
 
     def _start(self, block: "_Block") -> list[Json]:
-        """Finish the current block and start another one. Return the events of both."""
+        """Finish the current block, and start `block`. Return the events for both steps."""
         events = self._finish()
         self._block = block
         start = {"type": "content_block_start", "index": len(self._finished)}
         return [*events, start | {"content_block": block.opening}]
 
     def _append(self, text: str) -> list[Json]:
-        """Append a text to the current block. Return its event, unless the text is not shown."""
+        """Append a text to the current block. Return the event that sends the text to the client.
+
+        There is no event if the text is empty, or if the request hides the text of thinking.
+        """
         if self._block is None or not text:
             return []
         delta = self._block.add(text)
@@ -194,7 +199,7 @@ class _Block:
         self._pieces: list[str] = []
 
     def add(self, text: str) -> Json:
-        """Append a text, and return the field `delta` of its event."""
+        """Append a text. Return the field `delta` of the event that sends the text."""
         self._pieces.append(text)
         delta_type, key = _DELTAS[self.kind]
         return {"type": delta_type, key: text}

@@ -21,7 +21,7 @@ _NOT_IN_ANTHROPIC = "Anthropic's API has the field {} instead"
 _USE_REQUEST_ID_HEADER = "a message has a random id; the header X-Request-Id names a request"
 
 REFUSED_IN_MESSAGES = {
-    # Fields of Anthropic's API, some of them in its beta version only.
+    # The following fields belong to Anthropic's API. Some exist only in the API's beta version.
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
@@ -32,7 +32,7 @@ REFUSED_IN_MESSAGES = {
     "fallbacks": Refusal("Nereid does not send a request to another model", _EMPTY),
     "speed": Refusal("the server has one speed", ("standard",)),
     "output_format": Refusal(_NOT_IN_ANTHROPIC.format("output_config.format")),
-    # Fields of chat completions.
+    # The following fields belong to chat completions.
     "max_completion_tokens": Refusal(_NOT_IN_ANTHROPIC.format("max_tokens")),
     "stop": Refusal(_NOT_IN_ANTHROPIC.format("stop_sequences"), _EMPTY),
     "response_format": Refusal(_NOT_IN_ANTHROPIC.format("output_config.format")),

@@ -46,7 +46,7 @@ def usage_of(outputs: PoolingOutputs) -> dict[str, int]:
 
 
 def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
-    """Return the fields that vLLM's responses have in addition to the list.
+    """Return the fields that vLLM's responses have next to the list of results.
 
     Args:
         prefix: the beginning of the response's id, such as "pool".
@@ -62,7 +62,7 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
 
 
 def rows_of(outputs: PoolingOutputs) -> list[Floats]:
-    """Return one float32 array for each input of an embedding model.
+    """Return one float32 array for each text or other input of a request for embeddings.
 
     The shape of an array is [dimension] if the model returns one vector for each input, and
     [num_vectors, dimension] if the model returns one vector for each token.
@@ -148,7 +148,9 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
 
 
 async def encode_list(items: Iterable[str]) -> str:
-    """Return a JSON list of items that are JSON texts. Other requests run meanwhile.
+    """Join JSON texts into the JSON text of a list.
+
+    Between the items of a long list, the event loop runs the tasks of other requests.
 
     Example: the items "[0.5]" and "[0.7]" return "[[0.5],[0.7]]".
 
@@ -169,7 +171,7 @@ async def encode_list(items: Iterable[str]) -> str:
 def ranking(
     scores: Floats, documents: Sequence[str], top_n: int | None, *, with_text: bool
 ) -> list[Ranked]:
-    """Return the documents in the order of their scores, the highest first.
+    """Return the documents, sorted by descending score.
 
     Example: the scores [0.1, 0.9] of the documents ["a", "b"] with top_n=1 return
     [Ranked(index=1, score=0.9, text="b")].

@@ -72,7 +72,7 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def pooling_models_of(request: Request) -> PoolingModels:
-    """Return the pooling models of the application that handles a request."""
+    """Return the pooling models that the frontend can call for a request."""
     models: PoolingModels = request.app.state.pooling
     return models
 
@@ -86,7 +86,7 @@ async def read_request(request: Request, kind: type[R]) -> R:
 
 
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
-    """Return the model for a request. It is the first served model of `kinds` that has this name.
+    """Return the first served model that has this name and can answer the request.
 
     Args:
         request: the HTTP request.
@@ -114,7 +114,8 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
             return model
         candidates.append(model.name)
     if not candidates:
-        # A model that does not answer now is a better reason than a model that is not served.
+        # If one model is not served and another one does not answer, report the second problem. The
+        # client can then try again.
         raise next((error for error in problems if error.status != 404), problems[0])
     suitable = " or ".join(map(repr, candidates))
     served_models = await _served_models(request)
@@ -193,9 +194,9 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not cut texts to fewer tokens than the model's limit.
+    """Raise an error if a request asks to cut texts to fewer tokens than the model's limit.
 
-    The model can cut texts only at its limit.
+    The server can cut texts only to the model's limit.
 
     Args:
         served: the model.
@@ -248,7 +249,7 @@ async def call_model(
 
 
 def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:
-    """Return the error with the name of a request field instead of the name of a tensor.
+    """Replace the name of a tensor in an error with the name of the request field.
 
     Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
 

@@ -42,7 +42,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class PoolingTarget:
-    """A pooling model in the model repository, which may have no checkpoint.
+    """A pooling model in the model repository. The model may have no checkpoint.
 
     Attributes:
         kind: "embedding" or "rerank".
@@ -66,7 +66,7 @@ class Residence(Protocol):
         ...
 
     async def prepare(self, model: str) -> None:
-        """Load a model of the repository if necessary.
+        """Load a model of the repository, unless the model is already loaded.
 
         Raises: ApiError.
         """
@@ -172,7 +172,7 @@ class PoolingModels:
         self._known: dict[str, ServedModel] = {}
 
     async def find(self, target: PoolingTarget) -> ServedModel:
-        """Return a model with its properties. The model is loaded if necessary.
+        """Return the name and the properties of a model. Load the model if it is not loaded yet.
 
         Raises:
             ApiError: the model cannot be loaded.

@@ -274,7 +274,7 @@ class CohereEmbedRequest(RequestBody):
 
 
 def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the content part of each member of Cohere's field `inputs`.
+    """Return the content parts of Cohere's field `inputs`. Each member must have one content part.
 
     Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
 

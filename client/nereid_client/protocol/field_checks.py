@@ -34,7 +34,7 @@ def check_response_format(value: Mapping[str, Any], field: str, schema_field: st
 
 
 def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Return a response format in OpenAI's form for chat completions.
+    """Convert a response format to the one that OpenAI defines for chat completions.
 
     Other servers expect the schema in another field: llama.cpp in `schema`, and TGI in `value` of a
     json_object.
@@ -100,7 +100,7 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
 
 
 def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
-    """Return the names of the functions that a tool choice contains. "required" contains none.
+    """Return the names of the functions in a tool choice. "required" returns an empty list.
 
     Raises: FieldError if the choice has no known form.
     """

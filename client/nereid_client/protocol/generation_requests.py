@@ -137,7 +137,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
-        """Check that best_of is at least n, and that it is not greater than n in a stream."""
+        """Check that best_of is at least n. In a stream, best_of must equal n."""
         if self.best_of is None:
             return self
         if self.best_of < self.num_choices:
@@ -156,7 +156,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_suffix(self) -> Self:
-        """Check that the prompts are text and are not repeated if there is a suffix."""
+        """If the request has a suffix, check that all prompts are texts and that echo is false."""
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise FieldError(
                 "suffix",
@@ -168,7 +168,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        """Check the combinations of echo with max_tokens, the prompt, stream and logprobs."""
+        """Check that echo is compatible with the other fields, such as max_tokens and stream."""
         if self.max_tokens == 0 and (not self.echo or self.stream):
             raise FieldError(
                 "max_tokens",
@@ -209,7 +209,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_generated(self) -> int:
-        """The number of choices to generate for each prompt, before the best are selected."""
+        """The number of choices to generate for each prompt. `best` then selects the best ones."""
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:

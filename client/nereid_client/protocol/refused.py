@@ -117,7 +117,11 @@ REFUSED_BY_BACKEND = frozenset(
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
-    """Raise an error if a request body contains a field that is in one of the tables.
+    """Raise an error if a request body contains an unsupported field.
+
+    Args:
+        body: the request body.
+        tables: the unsupported fields. Each table maps the name of a field to the reason.
 
     Raises: FieldError that names the field, its value and the reason.
     """
@@ -137,12 +141,12 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
 def refuse_nested(
     place: str, value: Mapping[str, Any] | None, table: Mapping[str, Refusal]
 ) -> None:
-    """Raise an error if an object in a request body contains a field that is in the table.
+    """Raise an error if an object in a request body contains an unsupported field.
 
     Args:
         place: the path of the object in the body, such as "reasoning".
         value: the object, or None if the body does not contain it.
-        table: the names of fields that are not supported.
+        table: maps the name of each unsupported field of the object to the reason.
 
     Raises: FieldError.
     """

@@ -169,7 +169,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("metadata")
     @classmethod
     def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        """Check the number of entries, and the lengths of keys and values."""
+        """Check the number of entries in metadata, and the lengths of their keys and values."""
         if value is not None and len(value) > _MAX_METADATA:
             raise FieldError(
                 "metadata",
@@ -242,7 +242,10 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def summary(self) -> str | None:
-        """The requested kind of summary of the reasoning, or None for the text of the reasoning."""
+        """The requested kind of summary of the reasoning.
+
+        None means that the request does not ask for a summary.
+        """
         reasoning = self.reasoning or {}
         kind = reasoning.get("summary") or reasoning.get("generate_summary")
         return None if kind is None else str(kind)

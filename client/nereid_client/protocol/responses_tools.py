@@ -69,7 +69,7 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a function in a chat completion, with the namespace as a prefix.
+    """Return the name that a function has in a chat completion: its namespace, then its name.
 
     Example: namespace "files" and name "read" return "files__read".
     """

@@ -63,7 +63,7 @@ class DecodeRequest(RequestBody):
         return [ids for _, ids in self._named_lists()]
 
     def _named_lists(self) -> list[tuple[str, Any]]:
-        """Return each list of token ids with its path in the body."""
+        """Return pairs of the path of a list in the body, such as "ids[0]", and its token ids."""
         if isinstance(self.ids, list) and self.ids and isinstance(self.ids[0], list):
             return [(f"ids[{index}]", ids) for index, ids in enumerate(self.ids)]
         return [("ids", self.ids)]

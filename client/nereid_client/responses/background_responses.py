@@ -57,7 +57,10 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events and wake up all followers. Return the number of bytes that were stored."""
+        """Store events, and return the number of bytes that were stored.
+
+        Wake up the generators of `follow`, so that they yield these events.
+        """
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
             encoded = [sse.named_event(event) for event in events]
@@ -198,7 +201,10 @@ async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[by
 
 
 def _in_parts(events: Sequence[bytes]) -> list[bytes]:
-    """Return the events joined into parts, because each part costs a write to the socket."""
+    """Join the events into parts. Each part contains up to _EVENTS_PER_WRITE events.
+
+    The server sends a part with one write to the socket, so fewer parts save time.
+    """
     return [
         b"".join(events[at : at + _EVENTS_PER_WRITE])
         for at in range(0, len(events), _EVENTS_PER_WRITE)
@@ -217,7 +223,7 @@ def _stored(
     *,
     is_background: bool = False,
 ) -> StoredResponse:
-    """Return a response in the form in which it is stored."""
+    """Return the entry of the response store for a response that `builder` has built."""
     response = builder.as_json()
     items = tuple(item["id"] for item in response["output"])
     return StoredResponse(builder.id, encode(response), context, items, events, is_background)

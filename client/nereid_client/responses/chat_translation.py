@@ -67,7 +67,7 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
 
 
 class _ChatBuilder:
-    """The messages of a chat while they are built.
+    """Builds the messages of a chat from the items of a response's input.
 
     Attributes:
         messages: the messages so far.
@@ -171,7 +171,7 @@ _ADD_ITEM = {
 
 
 def _with_one_system_message(messages: list[Json]) -> list[Json]:
-    """Return the messages with all system and developer messages at the start merged into one."""
+    """Merge the system and developer messages at the start of a chat into one system message."""
     num_opening = count_opening_messages(messages)
     if num_opening < 2:
         return messages

@@ -1,4 +1,4 @@
-"""Validate the items of a response's input, and convert them to one form.
+"""Validate the items of a response's input, and convert them to the items that are stored.
 
 The accepted forms are those of OpenAI's API reference of November 2026 (ResponseInputItem). Each
 converted item has a type and an id, and contains only fields that were validated here. The items
@@ -79,7 +79,7 @@ def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> Api
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return one item of the input in the form in which it is stored.
+    """Convert one item of a request's input to the item that is stored.
 
     Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
     "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
@@ -242,7 +242,7 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a list of parts that all have one of the types `kinds`."""
+    """Return the texts of a list of parts. The type of each part must be one of `kinds`."""
     if content is None:
         return []
     if not isinstance(content, list):

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """A kind of item that has text, with the names that the API gives its parts and events.
+    """A kind of output item that has text. Each kind has its own names of parts and events.
 
     Attributes:
         item_type: the type of the item.
@@ -51,7 +51,7 @@ SUMMARY = TextKind(
 
 @dataclass
 class TextItem:
-    """A message or a reasoning item, whose text is in one part.
+    """An output item with text: a message or a reasoning item. The item has one part.
 
     Attributes:
         index: the index of the item in the field `output` of the response.
@@ -80,7 +80,7 @@ class TextItem:
         return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
-        """Return the events at the start of the item."""
+        """Return the events that tell the client that the item starts."""
         item = self._item("in_progress", [])
         return [
             {"type": "response.output_item.added", "output_index": self.index, "item": item},
@@ -88,7 +88,7 @@ class TextItem:
         ]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events at the end of the item."""
+        """Return the events that tell the client that the item is complete."""
         part = self._part("".join(self._pieces), self._logprobs)
         done = {"type": f"{self.kind.text_event}.done", **self._place, "text": part["text"]}
         if self.kind is MESSAGE:
@@ -102,7 +102,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields with which an event names the content part that it belongs to."""
+        """The fields that identify the item's content part in each event for this part."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
@@ -164,12 +164,12 @@ class CallItem:
         return item if self.namespace is None else item | {"namespace": self.namespace}
 
     def opening(self) -> list[Json]:
-        """Return the events at the start of the item."""
+        """Return the events that tell the client that the item starts."""
         item = self.item("in_progress")
         return [{"type": "response.output_item.added", "output_index": self.index, "item": item}]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events at the end of the item."""
+        """Return the events that tell the client that the item is complete."""
         item = self.item(status)
         return [
             {
@@ -199,7 +199,7 @@ class LogprobMatcher:
         self._unassigned += entries
 
     def pop(self, text: str) -> list[TokenLogprob]:
-        """Return and remove the log-probabilities of the tokens of a text.
+        """Remove the log-probabilities of the tokens in a text, and return them.
 
         Tokens before the text belong to markers and are removed. Tokens after the text are kept.
 

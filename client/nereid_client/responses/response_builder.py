@@ -1,4 +1,4 @@
-"""Build a response from deltas: its output items, and the events of its stream."""
+"""Build a response from deltas: the output items of the response, and the events of a stream."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -136,7 +136,7 @@ class ResponseBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
-        """Append text to the current item. If this item has another kind, start a new item."""
+        """Append text to the current item. If its kind is not `kind`, start a new item first."""
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
@@ -159,7 +159,7 @@ class ResponseBuilder:
         return events
 
     def _new_call(self, piece: ToolCallPiece) -> CallItem:
-        """Return the item for a tool call, from the first piece of the tool call.
+        """Return a new output item for a tool call. `piece` is the first piece of the tool call.
 
         Raises: BackendError if the tool call with this index has ended.
         """
@@ -179,7 +179,7 @@ class ResponseBuilder:
         return len(self._finished_items) + (self._current_item is not None)
 
     def _start_item(self, item: TextItem | CallItem) -> list[Json]:
-        """Finish the current item and start another one. Return the events of both."""
+        """Finish the current item, and start `item`. Return the events for both steps."""
         closing = self._finish_item("completed")
         self._current_item = item
         return closing + [self._numbered(event) for event in item.opening()]

@@ -109,8 +109,8 @@ class Store:
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._now = now
-        # Maps an id to the time at which the response expires, and the response. The responses
-        # are in the order in which they ended.
+        # Maps the id of a response to a pair: the time at which the response expires, and the
+        # response. The responses are in the order in which they ended.
         self._finished: dict[str, tuple[float, StoredResponse]] = {}
         self._items: dict[str, str] = {}  # id of an output item -> id of its response
         # Maps the id of each running response to the response and its present size in bytes.
@@ -180,7 +180,7 @@ class Store:
         self.num_bytes += num_bytes
 
     def end(self, run: Running) -> None:
-        """Remove a running response that has ended. `add` then stores the result."""
+        """Remove a response from the running responses. The caller can then store it with `add`."""
         _, num_bytes = self._running.pop(run.id)
         self.num_bytes -= num_bytes
 

@@ -12,7 +12,7 @@ router = APIRouter(tags=["Operation"])
 @router.post("/abort_request", summary="Abort a request (SGLang's path)")
 @router.post("/abort_requests", summary="Abort several requests (vLLM's path)")
 async def abort_request(request: Request) -> dict[str, int]:
-    """Abort requests that run, and return their number.
+    """Abort running requests, and return the number of aborted requests.
 
     A stream of an aborted request ends with an error. Another response has the status 499. A
     response in the background is cancelled by its own route instead.

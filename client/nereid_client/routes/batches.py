@@ -1,4 +1,4 @@
-"""/v1/batches: requests that run while the server has time, as in OpenAI's API."""
+"""/v1/batches, as in OpenAI's API: run the requests of a file with the lowest priority."""
 
 import asyncio
 from typing import Any
@@ -40,7 +40,7 @@ async def create_batch(request: Request) -> Json:
 
 @router.get("/v1/batches", summary="List the batches")
 async def list_batches(request: Request) -> Json:
-    """Return one page of the client's batches, the newest one first."""
+    """Return one page of the client's batches. The newest batch is the first one."""
     query = validate(BatchesQuery, dict(request.query_params))
     batches = await asyncio.to_thread(lambda: list(batches_of(request).store.all()))
     owner = current_client.get().name
@@ -69,7 +69,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Json:
 
 
 async def _find(request: Request, batch_id: str) -> Batch:
-    """Return a batch of the client that sent a request.
+    """Return the batch with this id. Only the client that created a batch can find it.
 
     Raises: ApiError 404.
     """

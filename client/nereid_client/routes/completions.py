@@ -79,7 +79,9 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
-    """Return a prompt with the markers for filling in the middle if there is a suffix.
+    """Combine a prompt and a suffix with the model's markers for filling in the middle.
+
+    Without a suffix, return the prompt unchanged.
 
     Raises: ApiError 400 if the tokenizer has no such markers.
     """
@@ -119,7 +121,7 @@ def _stream(
 
 
 async def _generate_all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
-    """Return the merged deltas of each choice of each prompt.
+    """Generate all choices. For each prompt, return a list with the merged delta of each choice.
 
     Raises: BackendError if a call fails. The other calls are then cancelled.
     """

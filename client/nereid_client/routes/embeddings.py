@@ -56,7 +56,11 @@ async def cohere_embed(request: Request) -> Response:
 
 @router.post("/v1/embed", summary="Create embeddings (Cohere's API, version 1)")
 async def cohere_embed_1(request: Request) -> Response:
-    """Return vectors in Cohere's format: one list, or one for each member of `embedding_types`."""
+    """Return vectors in Cohere's format.
+
+    With `embedding_types`, the response has one list of vectors for each type. Without this field,
+    the response has one list of vectors.
+    """
     return await _cohere_embed(request, "1")
 
 
@@ -95,20 +99,20 @@ async def tei_embed(request: Request) -> Response:
 
 @router.post("/embed_all", summary="Create one embedding for each token (TEI's format)")
 async def tei_embed_all(request: Request) -> Response:
-    """Return a list for each text, with one vector for each token."""
+    """Return a list of vectors for each text. The list has one vector for each token."""
     return await _list_of_vectors(await _tei_outputs(request, "multi_vector"))
 
 
 @router.post("/embed_sparse", summary="Create sparse embeddings (TEI's format)")
 async def tei_embed_sparse(request: Request) -> Response:
-    """Return a list for each text, with `{"index", "value"}` for each weighted token."""
+    """Return a list for each text. The list contains the token ids and their weights."""
     outputs = await _tei_outputs(request, "sparse")
     rows = [json.loads(row) for row in outputs.strings["sparse"]]
     return JSONResponse([_index_value_pairs(row) for row in rows])
 
 
 async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
-    """Return the outputs of the embedding model for a request in TEI's format.
+    """Read a request in TEI's format, call the embedding model, and return the model's outputs.
 
     Args:
         request: the HTTP request.

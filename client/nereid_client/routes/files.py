@@ -70,7 +70,7 @@ async def delete_file(request: Request, file_id: str) -> Json:
 
 
 async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
-    """Return a file of the client that sent a request.
+    """Return the file with this id. Only the client that uploaded a file can find it.
 
     Args:
         request: the HTTP request.
@@ -101,7 +101,8 @@ async def _receive(request: Request, form: FormReader) -> None:
     stream = request.stream()
     try:
         while True:
-            # A large file may take longer than the limit, as long as its parts keep arriving.
+            # The limit applies to the wait for each part of the data. A large file as a whole may
+            # take longer.
             async with asyncio.timeout(limit_s or None):
                 data = await anext(stream, None)
             if data is None:

@@ -12,7 +12,10 @@ router = APIRouter(tags=["Operation"])
 
 @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter (vLLM's path)")
 async def load_lora_adapter(request: Request) -> Response:
-    """Load a LoRA adapter from a folder on the server, or replace the adapter with its name."""
+    """Load a LoRA adapter from a folder on the server.
+
+    If an adapter with the same name is loaded, the new adapter replaces this adapter.
+    """
     _check_permission(request)
     body = validate(LoadLoraRequest, await read_body(request))
     if body.lora_name == context_of(request).settings.model_name:

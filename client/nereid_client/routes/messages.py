@@ -54,7 +54,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", summary="Count the input tokens of a message")
 async def count_tokens(request: Request) -> dict[str, int]:
-    """Return the number of tokens in the prompt of a message. Nothing is generated."""
+    """Count the tokens of the prompt, without generating a message."""
     body = await read_prompt_body(request)
     count_request = validate(CountTokensRequest, body)
     await check_language_model(request, count_request.model)
@@ -70,7 +70,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
 async def _events(
     request: Request, builder: MessageBuilder, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
-    """Yield a message as server-sent events. If the backend fails, its error is the last event.
+    """Yield a message as server-sent events. If the backend fails, the last event is an error.
 
     Args:
         request: the HTTP request.

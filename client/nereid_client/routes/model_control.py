@@ -15,7 +15,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.post("/v1/models/{model_id:path}/load", summary="Load a model")
 async def load_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Load a model of the file models_file, and return when the model accepts requests."""
+    """Load a model that the file of `--config` contains. Return when the model accepts requests."""
     control, spec = _find(request, model_id)
     try:
         await control.load(spec)
@@ -26,7 +26,7 @@ async def load_model(request: Request, model_id: str) -> dict[str, Any]:
 
 @router.post("/v1/models/{model_id:path}/unload", summary="Unload a model")
 async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Wait for the requests of a model that run, and unload the model.
+    """Wait for the running requests of a model, and then unload the model.
 
     Further requests are rejected until a client loads the model again.
     """
@@ -39,9 +39,10 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
-    """Return the model with this name, if the client may load and unload models.
+    """Return the object that loads models, and the entry of the model with this name.
 
-    Raises: ApiError 403 or 404.
+    Raises: ApiError: 403 if the client may not load and unload models, 404 if no model has this
+        name.
     """
     control = contexts_of(request).control
     if control is None:

@@ -28,7 +28,10 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{model_id:path}", summary="Get one served model")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Return the model of this name, or a 404 that names the served models."""
+    """Return the properties of the served model with this name.
+
+    Raises: ApiError 404 that names the served models.
+    """
     names = await _served_names(request)
     if model_id not in names:
         raise ApiError(

@@ -28,9 +28,10 @@ _KINDS = {"embed": "dense", "token_embed": "multi_vector"}
 
 @router.post("/pooling", summary="Compute vectors (vLLM's format)")
 async def pooling(request: Request) -> Response:
-    """Return one vector for each text, or one for each token, as vLLM does.
+    """Return the vectors of the texts, as vLLM does.
 
-    The field `task` selects one of the two. The default depends on the model.
+    With task="embed", each text has one vector. With task="token_embed", each token has one vector.
+    The default depends on the model.
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))

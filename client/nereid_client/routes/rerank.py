@@ -102,7 +102,7 @@ def _response_body(
     served: ServedModel,
     request_id: str,
 ) -> Any:  # noqa: ANN401 - JSON
-    """Return the body of the response in one of the formats."""
+    """Return the body of a rerank response in the format `response_format`."""
     if response_format == "sglang":
         return embedding_output.sglang_results(ranked)
     if response_format == "tei":

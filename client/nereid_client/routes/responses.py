@@ -94,7 +94,7 @@ async def create_response(request: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(request: Request) -> Json:
-    """Return the number of tokens in the prompt of a response. Nothing is generated."""
+    """Count the tokens of the prompt, without generating a response."""
     body = await read_prompt_body(request)
     responses_request = validate(ResponsesRequest, body)
     await check_language_model(request, responses_request.model)
@@ -165,7 +165,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 @router.get("/v1/responses/{response_id}/input_items", summary="List the input items of a response")
 async def list_input_items(request: Request, response_id: str) -> Json:
-    """Return one page of the items that the model read for a response.
+    """Return one page of the conversation from which a response was generated.
 
     Query parameters: `limit` (1 to 100, default 20), `order` ("desc" or "asc") and `after`, the id
     of the last item of the page before.
@@ -287,7 +287,7 @@ def _generate(
 def _new_builder(
     request: Request, responses_request: ResponsesRequest, *, is_stored: bool
 ) -> ResponseBuilder:
-    """Return the builder of a response that has not started."""
+    """Return a builder for the response to a request. The response has no output yet."""
     fields = request_fields(
         responses_request,
         f"resp_{secrets.token_hex(16)}",
@@ -309,7 +309,7 @@ async def _events(
     rest: AsyncGenerator[Delta],
     store: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
-    """Yield a response as server-sent events. If the backend fails, its error is the last event.
+    """Yield a response as server-sent events. If the backend fails, the last event is an error.
 
     Args:
         builder: builds the response.

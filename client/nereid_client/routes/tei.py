@@ -32,7 +32,10 @@ _DECODE_NAMES = FieldNames({"prompt": "ids"})
 
 @router.post("/predict", summary="Classify texts (TEI's format)")
 async def predict(request: Request) -> list[Any]:
-    """Return the score of each label, the highest first: one list, or one for each text."""
+    """Return the labels of a text and their scores. The label with the highest score is first.
+
+    If the request has a list of texts, return such a list for each text.
+    """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
     require_kind(served, "classify")
@@ -44,7 +47,7 @@ async def predict(request: Request) -> list[Any]:
 
 @router.post("/decode", summary="Convert token ids to texts (TEI's format)")
 async def decode(request: Request) -> list[str]:
-    """Return one text for each list of token ids of the language model's tokenizer."""
+    """Convert each list of token ids to a text, with the tokenizer of the language model."""
     body = validate(DecodeRequest, await read_prompt_body(request))
     backend = context_of(request).backend
     try:
@@ -62,7 +65,7 @@ async def decode(request: Request) -> list[str]:
 
 @router.get("/info", summary="Describe the served model (TEI's format)")
 async def info(request: Request) -> dict[str, Any]:
-    """Return the properties of the embedding model, or else of the reranker.
+    """Return the properties of the embedding model. Without one, describe the reranker.
 
     TEI's properties that Nereid does not have are null.
     """
@@ -91,7 +94,7 @@ async def info(request: Request) -> dict[str, Any]:
 
 
 def _model_type(served: ServedModel) -> dict[str, Any]:
-    """Return the kind of a model with its labels or its pooling.
+    """Return the field `model_type`: the kind of the model, and its labels or kind of pooling.
 
     Example: a classifier with the labels "no" and "yes" returns {"classifier": {"id2label": {"0":
     "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}}.
@@ -109,7 +112,7 @@ def _model_type(served: ServedModel) -> dict[str, Any]:
 
 
 def _predictions(scores: list[float], served: ServedModel) -> list[dict[str, Any]]:
-    """Return the labels of a text with their scores, the highest score first."""
+    """Return the labels of a text and their scores, sorted by descending score."""
     pairs = zip(labels_of(served, len(scores)), scores, strict=True)
     ranked = sorted(pairs, key=lambda pair: -pair[1])
     return [{"score": score, "label": label} for label, score in ranked]

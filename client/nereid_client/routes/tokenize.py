@@ -53,7 +53,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 @router.post("/detokenize", summary="Convert token ids to text")
 @router.post("/v1/detokenize", summary="Convert token ids to text (SGLang's path)")
 async def detokenize(request: Request) -> dict[str, str]:
-    """Return the text of token ids, as `prompt` (vLLM) and as `text` (SGLang)."""
+    """Convert token ids to text. The fields `prompt` (vLLM) and `text` (SGLang) are equal."""
     body = validate(DetokenizeRequest, await read_prompt_body(request))
     await check_language_model(request, body.model)
     try:

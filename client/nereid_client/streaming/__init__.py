@@ -1,1 +1,1 @@
-"""Conversion of the deltas of the postprocessor to chunks, server-sent events and completions."""
+"""Conversion of the postprocessor's deltas to completions, chunks and server-sent events."""

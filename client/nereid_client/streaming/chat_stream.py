@@ -1,4 +1,4 @@
-"""Convert the deltas of the postprocessor to chat completion chunks, or to a whole completion.
+"""Convert the postprocessor's deltas to chat completion chunks, or to a whole chat completion.
 
 Example: the delta {"index": 0, "content": "Hello"} becomes a chunk whose field `choices` is
 [{"index": 0, "delta": {"content": "Hello"}, "logprobs": null, "finish_reason": null}].
@@ -35,7 +35,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
         self._view = view
 
     def opening(self) -> list[Json]:
-        """Return one chunk for each choice, with the role of the message."""
+        """Return one chunk for each choice. Each chunk contains the role of the message."""
         delta = {"role": "assistant", "content": ""}
         return [self.chunk(_choice(index, delta)) for index in range(self.frame.num_choices)]
 

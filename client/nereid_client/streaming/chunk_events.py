@@ -39,10 +39,14 @@ class ChunkBuilder(ABC, Generic[ItemT]):
 
     @abstractmethod
     def add(self, item: ItemT) -> list[Json]:
-        """Return the chunks for an item of the stream."""
+        """Return the chunks for the next delta of the stream."""
 
     def record(self, prompt: int, delta: Delta) -> int:
-        """Record the usage and the finish reason of a delta. Return the number of its choice."""
+        """Record the usage and the finish reason of a delta.
+
+        Returns: the number of the choice that the delta belongs to. The choices are numbered across
+            all prompts.
+        """
         choice = delta.get("index", 0)
         number = prompt * self.frame.num_choices + choice
         self._usages[prompt][choice] = delta.get("usage", self._usages[prompt][choice])
@@ -51,7 +55,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         return number
 
     def chunk(self, choice: Json) -> Json:
-        """Return a chunk with one choice, and with the token counts so far if requested."""
+        """Return a chunk with one choice. If requested, add the token counts so far."""
         chunk = self.frame.with_choices(self._kind, [choice])
         if self.frame.include_usage:
             is_known = any(usage for usages in self._usages for usage in usages)

@@ -1,4 +1,4 @@
-"""Convert the deltas of the postprocessor to text completion chunks, or to a whole completion.
+"""Convert the postprocessor's deltas to text completion chunks, or to a whole text completion.
 
 A text completion may have several prompts. As in OpenAI's API, the choices are numbered across all
 prompts: choice `prompt * n + i` is the i-th choice of a prompt.
@@ -69,7 +69,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def opening(self) -> list[Json]:
-        """Return one chunk for each choice whose text begins with the prompt."""
+        """Return one chunk with the prompt for each choice, if the request asks for an echo."""
         echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
         return [
             self.chunk({"index": number, **_choice(echo, {})})
@@ -120,9 +120,10 @@ def completion(
 
 
 def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
-    """Return the choices whose tokens have the highest mean log-probability, the best first.
+    """Return the best choices. A choice is better if its tokens have a higher mean log-probability.
 
-    If there are no more than `number` choices, return all of them in their original order.
+    The best choice is first. If there are at most `number` choices, return all of them in their
+    original order.
 
     Args:
         totals: the sum of the deltas of each choice.
@@ -172,7 +173,10 @@ def _whole_choice(
 
 
 def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
-    """Return the token counts of a choice. Generated tokens that are dropped do not count."""
+    """Return the token counts of a choice.
+
+    If only the prompt is requested, the generated tokens are dropped and do not count.
+    """
     usage = total.get("usage")
     if usage is None or not options.only_prompt:
         return usage

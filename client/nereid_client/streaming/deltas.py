@@ -1,4 +1,4 @@
-"""Deltas. A delta is the new output of a request that the postprocessor sends in one response.
+"""Deltas: the messages in which the postprocessor sends the new output of a request.
 
 One delta contains the new text, tool calls, log-probabilities and token counts of one choice. This
 module merges deltas: all deltas of a choice into a whole completion (`fold`), or the deltas that
@@ -316,7 +316,7 @@ class _Inbox:
             self._changed.set()
 
     async def pop_all(self) -> list[Delta]:
-        """Wait for deltas, then return and remove them. Return an empty list after the last one."""
+        """Wait for deltas, remove them and return them. An empty list is the end of the stream."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()
@@ -325,7 +325,7 @@ class _Inbox:
 
 
 def _append(waiting: list[Delta], delta: Delta, group: Group = by_choice) -> None:
-    """Append a delta, and merge the deltas if there are many. Mutates: waiting."""
+    """Append a delta to `waiting`. If `waiting` is then too long, merge its deltas in place."""
     waiting.append(delta)
     if len(waiting) >= _MAX_UNMERGED:
         waiting[:] = group(waiting)

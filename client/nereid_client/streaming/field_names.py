@@ -25,7 +25,7 @@ class FieldNames:
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
     def rename(self, error: BackendError) -> ApiError:
-        """Return the response for an error of the backend, with the other API's field names.
+        """Convert an error of the backend to an ApiError that has the field names of this API.
 
         Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
         """

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from nereid_client.streaming.completion_frame import Json
 from nereid_client.streaming.deltas import PromptLogprobs, TokenLogprob, TopLogprob
 
-# JSON has no infinity. OpenAI and vLLM return this value for a token that is impossible.
+# The log-probability of an impossible token is -infinity, which JSON cannot represent. OpenAI and
+# vLLM return this number instead.
 _MIN_LOGPROB = -9999.0
 # The text of a token may start this many characters after its expected position. The reason is that
 # a character of up to 4 bytes can consist of several tokens, and each of these tokens alone is an
@@ -47,7 +48,7 @@ def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
 
 
 class CompletionLogprobs:
-    """Builds the field `logprobs` of one choice of a text completion, one part for each delta.
+    """Builds the field `logprobs` of one choice of a text completion. Each delta adds a part.
 
     The field `text_offset` has the position of each token in the text of the choice, in
     characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
@@ -70,7 +71,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part for the tokens of the prompt. This part is the first one.
+        """Return the log-probabilities of the prompt. They precede those of the generated tokens.
 
         Args:
             token_ids: the token ids of the prompt.
@@ -169,7 +170,8 @@ class CompletionLogprobs:
             if stripped and self._text.startswith(stripped):
                 self._position = len(stripped)
                 return 0
-        # Until the last delta, the end of the piece may still be missing in the text.
+        # The text of later deltas may contain the rest of the piece. Until the last delta, a text
+        # that ends within the piece therefore matches.
         is_at_offset = expected == piece or (not is_last and piece.startswith(expected))
         search_end = offset + _SEARCH_CHARS + len(piece)
         begin = offset if is_at_offset else self._text.find(piece, offset, search_end)
@@ -180,7 +182,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Return the parts of one choice's log-probabilities as one object.
+    """Join the parts of the field `logprobs` of one choice into one object.
 
     Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
     """

@@ -9,7 +9,7 @@ _END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 @dataclass
 class ReasoningView:
-    """Changes the deltas of one stream, so that the client receives reasoning as it requested.
+    """Sends the reasoning of a stream while it is generated, or in one piece when it has ended.
 
     Attributes:
         streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning

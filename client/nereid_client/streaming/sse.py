@@ -29,7 +29,7 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    r"""Return a server-sent event whose name is the value of the key "type" of its data.
+    r"""Return a server-sent event with a name. The name is the value `data["type"]`.
 
     Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
     """
@@ -84,7 +84,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, or cancel it when the client disconnects.
+    """Run a coroutine and return its result. Cancel the coroutine if the client disconnects.
 
     Call this only after the body of the request has been read. Before, `receive` would return parts
     of the body.

@@ -16,8 +16,8 @@ from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, UnsupportedModelError
 
-# The names of the linear layers that compute keys, possibly with other outputs, end with these
-# texts.
+# The name of a linear layer that computes keys ends with one of these texts. The layer may also
+# compute queries or values.
 _KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
 
 
@@ -97,7 +97,9 @@ def check_checkpoint(config: EngineConfig) -> None:
 
 
 def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
-    """Return the plan of a model: the style in which each layer or weight is divided, by name.
+    """Return the plan by which transformers divides a model among the ranks.
+
+    The plan maps the names of layers and weights to styles of division.
 
     Example of an item: "model.layers.*.self_attn.q_proj" has the style "colwise". The plan is empty
     if transformers has no plan or no class for the model.
@@ -107,7 +109,8 @@ def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
         return {}
     with torch.device("meta"):
         model: Any = found_class(config)
-    # Every architecture has a plan for its output layer, even if it has no other plan.
+    # The plan of every architecture contains the output layer lm_head. If the plan contains nothing
+    # else, transformers cannot divide the model.
     plan: dict[str, str] = model.tp_plan
     return plan if set(plan) - {"lm_head"} else {}
 
@@ -130,7 +133,10 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
 
 def number_of_heads(config: PretrainedConfig, name: str) -> int | None:
-    """Return a number of heads in a config; None if the layers have different numbers."""
+    """Return the number of heads in the field `name` of a config.
+
+    Return None if the config does not have this number, or if the layers have different numbers.
+    """
     try:
         value = getattr(config, name, None)
     except RuntimeError:  # transformers raises it if each layer has its own value

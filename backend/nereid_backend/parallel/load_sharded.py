@@ -38,10 +38,18 @@ from nereid_backend.runner import ForwardPath
 
 
 class ShardedPath:
-    """The forward path `packed` of rank 0, which the other ranks compute at the same time."""
+    """The forward path that rank 0 uses with tensor parallelism.
+
+    Each step is sent to the other ranks. All ranks then compute their parts of the step at the same
+    time.
+    """
 
     def __init__(self, path: ForwardPath, ranks: Ranks) -> None:
-        """Create the path from rank 0's own path. The other ranks have built their own paths."""
+        """Create a forward path that computes each step on all ranks.
+
+        `path` computes the part of the model that rank 0 has loaded. Each other rank builds a
+        forward path for its own part.
+        """
         self._path = path
         self._ranks = ranks
         self._encoder = PlanEncoder()
@@ -184,7 +192,8 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
         trust_remote_code=config.trust_remote_code,
     )
     trials = Trials(undivided, config)
-    # The other ranks wait in the meantime, so this process uses their CPUs.
+    # The other ranks are idle while the undivided model runs. This process can therefore use more
+    # CPUs than the setting num_threads allows.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(num_threads, usable_cpus() - 1))
     try:
@@ -208,13 +217,14 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
     ranks.send("budget", activations)
     budget = ranks.rank.smallest(kv_cache_budget(config, device, activations))
     if device.type == "cpu" and config.kv_cache_bytes is None:
-        # The ranks take their shares from the same memory.
+        # On a CPU, all ranks allocate their KV caches in the same main memory, so each rank gets an
+        # equal share of the memory.
         budget //= ranks.rank.size
     return budget
 
 
 def _describe_heads(shard: Shard, size: int) -> str:
-    """Return one line for the log that describes how attention is divided."""
+    """Return a line for the log: the number of attention heads that each process computes."""
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     described = " or ".join(f"{kv} KV heads and {query} query heads" for kv, query in sorted(heads))
     num_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")

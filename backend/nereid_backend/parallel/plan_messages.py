@@ -37,22 +37,29 @@ class ChunkMessage(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """The chunks of a step, and the pairs of blocks that are copied before the step."""
+    """The chunks of a step, and the blocks that must be copied before the step.
+
+    A pair (7, 2) in `copies` means that block 7 is copied to block 2.
+    """
 
     chunks: list[ChunkMessage]
     copies: list[tuple[int, int]]
 
 
 class PlanEncoder:
-    """Converts the plans of rank 0 into messages."""
+    """Converts the step plans of rank 0 into messages for the other ranks."""
 
     def __init__(self) -> None:
-        """Create an encoder. No block has been sent yet."""
-        # The number of blocks of each row that the messages have contained so far.
+        """Create an encoder that has not encoded any plan yet."""
+        # For each row, the number of blocks that the encoder has already put into messages.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:
-        """Return the message of a plan. The messages must be decoded in the same order."""
+        """Convert a step plan into a message.
+
+        A message omits the blocks that earlier messages contained. The receiver must therefore
+        decode the messages in the order in which they were encoded.
+        """
         assert not plan.pending, "asynchronous plans cannot be sent to other ranks"
         return StepMessage([self._encode(chunk) for chunk in plan.chunks], plan.copies)
 
@@ -61,8 +68,9 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent = 0 if chunk.is_first else self._num_sent[row]
-        # A block table only grows. Its freed blocks are replaced by the null block, and the number
-        # of freed blocks is in the message.
+        # A block table never becomes shorter: new blocks are appended, and a freed block is
+        # replaced by the null block. The message states the number of freed blocks in
+        # num_dropped_blocks.
         self._num_sent[row] = max(num_sent, len(sequence.block_table))
         return ChunkMessage(
             row,
@@ -76,14 +84,21 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """Converts messages back into plans whose forward passes equal those of rank 0."""
+    """Converts the messages of rank 0 into step plans for another rank.
+
+    A decoded plan contains only what a forward pass needs. Its forward pass computes the same step
+    as the forward pass of rank 0's plan.
+    """
 
     def __init__(self) -> None:
         """Create a decoder without sequences."""
         self._sequences: dict[int, Sequence] = {}
 
     def decode(self, message: StepMessage) -> StepPlan:
-        """Return the plan of a message. Its sequences have only the state of the forward pass."""
+        """Return the step plan that a message describes.
+
+        The sequences of the plan have only the attributes that a forward pass reads.
+        """
         chunks = [self._decode(chunk) for chunk in message.chunks]
         return StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks), message.copies)
 
@@ -94,8 +109,9 @@ class PlanDecoder:
         sequence.row = message.row
         sequence.block_table += message.new_blocks
         sequence.num_dropped_blocks = message.num_dropped_blocks
-        # The tokens before a chunk are unknown if their keys and values are in the prefix cache. No
-        # forward pass reads these tokens.
+        # If the keys and values of earlier tokens come from the prefix cache, no message contained
+        # these tokens. Zeros take their places in token_ids, because a forward pass reads no token
+        # before the chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         sequence.token_ids[message.start :] = message.token_ids

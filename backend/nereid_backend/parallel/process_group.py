@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that compute one model together, as a group of torch.distributed.
+"""The group of processes (ranks) that compute one model together with torch.distributed.
 
 The data of a group travels over NCCL between GPUs, and over gloo between processes on CPUs.
 """
@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """The device of the process: the CPU, or the GPU with the number of the process."""
+        """The CPU, or the GPU whose index is the number of this process."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, self.number)
@@ -69,12 +69,14 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let transformers load this rank's part of a model in the context."""
-        # transformers warns about rules of a plan that fit only other variants of the architecture.
+        """Return a context in which transformers loads only this rank's part of a model."""
+        # transformers logs a warning for each rule of the plan that matches no layer. Such rules
+        # are normal, because they are meant for other variants of the architecture.
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        # transformers requires the library accelerate for each device map. It calls accelerate only
-        # for maps with several devices, but the map of a rank has one device.
+        # transformers refuses every device map if the library accelerate is not installed, although
+        # it calls accelerate only for device maps with several devices. The device map of a rank
+        # has one device, so the check for accelerate is replaced.
         with (
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
@@ -85,7 +87,10 @@ class Rank:
                 transformers_logging.set_verbosity(verbosity)
 
     def smallest(self, number: int) -> int:
-        """Return the smallest number that a rank passes. All ranks must call this method."""
+        """Return the smallest of the numbers that the ranks pass to this method.
+
+        All ranks must call this method, because it waits for the number of every rank.
+        """
         tensor = torch.tensor([number], device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor.item())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a rank other than rank 0. It computes the forward passes that rank 0 sends.
+"""The program of every rank except rank 0. It computes the forward passes that rank 0 requests.
 
     python -m nereid_backend.parallel.rank_process FD
 
@@ -89,7 +89,7 @@ def main() -> NoReturn:
     except Exception as error:  # noqa: BLE001 - the process ends here, and rank 0 logs the reason
         text = str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
         connection.send(f"failed: {text}")
-    # Exit without Python's cleanup, which would wait for the other ranks.
+    # os._exit ends the process without Python's cleanup, which would wait for the other ranks.
     os._exit(1)
 
 

@@ -38,14 +38,15 @@ from nereid_backend.parallel.process_group import Rank
 _MODULE = "nereid_backend.parallel.rank_process"
 _STARTED = "started"
 _EXIT_TIMEOUT_S = 5.0
-# The longest time in seconds from an error in rank 0 until the death of another rank is noticed.
+# After an error in rank 0, rank 0 waits at most this number of seconds for the news that another
+# rank has failed.
 _NOTICE_TIMEOUT_S = 2.0
 # The other ranks notice the death of a rank within this time in seconds.
 _FOLLOWING_ERRORS_S = 0.2
 
 
 class Ranks:
-    """Rank 0's view of the processes that compute a model together.
+    """The processes of the other ranks. Rank 0 starts them, sends messages to them, and ends them.
 
     Attributes:
         rank: rank 0, which is this process.
@@ -124,7 +125,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Run a part of loading that all ranks run at the same time.
+        """Return a context for a stage of loading that all ranks run at the same time.
 
         Raises:
             EngineError: if rank 0 fails because another rank has failed. Errors of rank 0 itself
@@ -134,7 +135,8 @@ class Ranks:
             yield
         except Exception as error:
             self._has_failed.wait(_NOTICE_TIMEOUT_S)
-            # If all ranks fail for the same reason, the error of rank 0 contains this reason.
+            # If the other ranks fail with the same error as rank 0, the error of rank 0 is raised
+            # unchanged.
             if self._failure and not self._failure.endswith(str(error)):
                 raise EngineError(self._failure) from error
             raise
@@ -161,7 +163,7 @@ class Ranks:
     def _start(self, config: EngineConfig, rank: Rank) -> None:
         """Start the process of a rank."""
         parent_end, child_end = socket.socketpair()
-        # An embedded Python may not know its path.
+        # sys.executable can be empty if Python is embedded in another program.
         python = sys.executable or shutil.which("python3") or "python3"
         process = subprocess.Popen(
             [python, "-m", _MODULE, str(child_end.fileno()), f"rank {rank.number}"],
@@ -175,7 +177,10 @@ class Ranks:
         connection.send((config, rank))
 
     def _await_start(self, number: int, connection: Connection) -> None:
-        """Wait until a rank has imported its libraries. Raise an EngineError if it ends."""
+        """Wait until a rank has imported its libraries.
+
+        Raise an EngineError if the process of the rank ends before that.
+        """
         try:
             message = connection.recv()
         except EOFError:
@@ -184,13 +189,14 @@ class Ranks:
             raise EngineError(f"rank {number} of the model {message}")
 
     def _watch(self) -> None:
-        """Wait until a rank fails or ends, and record the reason."""
+        """Wait until another rank fails or ends, and store a description of the failure."""
         with contextlib.suppress(OSError):
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
-            # If a rank dies, the other ranks fail soon afterwards, because they lose a connection.
-            # Their errors do not explain the failure, so the deaths of ranks are reported first.
+            # If a rank dies, the other ranks lose their connection to it and fail a moment later.
+            # Their errors only say that the connection was lost. Wait for these errors here, and
+            # report the death instead of them.
             time.sleep(_FOLLOWING_ERRORS_S)
             reasons = [
                 f"rank {number} of the model {self._end_of(number, connection)}"
@@ -207,7 +213,7 @@ class Ranks:
                 distributed_c10d._abort_process_group()
 
     def _end_of(self, number: int, connection: Connection) -> str:
-        """Return how a rank ended: its last message, or how its process has died.
+        """Return the last message of a rank, or a description of how its process ended.
 
         Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward paths, on which a model computes a step: packed, rows, padded and single.
+"""The forward paths packed, rows, padded and single. Each one can compute the steps of a model.
 
 packed.py             `packed`: all tokens of a step as one row; attention reads blocks of the cache
 recurrent.py          `rows`: models that keep a state for each sequence

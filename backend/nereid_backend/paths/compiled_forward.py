@@ -42,18 +42,19 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 Shims = dict[torch._ops.OpOverload, list[str]]
 
-# torch.export treats a size of 1 as a constant, so that other sizes would need a second trace.
-# Inputs are therefore extended to at least this number of rows.
+# The smallest size that the traced code supports. torch.export treats the size 1 as a constant, so
+# a size that varies must be at least 2. Shorter inputs are extended to this size.
 _MIN_ROWS = 2
-# The sizes of the example that is traced. They differ, because torch.export treats equal sizes of
-# an example as one size.
+# The numbers of tokens and logits of the example with which the model is traced. The two numbers
+# must differ. Otherwise torch.export would assume that they are always equal.
 _EXAMPLE_TOKENS = 7
 _EXAMPLE_LOGITS = 3
 # Tensors that a model's code creates from constants are small. A tensor with more elements probably
 # depends on the checkpoint.
 _MAX_LITERAL_ELEMENTS = 65536
-# torch's compiler writes vectors with at most this number of elements into the code. A library can
-# therefore serve another checkpoint only if these vectors are equal in both checkpoints.
+# torch's compiler writes the values of vectors with at most this number of elements into the
+# library. Two checkpoints can therefore share a library only if these values are equal in both
+# checkpoints.
 _MAX_INLINED_ELEMENTS = 8
 _LIBRARY_FILE = "model.pt2"
 _LITERALS_FILE = "literals.safetensors"
@@ -72,7 +73,7 @@ _SOURCES = (
 
 
 class CompiledForward:
-    """Computes the steps of one model. `compile_forward` creates it."""
+    """The compiled forward pass of a model, as returned by `compile_forward`."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
         """Wrap a compiled function.
@@ -119,8 +120,9 @@ def compile_forward(
             f"minute, once for this machine and this model. The result is stored in {folder}"
         )
         _build(traced, hook, folder, shims)
-    # The engine computes in one thread. The library's locks for several threads cannot be captured
-    # into CUDA graphs.
+    # By default, the library takes locks, because several threads may call it. A call that takes
+    # locks cannot be captured into a CUDA graph. The engine calls the library from one thread, so
+    # the locks are turned off.
     run = torch._inductor.aoti_load_package(
         str(folder / _LIBRARY_FILE),
         run_single_threaded=True,
@@ -131,7 +133,7 @@ def compile_forward(
 
 
 def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - untyped
-    """Let a compiled library read the tensors that its code uses. No tensor is copied.
+    """Give a compiled library the tensors that its code reads, without copying them.
 
     Raises:
         UnfitError: if the code uses a tensor that is not among `tensors`.
@@ -144,7 +146,7 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
 
 
 class _TracedModel(nn.Module):
-    """The module that is traced: computes the logits of a packed step."""
+    """The module that torch.export traces. It computes the logits of a packed step."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -152,7 +154,10 @@ class _TracedModel(nn.Module):
         self._selects_logits = ModelCall(model).takes("logits_to_keep")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
-        """Return logits, [len(logits_index), vocab_size]. StepBatch describes the inputs."""
+        """Return the logits of the selected tokens, [len(logits_index), vocab_size].
+
+        The class StepBatch describes the arguments.
+        """
         selected = {"logits_to_keep": logits_index} if self._selects_logits else {}
         output = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected
@@ -162,7 +167,9 @@ class _TracedModel(nn.Module):
 
 
 def _shims(is_native: bool) -> Shims:
-    """Return the operators that compiled code calls as C functions, with the C declarations.
+    """Return the operators that compiled code calls in C instead of Python.
+
+    Each operator is mapped to the C declaration of a function.
 
     cpu_shim.cpp defines the functions. The CPU kernels for attention read their own layout of the
     KV cache. Compiled code therefore calls them only if the cache has this layout (is_native);
@@ -215,7 +222,8 @@ def _build(traced: _TracedModel, hook: AttentionHook, folder: Path, shims: Shims
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
                 "aot_inductor.custom_ops_to_c_shims": shims,
-                # With more threads, torch's pool of compiler processes would keep running.
+                # With more threads, torch would start a pool of processes, which would keep running
+                # after the compilation.
                 "compile_threads": 1,
             },
         )
@@ -264,7 +272,10 @@ def _save_literals(literals: dict[str, Tensor], file: Path) -> None:
 
 
 def _load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
-    """Load the tensors of the traced code onto the device, except those that belong on the CPU."""
+    """Load the tensors that `_save_literals` stored.
+
+    Tensors that were on the CPU stay on the CPU. All other tensors are moved to `device`.
+    """
     with safe_open(file, framework="pt") as opened:
         kinds = json.loads(opened.metadata()["devices"])
         return {
@@ -274,7 +285,7 @@ def _load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
-    """Extend the last dimension to `num_rows` by repeating its last value.
+    """Extend the last dimension of a tensor to `num_rows` by repeating the last value.
 
     Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.
     """
@@ -285,9 +296,10 @@ def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
-    """Return a hash of everything that a library depends on.
+    """Return a hash that changes whenever the library must be compiled again.
 
-    The hash includes the values of very short vectors, but not the values of other weights.
+    For example, the hash depends on the version of torch, the config of the model, and the CPU. It
+    includes the values of very short vectors, but not the values of other weights.
     """
     config = {
         name: value
@@ -314,7 +326,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
 
 
 def _inlined_values(tensor: Tensor) -> object:
-    """Return the values of a tensor that torch's compiler writes into the code, else None."""
+    """Return a tensor's values if torch's compiler writes them into the library; otherwise None."""
     is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
     return tensor.tolist() if is_inlined else None
 

@@ -13,19 +13,23 @@ import torch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-# A function that ends one graph and begins the next graph; see `GraphCapture.pieces`.
+# The type of the function `cut`. A call ends the current graph and begins the next graph; see
+# `GraphCapture.pieces`.
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # The number of bytes that must stay free in addition to the memory of the largest step.
 _SPARE_BYTES = 256 * 2**20
-# Cancelled captures. torch's allocator of pinned memory continues to use the objects, and Python
-# code cannot stop this, so the objects must not be freed.
+# Graphs whose capture was cancelled. torch's allocator of pinned memory still uses these objects,
+# and Python code cannot prevent that. This list keeps the objects alive.
 _failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
 class GraphMemoryError(Exception):
-    """There is too little free memory for a further graph. Existing graphs can still be used."""
+    """Raised if too little GPU memory is free to capture another graph.
+
+    Graphs that were captured before can still be replayed.
+    """
 
 
 def capture_on(device: torch.device, reserve_bytes: int = 0) -> "GraphCapture | None":
@@ -55,7 +59,7 @@ class GraphCapture:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Capture some work as one graph, and return a function that replays the work.
+        """Capture a call of `work` as one graph, and return a function that replays the graph.
 
         For the work and the errors, see `pieces`.
         """
@@ -77,7 +81,7 @@ class GraphCapture:
         """
         parts: list[Replay] = []
         with torch.cuda.device(self._device):
-            # Replays must have ended before a graph is freed and before its memory is reused.
+            # A graph that is still being replayed would use memory that the new capture may reuse.
             torch.cuda.synchronize()
             self._check_memory()
             with torch.cuda.stream(self._stream), _without_collection():
@@ -96,8 +100,8 @@ class GraphCapture:
                 try:
                     work(cut)
                 except BaseException:
-                    # Ending the capture usually fails, too. Its error must not hide the first
-                    # error.
+                    # After such an error, ending the capture usually raises a second error. The
+                    # second error is suppressed, so that the caller gets the first error.
                     with suppress(RuntimeError):
                         _end(graph, self._pool)
                     raise
@@ -130,7 +134,7 @@ class GraphCapture:
 
 
 def _cached_bytes(device: torch.device) -> int:
-    """Return the unused memory that torch's allocator has cached for steps, in bytes.
+    """Return the size of the unused memory in the cache of torch's allocator, in bytes.
 
     After the first large step, the allocator keeps the memory of the step, so later steps need no
     further free memory. The memory of captured graphs does not count, because steps cannot use it.
@@ -178,7 +182,10 @@ def is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Turn Python's garbage collection off, because freeing objects can break a capture."""
+    """Turn Python's garbage collector off while a graph is captured.
+
+    The capture can fail if the collector frees an object, such as another graph.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

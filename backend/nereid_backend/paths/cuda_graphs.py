@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of decode steps: one launch replaces the launches of all kernels.
+"""CUDA graphs of decode steps. One replay of a graph replaces the launches of all its kernels.
 
 A step in which every sequence adds one token runs the same kernels as the step before, with
 different numbers. Such a step is therefore captured once, with its inputs in tensors that keep
@@ -36,13 +36,14 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[StepBatch], Tensor]
 
-# The largest number of rows of a graph. In larger steps, the GPU works longer than the launches
-# take, so a graph saves nothing.
+# The largest number of rows of a graph. Steps with more rows gain nothing from a graph, because the
+# GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
-# The largest accepted difference, relative to the spread of the logits. A replay runs the same
-# kernels, so only the order of sums may differ. A wrong input causes a difference of at least 0.1.
+# The largest accepted error of a replay, relative to the standard deviation of the logits. A replay
+# runs the same kernels as a step without a graph. Correct logits can therefore differ only by
+# rounding, whereas a wrong input causes an error of at least 0.1.
 _TOLERANCE = 0.03
-# The number of rows that are compared at once.
+# The number of rows in each slice of logits that `_difference` compares.
 _COMPARED_ROWS = 16
 # The number of int64 values in 64 bytes, the alignment of tensors that kernels read.
 _ALIGNED_VALUES = 64 // 8
@@ -116,7 +117,8 @@ class DecodeGraphs:
         step.fill(batch)
         replay()
         self.num_replays += 1
-        # The next replay overwrites these logits, and may be queued before the caller reads them.
+        # The caller gets a copy, because the next replay overwrites these logits and may run before
+        # the caller reads them.
         return self._logits[: batch.num_logits].clone()
 
     def rows_of(self, batch: StepBatch) -> int | None:
@@ -147,8 +149,9 @@ class DecodeGraphs:
             self._report(f"No more CUDA graphs are captured: {error}.")
             return None
         except Exception as error:  # noqa: BLE001
-            # The capture ends here. It runs the model's code and can fail in any way. If it fails,
-            # the kernels of decode steps are launched one by one.
+            # This exception ends only the capture. The capture runs the model's code, which can
+            # raise any exception. After a failed capture, the kernels of decode steps are launched
+            # one by one.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.failure = reason
             self._graphs.clear()
@@ -167,13 +170,15 @@ class DecodeGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(rows, self._sizes, self._device)
-        # The number of rows that are compared. Without a step, the padding is compared.
+        # The number of rows whose logits are compared. Without a step, all rows are padding, and
+        # all of them are compared.
         count = rows
         if batch is not None:
             step.fill(batch)
             count = batch.num_logits
-        # This run also compiles kernels that are not compiled yet. It stores the same keys and
-        # values as the replays.
+        # This run uses no graph. It computes the expected logits, and also compiles kernels that
+        # are not compiled yet. The run and the replay store the same keys and values in the KV
+        # cache.
         expected = self._run(step.batch())
         # All graphs write their logits into the same tensor, which has the rows of the largest
         # graph.
@@ -208,17 +213,18 @@ class StaticStep:
         self._null_block = sizes.num_blocks
         # The token, position, slot and length of a padding row, [4, 1].
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # The same numbers of all rows, [4, rows]. The numbers of each kind start at an aligned
-        # address, because Triton compiles a second kernel for unaligned pointers.
+        # The token, position, slot and length of every row, [4, rows]. The tokens, positions, slots
+        # and lengths each start at an aligned address, because Triton would compile a second kernel
+        # for unaligned pointers.
         num_aligned = -(-rows // _ALIGNED_VALUES) * _ALIGNED_VALUES
         self._numbers = self._padding.repeat(1, num_aligned)[:, :rows]
         # The block table of each row, [rows, width].
         width = -(-sizes.max_model_len // sizes.block_size)
         self._table = torch.full((rows, width), self._null_block, device=device)
-        # Each row needs the logits of its only token.
+        # Each row has one token, and the logits of each token are needed.
         self._logits_index = torch.arange(rows, device=device)
-        # The metadata that GPU kernels read. It is uploaded now, because an upload cannot be
-        # captured.
+        # The metadata that GPU kernels read. It is copied to the GPU before the capture, because a
+        # graph cannot contain this copy.
         self._device_rows = gpu_batch(self._attention())
 
     def fill(self, batch: StepBatch) -> None:
@@ -240,13 +246,13 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one run, without the results that an earlier run cached."""
+        """Return the inputs for one run. They contain no intermediate results of earlier runs."""
         tokens, positions, _, lens = self._numbers
         attention = self._attention()
         assert self._device_rows.decodes is not None
-        # The longest length is computed within the graph, so that a replay computes it from the
-        # lengths of its own step. The workspaces of earlier runs are dropped, so that intermediate
-        # results use the memory that all graphs share.
+        # This code runs during the capture, so the graph computes the longest length, and each
+        # replay computes the longest length of its own step. The empty workspaces make the kernels
+        # allocate their intermediate results anew, in the memory that all graphs share.
         longest = lens.amax(0, keepdim=True)
         decodes = replace(self._device_rows.decodes, longest=longest, _workspaces={})
         attention.device_rows = replace(self._device_rows, decodes=decodes)
@@ -283,7 +289,7 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 def check_replay(replayed: Tensor, expected: Tensor) -> None:
-    """Compare the logits of a replay with the logits of the same step without a graph.
+    """Check that the logits of a replay equal the logits of the same step without a graph.
 
     Args:
         replayed: [n, vocab_size].
@@ -301,7 +307,7 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:
-    """Return the largest difference between the logits of two rows, relative to their spread.
+    """Return the largest relative error among the rows of replayed logits.
 
     The difference of a row is the root mean square of the errors, divided by the standard deviation
     of the expected logits. Rows in which neither side is finite are ignored, because their

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes that several forward paths use: sizes, and the call of a model."""
+"""Code that several forward paths use, such as ModelCall, which calls a transformers model."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from nereid_backend.paths.step_batch import tokens_of
 
 
 class UnfitError(Exception):
-    """The model cannot use a forward path. The engine then tries the next path.
+    """Raised if a forward path does not support a model. The engine then tries the next path.
 
     The message is the reason, as a clause without a final period.
     """
@@ -52,7 +52,7 @@ class ModelCall:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Read the parameters of a model's forward method."""
+        """Store a model and the names of the arguments that its forward method accepts."""
         self._model: Any = model
         self._names = frozenset(inspect.signature(model.forward).parameters)
         self.cache_name = next(
@@ -131,11 +131,11 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the attention mask and the offset of its first token."""
+        """Return the number of keys that the attention mask covers, and the first key's index."""
         return self.num_past_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens of the longest sequence before this step."""
+        """Return the number of earlier tokens of the longest sequence in the step."""
         return self.num_past_tokens
 
     def get_max_length(self) -> int:
@@ -167,7 +167,7 @@ def extend_to_start(chunk: Chunk) -> Chunk:
 
 
 def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
-    """Concatenate the logits of chunks to one tensor, [sum of num_logits, vocab_size].
+    """Concatenate the logits of several chunks into one tensor, [sum of num_logits, vocab_size].
 
     Args:
         parts: [num_logits, vocab_size], the logits of each chunk, in order; None for a chunk
@@ -179,7 +179,9 @@ def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
 
 
 def num_bytes(value: object) -> int:
-    """Return the size in bytes of all tensors that a value contains. Each object counts once.
+    """Return the total size of the tensors that a value contains, in bytes.
+
+    A tensor that occurs several times is counted once.
 
     The value may be a tensor, a container, or a cache of transformers. Example: a list that
     contains one float32 tensor of shape [2, 3] twice has 24 bytes.
@@ -203,7 +205,8 @@ def _num_new_bytes(value: object, seen: set[int]) -> int:
         return sum(_num_new_bytes(part, seen) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(_num_new_bytes(part, seen) for part in value)
-    # The only objects of transformers in such values are caches and the layers of caches.
+    # The only classes of transformers in the values that this function gets are caches and the
+    # layers of caches.
     if type(value).__module__.startswith("transformers."):
         return _num_new_bytes(vars(value), seen)
     return 0

@@ -24,10 +24,10 @@ from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
 class ImageSteps(Protocol):
-    """An object that replaces the inputs of the decoder in steps with images."""
+    """The interface through which PackedPath replaces the decoder's inputs in steps with images."""
 
     def injecting(self, plan: StepPlan, batch: StepBatch) -> AbstractContextManager[None]:
-        """Return a context in which the decoder gets the embeddings and positions of images."""
+        """Return a context in which the decoder receives the embeddings and positions of images."""
         ...
 
 
@@ -96,7 +96,7 @@ class PackedPath:
         return isinstance(self._cache, CpuKVCache)
 
     def use(self, compiled: CompiledForward) -> None:
-        """Compute all further steps with a compiled forward pass of the same model."""
+        """Run all later steps with `compiled`, a compiled forward pass of the same model."""
         self._compiled = compiled
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -144,7 +144,7 @@ class PackedPath:
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Compute a step with the model's code; see `run`."""
+        """Compute a step by calling the model itself, not the compiled forward pass; see `run`."""
         with self._hook.serving(attention):
             output = self._model(
                 input_ids=batch.input_ids,
@@ -160,7 +160,9 @@ class PackedPath:
     def piecewise_graphs(
         self, capture: CapturePieces, sizes: Sizes, report: Callable[[str], None]
     ) -> PiecewiseGraphs:
-        """Return an object that captures and replays steps with prefills. It contains no graph yet.
+        """Return an object that captures steps with prefills as CUDA graphs and replays the graphs.
+
+        The object contains no graph yet.
 
         Args:
             capture: captures pieces of work; see `GraphCapture.pieces`.
@@ -170,7 +172,7 @@ class PackedPath:
         return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)
 
     def choose_attention(self) -> int:
-        """Measure attention libraries on this GPU, and use the libraries that are faster.
+        """Find the attention libraries that are faster than Nereid's kernels, and use them.
 
         Return the number of pairs of a layer kind and a `Situation` for which a library is used.
         """

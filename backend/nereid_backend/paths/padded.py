@@ -35,7 +35,7 @@ from nereid_backend.paths.model_call import (
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The parts of a model's cache that are stored in blocks.
+    """Describes the tensors of a model's cache that are stored in blocks of the KV cache.
 
     Attributes:
         layers: the shapes of what is stored, one for each part.
@@ -167,7 +167,9 @@ class PaddedPath:
         self._cache.clear(sequence.block_table)
 
     def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
-        """Divide chunks into groups that share a forward pass, as lists of their indices.
+        """Divide chunks into groups that can share a forward pass.
+
+        Each group is a list of indices of chunks.
 
         Decodes share a pass if their positions have the same number of bits, so that padding at
         most doubles the work. Every other chunk is a group of its own. Example: chunks of 1, 1, 1
@@ -177,7 +179,8 @@ class PaddedPath:
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
             is_alone = not self._batches_sequences or chunk.num_tokens > 1 or chunk.start == 0
-            # The keys of the groups that contain only one chunk are negative and unique.
+            # A chunk that forms a group of its own gets a unique key. The key is negative, so that
+            # it differs from every bit length.
             key = -1 - index if is_alone else chunk.start.bit_length()
             groups.setdefault(key, []).append(index)
         return list(groups.values())
@@ -202,7 +205,10 @@ class PaddedPath:
             )
 
     def _paged_cache(self, step: "_Step") -> DynamicCache:
-        """Return a transformers cache for one forward pass, whose layers use the KV cache."""
+        """Return a transformers cache for one forward pass.
+
+        The layers of this cache store keys and values in the blocks of the KV cache.
+        """
         cache: Any = DynamicCache()
         # Without this line, DynamicCache would add further layers during the forward pass.
         cache.layer_class_to_replicate = None
@@ -236,7 +242,7 @@ class _Step:
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "_Step":
-        """Build the tensors of a group of chunks, which have equal numbers of tokens.
+        """Build the tensors of a group of chunks. All chunks must have the same number of tokens.
 
         Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
         tables [7, 3] and [8]. The longest sequence has 6 tokens with the new one. The slots are
@@ -255,7 +261,7 @@ class _Step:
         new_positions = starts[:, None] + torch.arange(num_tokens)
         slots = blocks.gather(1, new_positions // size) * size + new_positions % size
         lens = starts[:, None] + num_tokens
-        # Sequences are padded on the left, so the positions of padding are negative.
+        # Sequences are padded on the left, so a negative position means padding.
         positions = torch.arange(longest)[None] - (longest - lens)
         mask = (positions >= 0).long()
         device = cache.device
@@ -270,7 +276,10 @@ class _Step:
 
 
 class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A cache layer that stores its tokens in blocks. It is used for one forward pass."""
+    """A layer of a transformers cache that stores keys and values in blocks of the KV cache.
+
+    Each forward pass uses new layers.
+    """
 
     is_croppable = False
 
@@ -300,7 +309,7 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
         *args: object,  # noqa: ARG002 - transformers' signature
         **kwargs: object,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values, and return the keys and values of all tokens.
+        """Store the keys and values of the new tokens. Return the keys and values of all tokens.
 
         The new keys and values are [num_seqs, num_heads, num_tokens, dim]. The returned keys and
         values are [num_seqs, num_heads, longest, dim].
@@ -326,8 +335,9 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
             )
-        # A layer of the KV cache has keys and values, but an indexer has only keys. The first half
-        # of an indexer's key is stored as a key, and the second half as a value.
+        # A layer of the KV cache stores a key and a value for each token. An indexer has only a key
+        # for each token, so the first half of this key is stored as a key, and the second half as a
+        # value.
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 
@@ -353,7 +363,8 @@ class _PagedLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transfor
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # The gathered sequences begin at the left. Padding on the left moves them to the right.
+        # In the gathered tensors, each sequence starts at index 0. The model expects padding on the
+        # left, so shorter sequences are moved to the right.
         index = step.positions[:, None, :, None]
         return (
             torch.take_along_dim(keys, index, dim=2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the pieces between attention calls, for steps with prefills.
+"""CUDA graphs for steps with prefills: one graph for each piece between two attention calls.
 
 The attention of a step with prefills depends on the lengths of its sequences, so it cannot be
 captured. All other operations of a forward pass depend only on the number of tokens. These
@@ -39,15 +39,15 @@ from nereid_backend.paths.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
-# The numbers of tokens for which graphs are captured. In larger steps, the GPU works longer than
-# the launches take.
+# The numbers of tokens for which graphs are captured. Steps with more tokens gain nothing from
+# graphs, because the GPU needs longer to run the kernels than the CPU needs to launch them.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64))
 
 Run = Callable[[StepBatch, PagedForward], Tensor]
 
 
 class AttentionBuffers(NamedTuple):
-    """The tensors through which graphs pass the query to attention and read the result.
+    """The tensors that connect graphs with attention: the query and the result of attention.
 
     Attributes:
         query: [num_heads, n, key_dim], where n is the largest number of tokens.
@@ -95,7 +95,7 @@ class PiecewiseGraphs:
         self._report = report
         self._graphs: dict[int, tuple[StaticTokens, Replay]] = {}
         self._logits: Tensor | None = None
-        # The buffers by (num_heads, key_dim, value_dim); see `buffers`.
+        # The buffers that layers share. The key is (num_heads, key_dim, value_dim); see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
         # The metadata of the step that is replayed.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
@@ -119,8 +119,9 @@ class PiecewiseGraphs:
                 self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
                 return
             except Exception as error:  # noqa: BLE001
-                # The capture ends here. It runs the model's code and can fail in any way. If it
-                # fails, the kernels of steps with prefills are launched one by one.
+                # This exception ends only the capture. The capture runs the model's code, which can
+                # raise any exception. After a failed capture, the kernels of steps with prefills
+                # are launched one by one.
                 self.failure = first_line(error)
                 self._graphs.clear()
                 self._report(
@@ -149,7 +150,8 @@ class PiecewiseGraphs:
         self._attention = batch.attention
         replay()
         self.num_replays += 1
-        # The next replay overwrites these logits, and may be queued before the caller reads them.
+        # The caller gets a copy, because the next replay overwrites these logits and may run before
+        # the caller reads them.
         return self._logits[: batch.num_logits].clone()
 
     def _make(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
@@ -162,9 +164,9 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # This step has no sequences, so `attend` computes nothing during the capture.
+        # The step contains no sequence, so `attend` returns immediately during the capture.
         self._attention = static.attention()
-        # The first run, which is not captured, gives the expected logits.
+        # This run is not captured. The replay must compute the same logits as this run.
         expected = self._run(static.batch(), self._split(static, _without_cut))
         # All graphs write their logits into the same tensor. The largest graph is captured first.
         if self._logits is None:
@@ -181,13 +183,14 @@ class PiecewiseGraphs:
         return static, replay
 
     def _split(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return the attention function for a forward pass that is divided into pieces."""
+        """Return the attention of a forward pass that `cut` divides into several graphs."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
-        """Return the buffers that all layers with the shapes of `spec` share.
+        """Return the buffers for the attention of layers with the shapes of `spec`.
 
-        The buffers are created in the first call, with the data type and the device of `like`.
+        All layers with these shapes share the buffers. The buffers are created in the first call,
+        with the data type and the device of `like`.
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
@@ -243,7 +246,8 @@ class StaticTokens:
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
-        # The token, position and slot of a padding token. `_numbers` is [3, num_tokens].
+        # The token id, position and slot of one padding token, [3, 1]. `_numbers` contains the same
+        # three values for every token of the step, [3, num_tokens].
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
         self._numbers = self._padding.repeat(1, num_tokens)
         self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
@@ -266,12 +270,15 @@ class StaticTokens:
         return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
-        """Return an attention batch that stores all tokens and computes no attention."""
+        """Return the metadata of attention: the slots of all tokens, but no sequences.
+
+        Keys and values are therefore stored, but no attention is computed.
+        """
         return AttentionBatch(self._numbers[2], 0, [], [], self._block_size)
 
 
 class _SplitForward(PagedForward):
-    """The attention of a forward pass that is captured in pieces."""
+    """Attention during a capture: each attention call ends a graph and begins the next graph."""
 
     def __init__(
         self,
@@ -303,10 +310,11 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Store the keys and values of one layer, end the current graph, and return the attention.
+        """Return the attention of one layer, which is computed between two graphs.
 
-        The attention is not part of a graph: `cut` runs it between the graph that ends here and
-        the graph that begins here. The arguments and the result are those of `PagedForward.attend`.
+        The keys and values of the layer are stored in the graph that ends here. The attention is
+        not part of a graph: `cut` runs it between the graph that ends here and the graph that
+        begins here. The arguments and the result are those of `PagedForward.attend`.
         """
         spec = self._layers[number]
         layer = (number, spec)
@@ -322,5 +330,5 @@ class _SplitForward(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Replace `cut` in a step that is not captured: call `between` immediately."""
+    """Call `between` immediately. This function is used instead of `cut` if nothing is captured."""
     between()

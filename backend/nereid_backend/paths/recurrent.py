@@ -103,7 +103,7 @@ class RowsPath:
         self._states: dict[int, State] = {}
         # The number of tokens that the state of each row covers.
         self._lengths: dict[int, int] = {}
-        # The states of the last batch; None if all states are in `_states`.
+        # The merged states of the last batch; None if the state of every sequence is in `_states`.
         self._batch_cache: _BatchCache | None = None
         # The states of the snapshots by id.
         self._snapshots: dict[int, State] = {}
@@ -164,7 +164,10 @@ class RowsPath:
         return num_bytes(next(iter(self._states.values())))
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Copy snapshots into the states of sequences, and delete the snapshots of the plan."""
+        """Load snapshots as the states of new sequences, and delete snapshots that are not needed.
+
+        `snapshots` names the snapshots to load and the snapshots to delete.
+        """
         for index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[index]
             self._states[_row(chunk)] = copy_state(self._snapshots[snapshot_id])
@@ -180,14 +183,16 @@ class RowsPath:
         return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """Compute chunks of one token in one forward pass. The sequence of each chunk has a state.
+        """Compute several chunks of one token each in one forward pass.
+
+        The sequence of each chunk must already have a state.
 
         Returns:
             Logits, [num_chunks, 1, vocab_size].
         """
         rows = tuple(_row(chunk) for chunk in chunks)
-        # A pass that fails may leave the states partly changed. The states are therefore removed
-        # before the pass and stored again afterwards.
+        # If the pass fails, the states may be partly changed. The states are therefore removed
+        # before the pass, and stored again only if the pass succeeds.
         cache = self._take_cache(rows)
         lengths = [self._lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
@@ -197,7 +202,7 @@ class RowsPath:
         return logits
 
     def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Remove the states of some rows, and return a cache with these states."""
+        """Move the states of `rows` from this object into a cache, and return the cache."""
         if self._batch_cache is not None and self._batch_cache.rows == rows:
             cache = self._batch_cache.cache
             self._batch_cache = None
@@ -206,7 +211,7 @@ class RowsPath:
         return merge_states(self._config, [self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute a chunk of one sequence in a pass of its own.
+        """Compute a chunk in a forward pass that contains no other chunk.
 
         Example: the model cannot compute a prompt in chunks exactly, and a prompt of 20 tokens is
         divided into the tokens 0 to 15 and 16 to 19. The first chunk returns None. The second chunk
@@ -222,8 +227,8 @@ class RowsPath:
         is_exact_chunk = chunk.num_tokens == 1 or not self._computes_from_start
         if is_exact_chunk and self._has_state(chunk):
             return self._continue(chunk)
-        # The state lacks tokens of earlier chunks, or the state covers rejected draft tokens. The
-        # state is therefore computed again from the first token.
+        # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected.
+        # The sequence is therefore computed again from its first token.
         whole = extend_to_start(chunk)
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
@@ -258,7 +263,8 @@ class RowsPath:
         """
         row = _row(chunk)
         self._split_batch_cache()
-        # A pass that fails may leave the state partly changed, so it is removed before the pass.
+        # If the pass fails, the state may be partly changed. The state is therefore removed before
+        # the pass, and stored again only if the pass succeeds.
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
         if state and chunk.start > 0:
@@ -298,7 +304,8 @@ class RowsPath:
         serving: Any = nullcontext()
         if self._paged is not None:
             kv_cache, builder = self._paged
-            # Attention gets the metadata of these chunks only, not of the whole step.
+            # `chunks` may be only a part of the step. The metadata of attention must describe
+            # exactly these chunks.
             plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
             batch = builder.build(plan, kv_cache.device).attention
             serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))
@@ -317,7 +324,7 @@ class RowsPath:
         self._lengths.pop(row, None)
 
     def _split_batch_cache(self) -> None:
-        """Split the cache of the last batch into the states of its rows."""
+        """Split the cache of the last batch into separate states, one for each row."""
         if self._batch_cache is None:
             return
         rows, cache = self._batch_cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches of models with recurrent states, and the states of single sequences.
+"""Caches for models that keep a recurrent state for each sequence.
 
 The cache of a batch contains the states of all rows, in tensors whose first dimension is the number
 of rows. It can be split into the states of the rows, and states can be merged into a cache for
@@ -55,7 +55,7 @@ def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are
         # A layer with a state may also store keys and values.
         has_keys = isinstance(layer, DynamicLayer)
         return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
-    # The class must be equal, because other subclasses may store more than keys and values.
+    # Subclasses are not accepted, because they may store more than keys and values.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return BlockCacheLayer()
     if isinstance(layer, DummyLayer):
@@ -67,7 +67,7 @@ def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are
 
 
 def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an untyped cache
-    """Return the state of each row of a cache for a batch.
+    """Split the cache of a batch into separate states, one for each row.
 
     Args:
         cache: a cache from `make_cache`.
@@ -79,7 +79,7 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
 def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
     """Return a copy of one row's state, from the cache of a batch with `num_rows` rows."""
     state = [_row_state(layer, row, num_rows) for layer in cache.layers]
-    # The cut of a single row is not a copy.
+    # If there is only one row, `_row_state` returns the tensors of the cache without a copy.
     return copy_state(state) if num_rows == 1 else state
 
 
@@ -89,7 +89,7 @@ def copy_state(state: State) -> State:
 
 
 def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return a copy of an attribute of a layer, with copies of its tensors."""
+    """Return a copy of a value. Tensors inside the value are copied, too."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -100,7 +100,7 @@ def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
 
 
 def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa: ANN401 - as above
-    """Return a cache for a batch, merged from the states of its rows.
+    """Merge the states of several rows into one cache for a batch.
 
     Args:
         config: the config of the model.
@@ -114,7 +114,7 @@ def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa:
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
-    """Return the part of a cache layer's attributes that belongs to one row, by name."""
+    """Return the values of a layer's attributes for one row, by attribute name."""
     if isinstance(layer, DummyLayer) or type(layer) is BlockCacheLayer:
         return {}
     return {
@@ -125,7 +125,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of a layer's attribute that belongs to one row.
+    """Return the part of a value that belongs to one row. The value is an attribute of a layer.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
@@ -138,7 +138,7 @@ def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attr
 
 
 def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
-    """Return the attribute of a batch, merged from the attributes of its sequences.
+    """Merge the values of an attribute, one for each sequence, into the value for the batch.
 
     This is the inverse of _cut. Example: two tensors [1, 8] give a tensor [2, 8].
     """

@@ -94,18 +94,20 @@ class SinglePath:
         state = self._states.get(row)
         continues_cache = state is not None and state.num_tokens == shortest - 1
         if self._uses_cache and not continues_cache:
-            # A preempted sequence is computed as it was the first time: the prompt in one pass and
-            # then token by token. On some models, one pass over all tokens gives different logits.
+            # After a preemption, the sequence is computed in the same passes as before: the prompt
+            # in one pass, then each output token in a pass of its own. On some models, one pass
+            # over all tokens gives different logits.
             shortest = min(shortest, chunk.sequence.num_prompt_tokens)
         sequence = chunk.sequence
         logits = [self._logits_after(row, sequence, n) for n in range(shortest, longest + 1)]
         return torch.stack(logits[-chunk.num_logits :])
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits after the first `num_tokens` tokens of a sequence, [vocab_size].
+        """Return the logits after a prefix of a sequence, [vocab_size].
 
-        If the stored state of `row` covers all these tokens except the last, only the last token is
-        computed. Otherwise, the model computes all of them.
+        The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
+        all these tokens except the last, only the last token is computed. Otherwise, the model
+        computes all of them.
         """
         token_ids = sequence.token_ids[:num_tokens]
         state = self._states.pop(row, None)
@@ -114,8 +116,8 @@ class SinglePath:
             state = _SequenceState(self._first_arguments(ids, sequence.images), 0)
         is_first = state.num_tokens == 0
         has_cache = state.arguments.get(self._cache_name) is not None
-        # The number of tokens that this call adds to the cache. In the first call, the number is
-        # None if the model has no cache or creates its cache itself.
+        # The number of tokens that this call adds to the cache. If no cache exists before the first
+        # call, the number is None. The model then creates a cache itself, or uses no cache.
         num_new: int | None = 1
         if is_first:
             num_new = len(token_ids) if has_cache else None
@@ -130,7 +132,7 @@ class SinglePath:
         return logits
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
-        """Return the arguments of a sequence's first call of the model."""
+        """Return the arguments for the model's first call for a sequence."""
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
             "use_cache": self._uses_cache,

@@ -19,8 +19,8 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 
-# Decodes with at most this number of blocks form one group, because a second group would take
-# longer than the padding does.
+# Decodes with at most this number of blocks always form one group. Computing their padding takes
+# less time than computing a second group.
 _SHORT_BLOCKS = 16
 
 
@@ -88,8 +88,8 @@ class BatchBuilder:
         self._null_block = null_block
         width = -(-max_model_len // block_size)
         self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
-        # For each row, the number of blocks that were copied into the row, and the number of these
-        # blocks that were freed and then replaced by the null block.
+        # For each row of the array: how many blocks were copied into the row, and how many of these
+        # blocks were freed later. The null block replaces freed blocks.
         self._num_filled = [0] * max_num_seqs
         self._num_dropped = [0] * max_num_seqs
 
@@ -120,10 +120,11 @@ class BatchBuilder:
         num_decodes = int(np.count_nonzero(counts == 1))
         positions = _consecutive(starts, counts)
         slots = self._slots(positions, rows.repeat(counts))
-        # The logits of a chunk belong to its last tokens.
+        # The logits of the last num_logits tokens of each chunk are needed.
         logits_index = _consecutive(counts.cumsum() - num_logits, num_logits)
         groups = self._group(positions[:num_decodes] + 1)
-        # All arrays are uploaded in one copy, and then read in the same order.
+        # One operation copies all arrays to the device. The resulting tensors are then read in the
+        # order in which the arrays are added here.
         arrays = [_input_ids(plan.chunks, num_decodes), positions, slots]
         arrays.append(logits_index if len(logits_index) else np.zeros(1, np.int64))
         for tokens, lens in groups:
@@ -151,7 +152,8 @@ class BatchBuilder:
             attention.device_rows = PackedRows(self._layout, kernel_tensors)
         if plan.pending:
             assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
-            # Chunks of one token come first, so the index of such a chunk is its token's index.
+            # Chunks of one token come first in a step. The index of such a chunk is therefore also
+            # the index of its token.
             chunks, sources = next(tensors)
             input_ids.index_copy_(0, chunks, sampled.index_select(0, sources))
         return StepBatch(
@@ -165,9 +167,10 @@ class BatchBuilder:
     def _kernel_arrays(
         self, chunks: list[Chunk], groups: list[tuple[Integers | slice, Integers]]
     ) -> list[Integers]:
-        """Return the arrays that only GPU kernels read; see `StepLayout.arrays`.
+        """Return the additional arrays that GPU kernels read; see `StepLayout.arrays`.
 
-        `groups` are the groups of decodes that `_group` returned.
+        The list is empty if no GPU kernel is used. `groups` are the groups of decodes that `_group`
+        returned.
         """
         if self._layout is None:
             return []
@@ -200,7 +203,7 @@ class BatchBuilder:
         return decode_groups
 
     def _slots(self, positions: Integers, rows: Integers) -> Integers:
-        """Return the slot of each token of a step, [num_tokens] int64.
+        """Return the slot of each token, which is its index in the KV cache, [num_tokens] int64.
 
         Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
         position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.
@@ -221,8 +224,9 @@ class BatchBuilder:
         """
         num_filled, num_dropped = self._num_filled, self._num_dropped
         rows: list[int] = []
-        # In most steps, a sequence gets no new block, so most rows do not change. Unpacking a chunk
-        # is faster than reading its fields by name.
+        # This loop runs for every chunk of every step, so it must be fast. In most steps, a
+        # sequence gets no new block, and its row stays unchanged. Unpacking a chunk is faster than
+        # reading its fields by name.
         for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None
@@ -252,7 +256,9 @@ class BatchBuilder:
             self._num_filled[row] = len(block_table)
 
     def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
-        """Divide decodes into groups of similar length, so that padding at most doubles the work.
+        """Divide decodes into groups of similar length, in order to limit padding.
+
+        Padding at most doubles the number of blocks that a group of long sequences reads.
 
         Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
         [2], because 9000 tokens need many more blocks than 30.

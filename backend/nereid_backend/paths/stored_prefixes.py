@@ -20,7 +20,10 @@ class StoredPrefixes:
     """
 
     def __init__(self, path: Any) -> None:  # noqa: ANN401 - any path with the attribute kv_cache
-        """Read from and write to `path`, which has the attribute `kv_cache`."""
+        """Create an object that reads and writes the blocks and snapshots of a forward path.
+
+        `path` must have the attribute `kv_cache`.
+        """
         self._cache: KVCache | None = path.kv_cache
         self._snapshots = path.snapshots if isinstance(path, RowsPath) else {}
         self.has_blocks = self._cache is not None
@@ -33,7 +36,10 @@ class StoredPrefixes:
         return b"" if self._cache is None else self._cache.read_block(block)
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Set the keys and values of some blocks, which `read_block` has returned."""
+        """Set the keys and values of some blocks.
+
+        Each item of `contents` was returned by `read_block` and belongs to one item of `blocks`.
+        """
         if self._cache is not None and blocks:
             self._cache.write_blocks(blocks, contents)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
+from pydantic_core import to_json
 
 from nereid_backend.errors import (
     CapacityError,
@@ -110,6 +111,11 @@ def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noq
 def strings(*values: str) -> npt.NDArray[np.object_]:
     """Return a STRING tensor of shape [n] with these texts."""
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
+
+
+def json_strings(*values: object) -> npt.NDArray[np.object_]:
+    """Return a STRING tensor of shape [n] with the JSON of these values."""
+    return np.array([to_json(value) for value in values], dtype=np.object_)
 
 
 def load_error(error: NereidError) -> Exception:

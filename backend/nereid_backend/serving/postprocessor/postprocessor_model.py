@@ -6,7 +6,6 @@ response. The model has exactly one instance, because several instances would ch
 stream's steps.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -203,10 +202,9 @@ class PostprocessorModel:
         if not outputs:
             return None
         choices.replied_at = time.monotonic()
-        deltas = (json.dumps(output.delta, ensure_ascii=False) for output in outputs)
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
-            tensor_names.DELTA: tensors.strings(*deltas),
+            tensor_names.DELTA: tensors.json_strings(*(output.delta for output in outputs)),
         }
         for name in choices.context.returns:
             output_tensors[name] = self._optional_output(name, choices.context, outputs)
@@ -224,7 +222,7 @@ class PostprocessorModel:
             reasons = [output.finish_reason or "" for output in outputs]
             return tensors.strings(*(reasons if any(reasons) else ()))
         if name == tensor_names.LOGPROBS:
-            return tensors.strings(*(self._logprobs_json(output) for output in outputs))
+            return tensors.json_strings(*(self._logprob_entries(output) for output in outputs))
         if name == tensor_names.CUMULATIVE_LOGPROB:
             return np.array([output.cumulative_logprob for output in outputs], np.float32)
         if name == tensor_names.NUM_INPUT_TOKENS:
@@ -232,7 +230,6 @@ class PostprocessorModel:
         assert name == tensor_names.NUM_OUTPUT_TOKENS
         return np.array([output.num_output_tokens for output in outputs], np.uint32)
 
-    def _logprobs_json(self, output: ChoiceOutput) -> str:
-        """Return the log-probabilities of the new tokens as JSON text in vLLM's form."""
-        entries = [vllm_entry(row, self._texts) for row in output.logprobs]
-        return json.dumps(entries, ensure_ascii=False)
+    def _logprob_entries(self, output: ChoiceOutput) -> list[dict[str, dict[str, Any]]]:
+        """Return the log-probabilities of the new tokens in vLLM's form."""
+        return [vllm_entry(row, self._texts) for row in output.logprobs]

@@ -15,9 +15,10 @@ from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import SettingsError, settings_from_flags
 
-# The frontend closes a connection that was idle for this time. Clients and load balancers must
-# close idle connections earlier (httpx, which OpenAI's library uses, does so after 5 s). Otherwise,
-# the frontend could close a connection at the moment when a request arrives on it.
+# The frontend closes a connection that was idle for this number of seconds. Clients and load
+# balancers should close idle connections earlier. Otherwise, the frontend could close a connection
+# at the moment when a request arrives on it. Example: httpx, which OpenAI's library uses, closes
+# idle connections after 5 s.
 _KEEP_ALIVE_S = 75
 
 

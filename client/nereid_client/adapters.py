@@ -18,9 +18,10 @@ class Adapters:
     """The names of the adapters that the server has loaded."""
 
     def __init__(self, change: ChangeAdapters) -> None:
-        """Create the object. It calls `change` to list, load and unload adapters on the server."""
+        """Store `change`, the function that lists, loads and unloads adapters on the server."""
         self._change = change
-        # The names in the server's last answer. Other clients may have loaded adapters since then.
+        # The names of the adapters in the server's last answer. Other clients may have loaded more
+        # adapters since then.
         self._names: list[str] = []
 
     async def names(self) -> list[str]:
@@ -49,7 +50,10 @@ class Adapters:
         await self._update({"unload_lora": name})
 
     async def select(self, name: str | None, language_model: str) -> bool:
-        """Select the model of the current request, and return whether it is an adapter.
+        """Select the adapter `name` for the current request, if the server has this adapter.
+
+        Return True if the adapter was selected. Otherwise, return False, and the request uses no
+        adapter.
 
         Args:
             name: the name of an adapter or of another model; None for the language model.

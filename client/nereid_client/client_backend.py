@@ -1,4 +1,4 @@
-"""A backend that adds the current client to each call and counts the client's tokens."""
+"""A backend wrapper that adds the current client to each request and counts the client's tokens."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -12,7 +12,7 @@ from nereid_client.triton_backend import Backend, Generation
 
 
 class ClientBackend:
-    """Calls another backend in the name of the client that sent the current request.
+    """Forwards calls to a backend, and adds the id, weight and priority of the current client.
 
     Args:
         backend: the backend that generates text.
@@ -54,7 +54,10 @@ class ClientBackend:
         return await self._backend.request_limits()
 
     async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
-        """Return the names of the LoRA adapters after a change. See `Backend.change_adapters`."""
+        """Load, unload or list LoRA adapters, and return the names of all loaded adapters.
+
+        See `Backend.change_adapters`.
+        """
         return await self._backend.change_adapters(parameters)
 
     async def is_live(self) -> bool:
@@ -72,7 +75,7 @@ class ClientBackend:
     async def _counted(
         self, deltas: AsyncGenerator[Delta], client: Client
     ) -> AsyncGenerator[Delta]:
-        """Yield all deltas, and then count the tokens of the prompt and of all choices."""
+        """Yield the deltas. Afterwards, add the request's tokens to the client's token counters."""
         usages: dict[int, Usage] = {}
         try:
             async with aclosing(deltas):

@@ -1,4 +1,4 @@
-"""Output of the `nereid` command, and the exception that ends it early."""
+"""Functions that print messages of the `nereid` command, and the exception `CliError`."""
 
 import sys
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def error_event(error: ApiError, scope: Scope) -> bytes:
-    """Return the server-sent event with which an error ends a stream.
+    """Return an error as the last server-sent event of a stream.
 
     Args:
         error: the error.

@@ -129,13 +129,15 @@ _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
-# The ensemble has two input tensors for a prompt. The HTTP API has the field `prompt` instead.
+# The names of the ensemble's input tensors for a prompt. Error messages for HTTP clients name the
+# field `prompt` instead.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Example: the pattern matches the field and the colon in "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
-# Example: the pattern matches the field in "max_tokens must be at least 1". A single word, such as
-# "image" in "image is too large", is often not a field, so only the words of this list are matched.
+# The pattern matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens
+# must be at least 1". A word without "_", "." or "[", such as "image" in "image is too large", is
+# usually not a field name. Of such words, the pattern matches only those that it lists.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
@@ -195,7 +197,8 @@ def to_api_error(error: FrontendError) -> ApiError:
     if status == 400:
         param, message = _split_field(message)
         if tokens_and_limit(message) is not None:
-            # Many clients detect this case by OpenAI's code or by the words of OpenAI's message.
+            # Many clients recognize an input that is too long by OpenAI's error code or by the
+            # words of OpenAI's message. This error therefore contains the code and these words.
             code = "context_length_exceeded"
             message = f"Input tokens exceed the configured limit: {message}"
         return ApiError(400, message, param=param, code=code)
@@ -204,7 +207,9 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Return the number of tokens and their limit, if a message reports an input that is too long.
+    """Return the number of tokens and the token limit that an error message contains.
+
+    Return None if the message does not report an input that is too long.
 
     Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
     """
@@ -264,7 +269,8 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     """
     path = _path(details[0])
     if isinstance(details[0]["input"], list):
-        # The value is a list with a wrong member, so only the error of the member is useful.
+        # If the value is a list, a member of the list can be wrong. The error message then
+        # describes only this member.
         of_member = [detail for detail in details if _path(detail).startswith(f"{path}[")]
         details = of_member[:1] or details
         path = _path(details[0])
@@ -283,7 +289,9 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _split_field(message: str) -> tuple[str | None, str]:
-    """Return the field that a message of the backend starts with, and the message as a sentence.
+    """Split an error message of the backend into the name of a field and a sentence.
+
+    The name is None if the message does not begin with a field.
 
     Examples:
         "seed: the value must be an integer"  -> ("seed", "seed must be an integer")
@@ -309,7 +317,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the requirement that a value violates: the end of the sentence "FIELD must be ...".
+    """Return the words that complete the error message "FIELD must be ...".
 
     Examples: "at most 2", "a string" and "'float' or 'base64'".
     """

@@ -18,7 +18,9 @@ _ONE_MARKER = json.dumps({"add_special_tokens": False})
 
 @dataclass(frozen=True)
 class MarkerFormat:
-    """The markers of one way to write a prompt with a gap.
+    """A prompt format for a model that fills a gap between two texts.
+
+    Special tokens, called markers, separate the two texts in the prompt.
 
     Attributes:
         markers: the markers, which must be special tokens of the tokenizer.
@@ -51,7 +53,10 @@ FORMATS = (
 
 
 class FillInMiddle:
-    """Writes the prompts with a gap of one language model.
+    """Creates fill-in-the-middle prompts for one language model.
+
+    Such a prompt contains the text before a gap and the text after the gap. The model generates the
+    text in the gap.
 
     Args:
         backend: the backend of the model, whose tokenizer is compared with the formats.
@@ -73,7 +78,7 @@ class FillInMiddle:
         return self._format.prompt(prefix, suffix)
 
     async def _find_format(self, request_id: str) -> MarkerFormat:
-        """Return the first format whose markers are single tokens.
+        """Return the first format in `FORMATS` whose markers are all single tokens of the model.
 
         Raises: ApiError 400.
         """
@@ -88,10 +93,10 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether each marker is one token that stands for the marker alone.
+        """Return whether the tokenizer encodes each marker as exactly one token of its own.
 
-        In some tokenizers, every unknown text is the same token. The text of this token is not the
-        marker.
+        Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
+        therefore decodes each token, and compares the decoded text with the marker.
         """
         for number, marker in enumerate(markers):
             generation = Generation(

@@ -93,7 +93,7 @@ class TritonCalls:
             return False
 
     async def load_model(self, name: str) -> None:
-        """Load a model, and the steps if the model is an ensemble.
+        """Load a model. For an ensemble, also load the models that the ensemble calls.
 
         Raises: BackendError with the reason why the model cannot be loaded.
         """
@@ -101,7 +101,7 @@ class TritonCalls:
         await self._control(self._stub.RepositoryModelLoad(request))
 
     async def unload_model(self, name: str) -> None:
-        """Unload a model, and the steps if the model is an ensemble.
+        """Unload a model. For an ensemble, also unload the models that the ensemble calls.
 
         Raises: BackendError.
         """
@@ -110,7 +110,7 @@ class TritonCalls:
         await self._control(self._stub.RepositoryModelUnload(request))
 
     async def _control(self, call: Any) -> None:  # noqa: ANN401 - untyped library
-        """Wait for a call that loads or unloads a model.
+        """Wait for the server's response to a request that loads or unloads a model.
 
         Raises: BackendError.
         """
@@ -137,7 +137,10 @@ class TritonCalls:
             raise
 
     def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task that runs a coroutine to its end. Only `close` waits for this task."""
+        """Start a background task that runs a coroutine to its end.
+
+        `close` waits for all background tasks.
+        """
         task = asyncio.create_task(work)
         self._detached.add(task)
         task.add_done_callback(self._detached.discard)
@@ -180,7 +183,7 @@ class Stream:
         return self._responses.popleft()
 
     def let_end(self) -> None:
-        """Ignore the rest of a stream that the server has ended or is about to end."""
+        """Wait in the background until the server ends the stream. Ignore further responses."""
         self._run_detached(self._wait_for_end())
 
     def cancel(self) -> None:
@@ -195,10 +198,11 @@ class Stream:
         await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
-        """Read all responses of the stream, and wake up `read` after each one."""
+        """Read all responses of the stream, and notify the method `read` of each response."""
         try:
-            # The metadata is awaited first. Otherwise, the first read would start a second
-            # operation that waits for the metadata, and each operation that fails leaks memory.
+            # The code awaits the metadata before it reads responses. Otherwise, the first read
+            # would start a second gRPC operation that waits for the metadata. If the connection
+            # fails, each of the two operations would leak memory.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
@@ -217,7 +221,10 @@ def infer_request(
     inputs: Iterable[tuple[str, str, Sequence[Any] | np.ndarray[Any, Any]]],
     outputs: Iterable[str] = (),
 ) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return a ModelInferRequest, which carries the trace of the current request as a parameter.
+    """Create a ModelInferRequest with these inputs.
+
+    The parameter `traceparent` of the request contains the trace context of the current HTTP
+    request.
 
     Args:
         model: the name of the model in the model repository.
@@ -272,11 +279,11 @@ def _is_task_cancelled() -> bool:
 
 
 async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Wait for an awaitable call and return its result. A task can run only a coroutine."""
+    """Wrap an awaitable gRPC call in a coroutine, because an asyncio task requires a coroutine."""
     return await call
 
 
 async def _wait_for_end(task: asyncio.Future[Any]) -> None:
-    """Wait for the end of a task, and ignore its result or error."""
+    """Wait until a task has ended. Raise nothing if the task failed or was cancelled."""
     with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
         await task

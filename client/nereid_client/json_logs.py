@@ -1,4 +1,4 @@
-"""The log as one JSON object on each line, for the setting log_format=json.
+"""Writes each line of the log as a JSON object if the setting log_format is "json".
 
 The frontend writes its records with JsonFormatter. The Triton server and the models write plain
 lines, which `nereid serve` converts with JsonLines before it writes them to the log.
@@ -42,7 +42,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class JsonLines(io.TextIOBase):
-    """A log that converts each plain line to a JSON object. Lines in JSON do not change.
+    """A text stream that converts each line to a JSON object and writes the object to a log.
+
+    A line that is already a JSON object stays unchanged.
 
     Args:
         log: the file to which the lines are written.
@@ -52,12 +54,14 @@ class JsonLines(io.TextIOBase):
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line, which ends with a line break."""
+        """Convert one line to a JSON object, and write the object to the log."""
         return self._log.write(to_json_line(line.rstrip("\n"), "tritonserver") + "\n")
 
 
 class LinesWithoutMessages(io.TextIOBase):
-    """A log on standard output without the messages that `nereid serve` itself prints there.
+    """A text stream for standard output that omits the messages of `nereid serve`.
+
+    `nereid serve` itself prints these messages to standard output, so the log must not repeat them.
 
     Args:
         log: the file to which the other lines are written.
@@ -74,7 +78,9 @@ class LinesWithoutMessages(io.TextIOBase):
 
 
 def to_json_line(line: str, source: str) -> str:
-    """Return a line of the log as a JSON object, or unchanged if it is one.
+    """Convert a line of the log to a JSON object.
+
+    A line that is already a JSON object is returned unchanged.
 
     Example: "E0131 12:00:00.1 7 x.cc:1] failed" has the level "error", and "nereid: error: ..." as
     well. Other lines have the level "info".

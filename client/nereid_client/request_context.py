@@ -34,7 +34,7 @@ _TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with
 
 @dataclass(frozen=True)
 class Context:
-    """The settings and the backend of an application.
+    """The settings and the backend of one language model.
 
     Attributes:
         aliases: more names of the language model in requests.
@@ -48,12 +48,12 @@ class Context:
 
     @cached_property
     def limits(self) -> PublishedLimits:
-        """The limits of the language model on the size of a request."""
+        """The size limits for requests to the language model."""
         return PublishedLimits(self.backend.request_limits)
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle:
-        """Writes the prompts of completions with a suffix."""
+        """The object that creates the prompts for completions with the field `suffix`."""
         return FillInMiddle(self.backend)
 
     @cached_property
@@ -78,12 +78,12 @@ class Contexts:
 
     @property
     def default(self) -> Context:
-        """The context of the language model for requests that do not name one."""
+        """The context of the default language model, which answers requests that name no model."""
         return self.all[0]
 
     @cached_property
     def by_name(self) -> dict[str, Context]:
-        """Maps each name of a language model to its context."""
+        """The contexts of the language models. The keys are the models' names and aliases."""
         return {
             name: context
             for context in self.all
@@ -97,7 +97,10 @@ def name_of_model(request: Request) -> str:
 
 
 def context_of(request: Request) -> Context:
-    """Return the context of the language model that a request selects, or of the default one."""
+    """Return the context of the language model that the request selects.
+
+    If the request selects no model, return the context of the default model.
+    """
     context: Context = getattr(request.state, "context", None) or contexts_of(request).default
     return context
 
@@ -109,7 +112,7 @@ def contexts_of(request: Request) -> Contexts:
 
 
 def select_context(request: Request, name: object) -> bool:
-    """Select the language model of a request, and return whether there is such a model.
+    """Select the language model `name` for a request. Return False if there is no such model.
 
     Args:
         request: the HTTP request.
@@ -163,7 +166,7 @@ def frame_for(request: Request, body: GenerationRequest, prefix: str) -> Complet
 
 
 async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, Any]:
-    """Read the body of a request to the language model, and check its size before it is parsed.
+    """Read and parse the JSON body of a request to the language model, and check the body's size.
 
     A body whose Content-Length is too large is refused before it is read, so that several large
     bodies do not delay the requests of other clients.
@@ -276,7 +279,7 @@ _JSON_TYPES = {
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:
-    """Return the body of a request as an object of the class `kind`.
+    """Convert the JSON body of a request to an object of the pydantic class `kind`.
 
     Raises: ApiError 400 that names the first wrong field, its value and the limit.
     """
@@ -324,7 +327,10 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _finite_float(text: str) -> float:
-    """Return a number, and reject a number such as 1e999, which would become infinity."""
+    """Convert the digits of a JSON number to a float. Raise ValueError if the number is too large.
+
+    Example: Python would convert "1e999" to infinity, so this number is too large.
+    """
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text} is too large")

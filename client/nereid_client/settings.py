@@ -48,8 +48,8 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        # An example of pydantic's messages is "Input should be a valid integer, unable to parse
-        # string as an integer". The part after the comma repeats the first part.
+        # pydantic's message can be "Input should be a valid integer, unable to parse string as an
+        # integer". The regular expression removes "Input should " and the text from the comma on.
         requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
         raise SettingsError(
             f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
@@ -73,7 +73,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Return `value`, or raise a ValueError if it is a text that is not a size in bytes.
+    """Return `value` unchanged. Raise ValueError if `value` is a string but not a size in bytes.
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """

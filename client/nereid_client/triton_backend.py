@@ -13,11 +13,12 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The first model of the ensemble, and two of its outputs.
+# The name of the ensemble's first model, and the names of two output tensors of this model.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The second model of the ensemble, and its output with JSON text.
+# The name of the ensemble's second model, and of an output tensor of this model. The tensor
+# contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
 # Parts of messages of the Triton server.
@@ -242,7 +243,7 @@ class TritonBackend:
         return list(map(str, json.loads(raw)["adapters"]))
 
     async def _infer(self, request: Any) -> bytes:
-        """Send a request for one output, and return the bytes of this output."""
+        """Send a request to a model, and return the bytes of the only requested output tensor."""
         try:
             response = await self._calls.infer(request)
         except grpc.RpcError as error:
@@ -264,8 +265,9 @@ class TritonBackend:
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
-        # Clients take turns in the tokenizer model, which reads the name before it parses the JSON
-        # text of a request.
+        # The tokenizer model serves the requests of different clients in turn. The model needs the
+        # client's id before it parses the JSON text of a request, so the id is also sent as a
+        # parameter.
         if generation.client_id:
             request.parameters["client_id"].string_param = generation.client_id
         return request
@@ -339,7 +341,7 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 
 
 def _with_fields(text: str, generation: Generation) -> str:
-    """Add the fields that identify the client and the adapter to the end of a JSON object.
+    """Append fields about the client and the LoRA adapter to the text of a JSON object.
 
     A client cannot replace these fields. If an object has the same key twice, JSON parsers use the
     last value.
@@ -361,7 +363,9 @@ def _with_fields(text: str, generation: Generation) -> str:
 
 
 def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
-    """Return the deltas of one response, one for each choice that has new text.
+    """Convert one response of the Triton server to deltas, which are pieces of generated text.
+
+    The result contains one delta for each choice that has new text.
 
     The last response of a stream may have no delta.
     """

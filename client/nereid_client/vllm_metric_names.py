@@ -1,4 +1,7 @@
-"""Renames metrics of the Triton server for routers and dashboards that were made for vLLM."""
+"""Converts metrics of the Triton server to the names and labels that vLLM uses.
+
+Routers and dashboards that were made for vLLM can then read the metrics.
+"""
 
 import re
 
@@ -32,7 +35,9 @@ _LABEL = 'model_name="llm"'
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
-    """Return a metrics page with vLLM's names and labels for the metrics that vLLM also has.
+    """Rename the server's metrics to the names that vLLM uses, and change the labels.
+
+    Metrics that vLLM does not have keep their names.
 
     Example: with the model name "chat", the line `nereid:num_requests_running{model_name="llm"} 1`
     becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.

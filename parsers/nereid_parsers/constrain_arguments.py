@@ -139,14 +139,11 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    type_names = sorted(types or {"object"})
-    if "number" not in type_names:
-        # Some templates declare the type "number" for every value that is not a string.
-        type_names.append("number")
-    values = {"key": [key], "string": ["false"], "type": type_names}
-    forms = (part, *part.also)
-    if types <= _SCALARS:
-        forms = _scalar_forms(forms)
+    # Some templates declare the type "number" for every value that is not a string.
+    type_names = dict.fromkeys((*sorted(types or {"object"}), "number"))
+    values = {"key": [key], "string": ["false"], "type": list(type_names)}
+    all_forms = (part, *part.also)
+    forms = _scalar_forms(all_forms) if types <= _SCALARS else all_forms
     python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
     for form in forms:

@@ -99,12 +99,12 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
     resolved = _Resolved(schema, inlined)
     if isinstance(schema.get("allOf"), list):
         resolved = _without_all_of(schema, root, inlined)
-    return {
-        keyword: value
-        if keyword in _VALUE_KEYWORDS
-        else _rewrite(value, root, resolved.inlined, depth + 1)
-        for keyword, value in _with_enforced_multiple(resolved.schema).items()
-    }
+    rewritten: dict[str, Any] = {}
+    for keyword, value in _with_enforced_multiple(resolved.schema).items():
+        has_schemas = keyword not in _VALUE_KEYWORDS
+        inner = _rewrite(value, root, resolved.inlined, depth + 1) if has_schemas else value
+        rewritten[keyword] = inner
+    return rewritten
 
 
 def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _Resolved:

@@ -122,23 +122,24 @@ def get_format(
         FormatError: No name is given, `name` is given together with another name, or the two parts
             cannot be combined.
     """
-    if name is not None:
-        if reasoning is not None or tools is not None:
-            raise FormatError(
-                "get_format() accepts one name, as in get_format('qwen3'), or the keyword "
-                "arguments reasoning and tools. Remove the name or the keyword arguments."
-            )
-        reasoning_entry, tool_entry = _find_both(name)
-        label = name
-    elif reasoning is not None or tools is not None:
-        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
-        tool_entry = _find_tools(tools) if tools is not None else None
-        label = "+".join(part for part in (reasoning, tools) if part)
-    else:
+    has_part_name = reasoning is not None or tools is not None
+    if name is None and not has_part_name:
         raise FormatError(
             "get_format() requires the name of a format, for example get_format('hermes') or "
             "get_format(reasoning='qwen3', tools='hermes')"
         )
+    if name is not None and has_part_name:
+        raise FormatError(
+            "get_format() accepts one name, as in get_format('qwen3'), or the keyword "
+            "arguments reasoning and tools. Remove the name or the keyword arguments."
+        )
+    if name is not None:
+        reasoning_entry, tool_entry = _find_both(name)
+        label = name
+    else:
+        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
+        tool_entry = _find_tools(tools) if tools is not None else None
+        label = "+".join(part for part in (reasoning, tools) if part)
     if reasoning_entry is None and tool_entry is not None:
         # Without a reasoning name, the format has the reasoning of the tool calls' model family.
         reasoning_entry = tool_entry.reasoning
@@ -265,7 +266,7 @@ def _layout(
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    reasoning_name, _, tools_name = label.partition("+")
+    reasoning_name, _, tools_name = label.partition("+")  # The errors need these names.
     if isinstance(reasoning_part, Messages):
         if tool_part not in (None, reasoning_part):
             raise _not_combinable(label, reasoning_name)

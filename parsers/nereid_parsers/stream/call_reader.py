@@ -405,8 +405,9 @@ class CallReader:
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        has_undecided = bool(self._text.undecided)
-        if call.is_confirmed and has_undecided and not self._is_closed_in_undecided_text(call.form):
+        # The marker is undecided until the arguments start.
+        has_only_marker = call.is_confirmed and bool(self._text.undecided)
+        if has_only_marker and not self._is_closed_in_undecided_text(call.form):
             return self._drop_or_treat_as_content(0, _NO_CALL)
         return self.treat_as_content(0, _NO_CALL)
 

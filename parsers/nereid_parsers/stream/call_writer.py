@@ -140,10 +140,11 @@ class CallWriter:
         """Add JSON text to the arguments of the tool call."""
         if self.keeps_arguments:
             self._arguments.append(text)
-        elif not self._is_discarded:
-            if not self._filter.is_passing:
-                text = self._filter.add(text)
-            self._append_arguments(text)
+            return
+        if self._is_discarded:
+            return
+        passed_on = text if self._filter.is_passing else self._filter.add(text)
+        self._append_arguments(passed_on)
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments."""

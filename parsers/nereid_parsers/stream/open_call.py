@@ -157,8 +157,9 @@ class OpenCall:
         """
         was_open = self._writer.is_open
         self._body.finish()
-        is_list_with_calls = self._writer.num_started > 0 and self._body.status is not BROKEN
-        if not was_open and not is_list_with_calls:
+        # The message may also end between two tool calls of a list. No tool call is open then.
+        is_unfinished_list = self._writer.num_started > 0 and self._body.status is not BROKEN
+        if not was_open and not is_unfinished_list:
             return False
         self._text.end_call()
         self._text.drop_undecided()

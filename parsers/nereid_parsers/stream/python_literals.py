@@ -349,14 +349,19 @@ class LiteralReader:
         if is_member and self._types is not None and "string" not in self._types:
             self._converted_types = self._types
         self._begin_value()
-        can_follow_value = _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
-        can_follow = _AFTER_KEY if is_key else can_follow_value
         self._stored_string = []
-        is_stored = is_key or self._converted_types is not None
-        if not is_stored:
+        if is_key or self._converted_types is not None:
+            output = self._stored_string
+        else:
             self._json_parts.append('"')
-        output = self._stored_string if is_stored else self._json_parts
-        self._string = StringReader(quote, self._dialect, can_follow, output)
+            output = self._json_parts
+        self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
+
+    def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
+        """Return the function that matches the texts which can follow the string."""
+        if self._expected is _Expected.COLON:  # The string is a key.
+            return _AFTER_KEY
+        return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
 
     def _close_string(self) -> None:
         """End the open string.

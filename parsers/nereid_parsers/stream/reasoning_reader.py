@@ -123,6 +123,7 @@ class ReasoningReader:
         if self._is_inline:
             self.repeat_opening_marker()
         else:
+            # The prompt ends with the opening marker, so blank lines belong to this marker.
             self._text.is_after_marker = True
         return self._state
 

@@ -176,8 +176,12 @@ class TextWriter:
 
         If there is undecided text, the white space becomes a part of it.
         """
-        if blanks:
-            (self.undecided or self._blanks).append(blanks)
+        if not blanks:
+            return
+        if self.undecided:
+            self.undecided.append(blanks)
+        else:
+            self._blanks.append(blanks)
 
     def drop_blanks(self) -> None:
         """Remove the stored white space from the output, because a marker follows.
@@ -272,11 +276,10 @@ class TextWriter:
         """
         if self.undecided:
             self.drop_undecided()
-        if self._trace is None and not self._num_prompt_chars:
-            return  # Nobody needs the classification.
         if may_be_reread and self._trace is not None:
             self._call_text.append(text)
-        else:
+        elif self._trace is not None or self._num_prompt_chars:
+            # Without a trace, `_classify` only counts the characters of the prompt.
             self._classify(CALL, text)
 
     def shorten_call(self, num_chars: int) -> None:

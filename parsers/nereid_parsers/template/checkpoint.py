@@ -117,13 +117,16 @@ def _select_template(templates: object) -> str | None:
     >>> _select_template([{"name": "default", "template": "source of one"}])
     'source of one'
     """
-    template = templates
-    if isinstance(templates, list):
-        entries = [entry for entry in templates if isinstance(entry, dict)]
-        templates = {entry.get("name"): entry.get("template") for entry in entries}
+    if isinstance(templates, str):
+        return templates  # The checkpoint has only one template.
+    by_name: dict[object, object] = {}
     if isinstance(templates, dict):
-        first = next(iter(templates.values()), None)
-        template = templates.get("tool_use", templates.get("default", first))
+        by_name = templates
+    elif isinstance(templates, list):
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        by_name = {entry.get("name"): entry.get("template") for entry in entries}
+    first = next(iter(by_name.values()), None)
+    template = by_name.get("tool_use", by_name.get("default", first))
     return template if isinstance(template, str) else None
 
 
@@ -145,12 +148,12 @@ def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
         config: The content of tokenizer_config.json, which may contain the tokens by their ids.
         path: The folder of the checkpoint. Its tokenizer.json is read if `config` has no tokens.
     """
-    tokens = config.get("added_tokens_decoder")
-    if isinstance(tokens, dict):
-        tokens = list(tokens.values())
+    token_by_id = config.get("added_tokens_decoder")
+    if isinstance(token_by_id, dict):
+        tokens = list(token_by_id.values())
     else:
-        tokens = _read_json(path / "tokenizer.json").get("added_tokens")
-    return frozenset(_token_text(token) for token in tokens) if tokens else frozenset()
+        tokens = _read_json(path / "tokenizer.json").get("added_tokens") or []
+    return frozenset(map(_token_text, tokens))
 
 
 def _read_text(path: Path) -> str:
@@ -244,8 +247,9 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", why)
     content = chosen_layout.content or file_layout.content
-    layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
-    if tools is not None:
+    if tools is None:
+        layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
+    else:
         # A tool name can stand for a family with reasoning, see `ToolEntry.reasoning`. This
         # reasoning is used if the files show none.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning

@@ -122,10 +122,7 @@ def compare_reasoning_presence(
     answer = conversation.answer or AssistantMessage()
     next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
     around = _cut_at_reasoning(turn, conversation, next_text)
-    opening_before = _opening_before_reasoning(turn, around.before)
-    closing = closing_marker(around.between, opening_before)
-    # Without an opening marker, the name of the closing marker may show the opening marker.
-    opening = opening_before or _first_occurring(turn, opening_spellings(closing.strip()))
+    opening, closing = _markers_of_reasoning(turn, around)
     if not opening or not closing.strip():
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -145,9 +142,8 @@ def compare_reasoning_presence(
     inner_headers = (header,) if header and header in around.between else ()
     if not answer.content:
         return ReasoningMarkup(part, inner_headers=inner_headers)
-    before_content = around.between.removeprefix(closing)
-    for inner_header in inner_headers:
-        before_content = before_content.replace(inner_header, "")
+    after_closing = around.between.removeprefix(closing)
+    before_content = after_closing.replace(header, "") if inner_headers else after_closing
     return ReasoningMarkup(part, content_wrapper(before_content, around.after), inner_headers)
 
 
@@ -174,6 +170,16 @@ def _cut_at_reasoning(
     before, _, after_reasoning = text.partition(REASONING_TEXT)
     between, _, after = after_reasoning.partition(next_text)
     return _TextAroundReasoning(before, between, after)
+
+
+def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> tuple[str, str]:
+    """Return the opening and the closing marker of reasoning. A missing marker is ""."""
+    opening = _opening_before_reasoning(turn, around.before)
+    closing = closing_marker(around.between, opening)
+    if not opening:
+        # The name of the closing marker may show the opening marker: `</think>` shows `<think>`.
+        opening = _first_occurring(turn, opening_spellings(closing.strip()))
+    return opening, closing
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:

@@ -356,6 +356,28 @@ def _keys(transform: object) -> Keys:
             name=".".join((*function_path, "name")),
             arguments=".".join((*function_path, "arguments")),
         )
+    name_path, arguments_path = _name_and_arguments_paths(function, rule)
+    id_path = _path(call["id"]) if call.get("id") else ()
+    return Keys(
+        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
+    )
+
+
+def _name_and_arguments_paths(
+    function: object, rule: object
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys that lead to the name, and the keys that lead to the arguments.
+
+    >>> _name_and_arguments_paths({"name": "{content.f}", "arguments": "{content.args}"}, None)
+    (('f',), ('args',))
+
+    Args:
+        function: The part of the transform that describes the function.
+        rule: The whole transform, for the error message.
+
+    Raises:
+        FormatError: The transform does not contain the keys.
+    """
     if not isinstance(function, Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not "
@@ -368,10 +390,7 @@ def _keys(transform: object) -> Keys:
             f"the transform {rule!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    id_path = _path(call["id"]) if call.get("id") else ()
-    return Keys(
-        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
-    )
+    return name_path, arguments_path
 
 
 def _path(placeholder: object) -> tuple[str, ...]:

@@ -210,10 +210,9 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     roles = {name_path[0]: "name", arguments_path[0]: "arguments"}
     if id_path is not None:
         roles.setdefault(id_path[0], "id")
-    order = _order_of_roles(call, roles)
-    if name_path[0] == arguments_path[0]:
-        # One inner object contains the name and the arguments, so `roles` has one key for both.
-        order = ("name", "arguments")
+    # If one inner object contains the name and the arguments, `roles` has only one key for both.
+    is_one_object = name_path[0] == arguments_path[0]
+    order = ("name", "arguments") if is_one_object else _order_of_roles(call, roles)
     other_keys = [key for key in call if key not in roles]
     return Keys(
         name=".".join(name_path),
@@ -274,11 +273,12 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     if single is None:
         return None
-    name_at = text.find(FIRST_TOOL)
-    after_name = text[name_at + len(FIRST_TOOL) : single.start]
-    markup: ListMarkup | None = ListMarkup(item_open=text[:name_at], item_close=text[single.end :])
+    before_name, _, _ = text.partition(FIRST_TOOL)
+    after_name = text[len(before_name) + len(FIRST_TOOL) : single.start]
     if texts.two_calls:
         markup = _markup_of_two_named(texts.two_calls)
+    else:
+        markup = ListMarkup(item_open=before_name, item_close=text[single.end :])
     if markup is None:
         return None
     calls = calls_with_head(markup, after_name, JsonArguments())

@@ -60,9 +60,10 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     before_name, before_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
         return None  # The closing tag repeats the key: see `read_nested`.
-    markup: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         markup = _markup_of_two_calls(texts.two_calls)
+    else:
+        markup = ListMarkup(item_open=before_name, item_close=after)
     if markup is None:
         return None
     # The text was cut at the last value. So `markup.item_close` still contains the closing tag of
@@ -232,9 +233,10 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     # `f ~<a>1~</a>~<b>2~</b>` is cut into ``, ` ~`, ``, `~`, `~<b>2~` and ``.
     before_name, before_first_tag, _, after_first_value, _, after = pieces
     marker = after_first_value.strip()
-    markup: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         markup = _markup_of_two_nested(texts.two_calls)
+    else:
+        markup = ListMarkup(item_open=before_name, item_close=after)
     if markup is None:
         return None
     calls = _move_marker_to_next_tag(markup, marker)

@@ -1,11 +1,11 @@
-"""Nereid on a Ray cluster: several servers as replicas of a Ray Serve application.
+"""A Ray Serve application that runs several Nereid servers on a Ray cluster.
 
     serve run nereid.ray:app model=/models/my-model num_gpus=1 max_replicas=4
 
-The application has two deployments. A replica of `Server` is a `nereid serve` with its own GPUs. A
-replica of `Ingress` receives HTTP requests, and Ray's request router selects the server: the one
-that has seen the longest prefix of the prompt, unless that server has many more requests than
-another one.
+The application has two deployments. Each replica of `Server` runs `nereid serve` with its own GPUs.
+Each replica of `Ingress` receives HTTP requests. `PrefixRouter` selects a server for each request:
+the server that has received the longest prefix of the prompt. If this server has many more requests
+than another one, the router selects the server with the fewest requests.
 
 The extra `ray` installs the requirements: `pip install nereid[ray]`.
 """
@@ -24,10 +24,11 @@ from nereid.ray.server import Server
 
 __all__ = ["Options", "app"]
 
-# The server limits its own requests, and answers with status 503 above that limit.
+# Ray does not need to limit the requests. Each server has its own limit, and answers requests above
+# this limit with the status 503.
 _MAX_ONGOING_REQUESTS = 10_000
 _SERVER_DRAIN_S = 60.0
-# Loading a model is slow, so replicas are removed late.
+# To load a model again is slow, so a replica is removed only after a long time of low load.
 _DOWNSCALE_DELAY_S = 600.0
 
 
@@ -38,16 +39,16 @@ class Options(BaseModel):
         model: the checkpoint, as a path that exists on every node.
         settings: environment variables of the servers, such as {"NEREID_MAX_MODEL_LEN": "8192"}.
         arguments: further flags of `nereid serve`. Ports are chosen automatically.
-        replicas: the number of servers, and the smallest number with `max_replicas`.
+        replicas: the number of servers. If `max_replicas` is given, the smallest number of servers.
         max_replicas: the largest number of servers. None means no autoscaling.
         num_gpus, num_cpus, resources: the resources of a node that one server reserves.
-        waiting_requests: servers are added while more sequences than this wait in each server, on
-            average.
-        kv_cache_usage: servers are added while a larger share of the KV cache is in use, on
-            average.
-        downscale_delay_s: the seconds of low load before servers are removed.
-        ingress_replicas: the number of nodes that receive requests. With 2 or more, requests that
-            arrive at another node survive the loss of a node.
+        waiting_requests: the largest number of waiting sequences, as an average over the servers.
+            Above this number, servers are added.
+        kv_cache_usage: the largest share of the KV cache in use, as an average over the servers.
+            Above this share, servers are added.
+        downscale_delay_s: servers are removed after this number of seconds with a low load.
+        ingress_replicas: the number of nodes that receive requests. If one of several such nodes
+            fails, the other nodes still receive requests.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -105,7 +106,7 @@ def app(options: Options) -> Application:
 
 
 def _number_of_servers(options: Options) -> dict[str, object]:
-    """Return the arguments of the deployment that determine the number of its replicas."""
+    """Return the arguments of the deployment `Server` that set the number of replicas."""
     if options.max_replicas is None:
         return {"num_replicas": options.replicas}
     policy = AutoscalingPolicy(

@@ -1,4 +1,4 @@
-"""The deployment that receives HTTP requests and forwards them to the servers."""
+"""The Ray Serve deployment that forwards HTTP requests to the servers."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ class Ingress:
         self._servers = servers.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        """Return the response of a server."""
+        """Forward a request to a server, and return the response of the server."""
         body = await request.body()
         problem = _unsupported(request.url.path, body)
         if problem is not None:
@@ -64,14 +64,14 @@ async def _body(
     except _FAILURES:
         content_type = next((v for k, v in headers.items() if k.lower() == "content-type"), "")
         if not content_type.startswith("text/event-stream"):
-            raise  # the client sees that the connection ends before the body does
+            raise  # the connection then ends before the body, which the client notices
         yield error_event(_lost(), scope)
     finally:
         parts.cancel()
 
 
 def _lost() -> ApiError:
-    """Return the error for a request whose server or node has failed."""
+    """Return the error for a request to a server that has failed, or whose node has failed."""
     return ApiError(
         503,
         "The server that processed this request has failed. Send the request again.",
@@ -81,7 +81,7 @@ def _lost() -> ApiError:
 
 
 def _unsupported(path: str, body: bytes) -> str | None:
-    """Return why a request cannot be forwarded, or None if it can be."""
+    """Return the reason why a request cannot be forwarded, or None if there is no such reason."""
     if path == "/metrics":
         return (
             "GET /metrics is not available here, because each server has its own metrics. Ray's "

@@ -1,4 +1,7 @@
-"""Routing of a request to the server that has seen the longest prefix of its prompt."""
+"""Selects the server that has received the longest prefix of a request's prompt before.
+
+The prefix cache of this server probably contains the prefix.
+"""
 
 import hashlib
 import json
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-# The fields that the chat template renders, in the order of the rendered prompt.
+# The fields of a request that become part of the prompt, in the order of the prompt.
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
 _CHARACTERS_PER_HASH = 256
 _MAX_HASHES = 64
@@ -17,18 +20,19 @@ _MAX_EXTRA_REQUESTS = 8
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return one hash for each multiple of 256 characters at which the prompt can be cut.
+    """Return the hashes of the first 256 characters of the prompt, the first 512, and so on.
 
-    Two requests have their first n hashes in common if their prompts have the first 256 * n
-    characters in common. The last hash stands for the end of the prompt if that is shorter.
-    The result is empty if the body is not a request with a prompt.
+    If two prompts begin with the same 256 * n characters, their first n hashes are equal. There are
+    at most 64 hashes. If the prompt needs fewer, the last hash is the hash of the whole prompt. If
+    the body contains no prompt, there are no hashes.
     """
     try:
         fields = json.loads(body)
         parts = [fields[name] for name in _PROMPT_FIELDS if name in fields]
     except (ValueError, TypeError, RecursionError):
         return ()
-    # Without the closing brackets, a conversation begins with the text of its first turns.
+    # Remove the closing brackets. Example: [[{"content": "a"}]] becomes [[{"content": "a. With a
+    # second message, the text is [[{"content": "a"}, {"content": "b, which has the same beginning.
     text = json.dumps(parts, ensure_ascii=False).rstrip(']}"') if parts else ""
     text = text[: _CHARACTERS_PER_HASH * _MAX_HASHES]
     hashes, so_far = [], hashlib.blake2b(digest_size=8)
@@ -39,19 +43,19 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type check
-    """Sends a request to the server with the longest common prefix.
+    """Selects the server that has received the longest prefix of a request's prompt before.
 
-    If no server has seen the first characters, or if the server with the longest prefix has many
-    more requests than another one, the server with the fewest requests gets the request. Each
-    router counts the requests that it has sent itself.
+    The server with the fewest requests is selected in two cases: no server has received the first
+    characters of the prompt, or the server with the longest prefix has many more requests than
+    another one. A router counts only the requests that it has sent itself.
     """
 
     def initialize_state(self, max_extra_requests: int = _MAX_EXTRA_REQUESTS) -> None:
         """Set the options.
 
         Args:
-            max_extra_requests: the largest number of requests that the server with the longest
-                prefix may have more than the server with the fewest requests.
+            max_extra_requests: the largest difference between the requests of the server with the
+                longest prefix and the requests of the server with the fewest requests.
         """
         self._max_extra_requests = max_extra_requests
         self._last_server: OrderedDict[bytes, ReplicaID] = OrderedDict()
@@ -62,10 +66,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the best server, and then all servers in case that it accepts no requests."""
+        """Return a list with the best server, and then a list with all servers.
+
+        If the best server accepts no requests, Ray tries the servers of the second list.
+        """
         if pending_request is None:
             return [candidate_replicas]
-        # Otherwise Ray would repeat this choice without a pause while all servers are full.
+        # If all servers are full, Ray repeats this choice. This flag makes Ray wait before each
+        # repetition.
         pending_request.routing_context.should_backoff = True
         counts = {one.replica_id: self._num_requests[one.replica_id] for one in candidate_replicas}
         fewest = min(counts.values())
@@ -79,7 +87,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
     def _server_with_prefix(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
     ) -> RunningReplica | None:
-        """Return the server that got the last request with the longest common prefix."""
+        """Return the server that has received the longest prefix.
+
+        If several servers have received this prefix, return the last of them. If no server has
+        received any of the prefixes, return None.
+        """
         by_id = {server.replica_id: server for server in servers}
         ids = (self._last_server.get(one) for one in reversed(hashes))
         return next((by_id[one] for one in ids if one in by_id), None)
@@ -102,7 +114,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002 - the signature is Ray's
     ) -> None:
-        """Store which server got the prefixes of a request, and forget the oldest prefixes."""
+        """Store the server for each prefix of a request. Limit the number of stored prefixes."""
         for one in _hashes_of(pending_request):
             self._last_server[one] = replica_id
             self._last_server.move_to_end(one)

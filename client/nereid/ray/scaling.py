@@ -1,4 +1,4 @@
-"""The number of servers, from the waiting requests and the use of the KV cache."""
+"""Computes the number of servers from the waiting requests and the use of the KV cache."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,16 @@ _TOLERANCE = 0.1
 
 
 class ScaleWithLoad:
-    """An autoscaling policy of Ray Serve.
+    """An autoscaling policy for Ray Serve.
 
-    Both targets are averages over all servers. The larger quotient of load and target determines
-    the number, as for the HorizontalPodAutoscaler of Kubernetes.
+    There are two targets. For each target, the load is the average of a gauge over all servers. The
+    number of servers is multiplied by the larger quotient of load and target, as the
+    HorizontalPodAutoscaler of Kubernetes does. Example: there are 4 servers, 12 sequences wait in
+    each server, and the target is 8. The wanted number of servers is then 4 * 12 / 8 = 6.
 
     Args:
-        waiting_requests: the target for the number of waiting sequences.
-        kv_cache_usage: the target for the share of the KV cache in use, from 0 to 1.
+        waiting_requests: the target for the number of waiting sequences in a server.
+        kv_cache_usage: the target for the fraction of a KV cache in use, from 0 to 1.
     """
 
     def __init__(self, waiting_requests: float, kv_cache_usage: float) -> None:
@@ -27,9 +29,10 @@ class ScaleWithLoad:
         }
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the wanted number of servers, and no state.
+        """Return the wanted number of servers, and an empty state.
 
-        Ray rounds the number up, keeps the limits, and waits for its delays.
+        Ray rounds the number up, applies the smallest and the largest number of replicas, and waits
+        for the configured delays.
         """
         current = context.current_num_replicas
         loads = [

@@ -1,4 +1,4 @@
-"""A replica: one `nereid serve` on free ports of its node, and the requests to it."""
+"""A replica of the Ray Serve deployment `Server`, which starts and calls one `nereid serve`."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 REPLICA_HEADER = "x-nereid-replica"
-"""The header of a response with the id of the replica that sent it."""
+"""The response header that contains the id of the replica that sent the response."""
 
 _PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
 _SERVE = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
@@ -32,19 +32,19 @@ _CONNECTION_HEADERS = frozenset(
 
 
 class ServerUnavailableError(Exception):
-    """The frontend of this replica does not answer, for example because it is starting again."""
+    """The frontend of this replica does not answer, for example because the frontend restarts."""
 
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """An HTTP request on its path from the ingress to a server.
+    """An HTTP request that the ingress forwards to a server.
 
     Attributes:
         method: the HTTP method.
-        target: the path with the query.
+        target: the URL path, and the query if there is one.
         headers: the names and values of the headers.
         body: the complete body.
-        prefix_hashes: one hash for each prefix of the prompt (see nereid.ray.routing).
+        prefix_hashes: the hashes of the prompt's prefixes (see nereid.ray.routing.prefix_hashes).
     """
 
     method: str
@@ -56,18 +56,18 @@ class ForwardedRequest:
 
 @dataclass(frozen=True)
 class ResponseStart:
-    """The status and the headers of a response. The parts of the body follow."""
+    """The status and the headers of a response. `forward` yields them before the body."""
 
     status: int
     headers: dict[str, str]
 
 
 class Server:
-    """A supervised Nereid server.
+    """Starts `nereid serve` on free ports of its node, and forwards requests to this server.
 
     Args:
         model: the path of the checkpoint.
-        settings: environment variables.
+        settings: environment variables of the server.
         arguments: further flags of `nereid serve`.
 
     Raises:
@@ -82,7 +82,7 @@ class Server:
         self._session: aiohttp.ClientSession | None = None
         flags = [f"{flag}={port}" for flag, port in ports.items()]
         command = [sys.executable, "-c", _SERVE, "serve", f"--model={model}", "--log-file=-"]
-        # Only the ingress connects to the frontend, because it listens on 127.0.0.1.
+        # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
         self._process = subprocess.Popen(
             [*command, *flags, *arguments], env=environment, preexec_fn=_end_with_parent
@@ -90,7 +90,7 @@ class Server:
         self._wait_until_ready(ports["--openai-port"])
 
     def _wait_until_ready(self, port: int) -> None:
-        """Block until the models answer. Ray does not send requests before."""
+        """Block until the models answer. Ray sends requests to this replica only afterwards."""
         request = b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         while True:
             if self._process.poll() is not None:
@@ -112,10 +112,10 @@ class Server:
     ) -> AsyncGenerator[ResponseStart | bytes, None]:
         """Send a request to the server, and yield the response as it arrives.
 
-        The request is aborted if this generator is closed.
+        If this generator is closed, the request is aborted.
 
         Raises:
-            ServerUnavailableError: no connection was possible, or the connection was lost.
+            ServerUnavailableError: the server accepted no connection, or the connection was lost.
         """
         headers = [
             (name, value)
@@ -144,7 +144,7 @@ class Server:
 
     @property
     def _http(self) -> aiohttp.ClientSession:
-        """The HTTP client, which belongs to the event loop of the requests."""
+        """The HTTP client. The first request creates it in the event loop of the requests."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 auto_decompress=False,
@@ -154,20 +154,21 @@ class Server:
         return self._session
 
     def check_health(self) -> None:
-        """Raise if the server has ended. Ray then replaces this replica.
+        """Raise a RuntimeError if the server has ended. Ray then replaces this replica.
 
-        `nereid serve` restarts its own processes, so it ends only if restarts do not help.
+        `nereid serve` restarts the processes that it supervises. It ends itself only if restarts do
+        not help.
         """
         if self._process.poll() is not None:
             raise RuntimeError(f"nereid serve ended with exit code {self._process.returncode}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the gauges of the language model on which the number of servers depends."""
+        """Return the load of the language model, from which Ray computes the number of servers."""
         try:
             async with self._http.get(self._metrics_url) as response:
                 return _load(await response.text())
         except aiohttp.ClientError:
-            return {}  # the Triton server is starting again
+            return {}  # the Triton server restarts
 
     async def __del__(self) -> None:
         """Stop the server. Ray calls this method after the last request of this replica."""
@@ -179,9 +180,9 @@ class Server:
 
 
 def _load(page: str) -> dict[str, float]:
-    """Return the waiting sequences and the use of the KV cache from a metrics page.
+    """Read the waiting sequences and the use of the KV cache from the text of a metrics page.
 
-    Example: the line "nereid:num_requests_waiting 3" gives {"num_requests_waiting": 3.0}.
+    Example: "nereid:num_requests_waiting 3" returns {"num_requests_waiting": 3.0}.
     """
     names = ("num_requests_waiting", "kv_cache_usage_perc")
     return {
@@ -192,7 +193,7 @@ def _load(page: str) -> dict[str, float]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return TCP ports of 127.0.0.1 on which no process listened a moment ago."""
+    """Return `count` TCP ports of 127.0.0.1 on which no process listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -1,9 +1,11 @@
-"""OpenAI's Files and Batch APIs: requests in a file that the frontend sends while it has time.
+"""OpenAI's Files API and Batch API.
+
+A client uploads a file of requests. The frontend runs these requests with the lowest priority.
 
     stored_files.py    the files on disk
     multipart.py       reads an upload
     stored_batches.py  the batches on disk
-    batch_lines.py     the lines of input files and result files
+    batch_lines.py     reads input files and writes result files
     line_requests.py   sends one line to the application itself
     batch_run.py       runs one batch
     batch_runner.py    runs all batches

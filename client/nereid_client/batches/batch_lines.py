@@ -1,4 +1,4 @@
-"""The lines of a batch's input file, and the lines of its result files."""
+"""Reads the lines of a batch's input file, and writes the lines of a batch's result files."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class LineRequest:
 
     Attributes:
         number: the number of the line in the file, from 1.
-        custom_id: the client's id of the request.
+        custom_id: the id that the client gave to the request.
         body: the JSON body of the request.
     """
 
@@ -45,11 +45,12 @@ class LineRequest:
 
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number and the bytes of each line that is not blank.
+    """Yield the number and the bytes of each line. Skip blank lines.
 
     Args:
         file: the input file.
-        max_bytes: the largest size of a line. None is yielded for a line that is larger.
+        max_bytes: the largest size of a line. For a larger line, None is yielded instead of its
+            bytes.
     """
     number = 0
     while line := file.readline(max_bytes + 1):
@@ -65,7 +66,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | No
 
 
 def count_lines(path: Path, max_bytes: int) -> int:
-    """Return the number of lines that are not blank. Stop counting after MAX_LINES + 1 lines."""
+    """Count the lines of an input file, without blank lines. Stop after MAX_LINES + 1 lines."""
     count = 0
     with path.open("rb") as file:
         for _ in read_lines(file, max_bytes):
@@ -79,7 +80,7 @@ class LineParser:
     """Parses the lines of one input file, in order.
 
     Args:
-        endpoint: the endpoint of the batch, which every line must name.
+        endpoint: the endpoint of the batch. The field `url` of each line must have this value.
         max_bytes: the largest size of a line.
     """
 
@@ -93,9 +94,9 @@ class LineParser:
 
         Args:
             number: the number of the line.
-            line: the bytes of the line. None if it is larger than the limit.
+            line: the bytes of the line. None if the line is larger than the limit.
 
-        Raises: LineError. `custom_id_in` returns the id of such a line.
+        Raises: LineError if the line is wrong. `custom_id_in` then returns the id of the line.
         """
         if line is None:
             raise LineError(
@@ -131,7 +132,10 @@ class LineParser:
 
 
 def custom_id_in(line: bytes | None) -> str | None:
-    """Return the custom id of a line that may be wrong, or None if it has none."""
+    """Return the custom id of a line, or None if the line has no valid custom id.
+
+    The rest of the line may be wrong.
+    """
     try:
         custom_id = _parse_object(line or b"").get("custom_id")
     except LineError:
@@ -150,13 +154,15 @@ def result_line(
 ) -> bytes:
     """Return a line of a result file.
 
-    The id contains the number of the input line, so that the answered lines of a file can be found
-    after a restart. `_LINE_OF_ID` requires that the id is the first member.
+    The id of this line contains the number of the input line. After a restart, `ResultFile` reads
+    these numbers to find the input lines that have a result already. `_LINE_OF_ID` requires that
+    the id is the first member.
 
     Args:
         batch_id: the id of the batch.
         number: the number of the input line.
-        custom_id: the client's id of the request. None if the input line has no valid id.
+        custom_id: the id that the client gave to the request. None if the input line has no valid
+            id.
         response: the status, the request id and the body of the response.
         error: the reason why the line has no response.
     """
@@ -166,15 +172,16 @@ def result_line(
 
 
 class ResultFile:
-    """A result file to which whole lines are appended.
+    """Appends lines to a result file.
 
-    An incomplete last line is removed, which an interrupted process or a full disk can leave.
+    If an existing file ends with an incomplete line, this line is removed. An interrupted process
+    or a full disk can leave such a line.
 
     Args:
         path: the path of the file. Its folder is created with the first line.
 
     Attributes:
-        answered: the numbers of the input lines whose results the file contained at first.
+        answered: the numbers of the input lines whose results were in the file when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -243,7 +250,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 def _body(body: object) -> bytes:
     """Return the body of a request as JSON.
 
-    Raises: LineError if the body is not an object, or if the response would be a stream.
+    Raises: LineError if the body is not an object, or if it has stream=true or background=true.
     """
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body must be an object, but the line has {shown(body)}.")

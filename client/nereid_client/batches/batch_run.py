@@ -27,7 +27,9 @@ _UNSENT = {
     "expired": ("batch_expired", "The batch expired before this request was finished."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was finished."),
 }
-"""Maps the outcome of a batch to the error of the lines that have no response."""
+"""Maps the final status of a batch to the error of each line that has no response.
+
+An error is a pair of the code and the message."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class BatchRun:
         store: the store that contains the batch.
         sender: sends the requests of lines.
         slots: limits the number of lines that run at the same time.
-        client: the client in whose name the lines are sent.
+        client: the client that the requests of the lines belong to.
         max_line_bytes: the largest size of a line.
     """
 
@@ -67,7 +69,7 @@ class BatchRun:
         self._is_answered: set[int] = set()
 
     def cancel(self) -> None:
-        """Stop sending lines. The batch then ends with the status "cancelled"."""
+        """Stop the running lines and send no further lines. The batch then ends as "cancelled"."""
         self._is_cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -76,7 +78,7 @@ class BatchRun:
         """Run the batch until its end.
 
         While the folder cannot be written, for example because the disk is full, the batch waits.
-        If the task is cancelled, the batch can be continued by another BatchRun.
+        If the task is cancelled, another BatchRun can continue the batch.
         """
         while not self._batch.has_ended:
             try:
@@ -104,7 +106,7 @@ class BatchRun:
             self._store.save(batch)
 
     async def _validate(self) -> None:
-        """Count the lines of the input file."""
+        """Check that the input file has from 1 to MAX_LINES lines."""
         path = self._folder / "input"
         num_lines = await asyncio.to_thread(count_lines, path, self._max_line_bytes)
         if num_lines == 0:
@@ -117,7 +119,7 @@ class BatchRun:
             self._store.save(self._batch)
 
     async def _send_lines(self) -> None:
-        """Send all lines that have no result yet, until the batch is complete or must stop."""
+        """Send all lines that have no result yet. Stop if the batch expires or is cancelled."""
         batch = self._batch
         with (
             ResultFile(self._folder / "output" / "content") as output,
@@ -197,7 +199,7 @@ class BatchRun:
     def _record_error(
         self, errors: ResultFile, number: int, custom_id: str | None, error: LineError
     ) -> None:
-        """Store an error for a line, unless the line has a result already."""
+        """Store an error for a line. If the line has a result already, do nothing."""
         if number in self._is_answered:
             return
         fields = {"code": error.code, "message": str(error), "param": None, "line": number}
@@ -233,6 +235,6 @@ class BatchRun:
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
-    """Return the first exception in a group that is not itself a group."""
+    """Return the first exception in nested exception groups that is not a group."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

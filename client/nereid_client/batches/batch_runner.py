@@ -1,7 +1,7 @@
 """Runs all batches in a folder.
 
-Several frontends may use the same folder. Only the frontend with the lock on the folder runs
-batches. If this frontend ends, another one gets the lock.
+Several frontends may use the same folder. The file `lock` in the folder can be locked by only one
+frontend, and only this frontend runs batches. If it ends, another frontend locks the file.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ class BatchRunner:
         store: the batches.
         sender: sends the requests of lines.
         slots: limits the number of lines that run at the same time.
-        gate: the gate of the application. Batches stop when the gate is draining.
+        gate: the gate that admits requests to the application. When the application stops, the
+            gate is draining, and all batches stop.
         key_file: the clients in the key file. None if there is no key file.
         max_line_bytes: the largest size of a line.
     """
@@ -88,7 +89,10 @@ class BatchRunner:
                 await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
 
     def _has_lock(self) -> bool:
-        """Return whether this process runs the batches of the folder. Try to get the lock."""
+        """Try to lock the folder. Return whether this process has the lock.
+
+        Only the process that has the lock runs the batches of the folder.
+        """
         folder = self._store.files.folder
         if self._lock is None and folder.exists():
             lock = (folder / "lock").open("ab")
@@ -101,7 +105,11 @@ class BatchRunner:
         return self._lock is not None
 
     async def _start_and_cancel(self) -> None:
-        """Start the batches that wait, and cancel those that a client has cancelled."""
+        """Start waiting batches.
+
+        Cancel the batches that a client has cancelled, and the batches of clients whose keys were
+        removed from the key file.
+        """
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
             run, _ = self._runs.get(batch.id, (None, None))
@@ -145,7 +153,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _clean(self) -> None:
-        """Delete expired files and batches. Pause all batches while the files are too large."""
+        """Delete expired files and batches. If the folder is then too large, pause all batches."""
         now = time.time()
         if now < self._clean_due:
             return

@@ -1,4 +1,4 @@
-"""The batches of an application: created at its start, stopped at its end."""
+"""Starts the batch runner when the application starts, and stops it when the application stops."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ class Batches:
 
 @asynccontextmanager
 async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Set `app.state.batches` and run batches while the application runs.
+    """Set `app.state.batches`, and run batches until the application stops.
 
     `app.state.batches` is None if the settings turn the Batch API off.
     """
@@ -39,7 +39,8 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
-    # Batches must not fill max_concurrent_requests.
+    # The requests of batches use at most a quarter of max_concurrent_requests, so that the rest
+    # remains for other requests.
     limit = min(settings.max_batch_requests, max(1, settings.max_concurrent_requests // 4))
     runner = BatchRunner(
         store,
@@ -55,7 +56,7 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def batches_of(request: Request) -> Batches:
-    """Return the batches of the application that handles a request.
+    """Return the batches of this server.
 
     Raises: ApiError 404 if the Batch API is turned off.
     """

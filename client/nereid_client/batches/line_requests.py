@@ -1,7 +1,7 @@
-"""Sends the lines of batches to the application itself, and repeats them after an overload.
+"""Sends the request of a batch line to the application itself, and repeats it after an overload.
 
-A line passes through the same middleware and routes as a request from the network. Only its client
-is not determined by a key: it is the client that created the batch, with the lowest priority.
+The request passes through the same middleware and routes as a request from the network. The request
+has no API key. Instead, it belongs to the client that created the batch, with the lowest priority.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from nereid_client.middleware.client_keys import Client, KeyEntry
 _LOWEST_PRIORITY = 2**31 - 1
 # A running line is preempted for a request of a client with the weight 1.
 _WEIGHT = 0.001
-# While other requests run, at most this fraction of the lines run at the same time.
+# While other requests run, the limit for the lines that run is divided by this number.
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
@@ -52,10 +52,10 @@ class LineResponse:
 
 
 def batch_client(owner: str) -> Client:
-    """Return the client in whose name the lines of a client's batches are sent.
+    """Return the Client object for the requests in the batches of one client.
 
-    In the waiting queue of the language model, these requests come after those of all other
-    clients, and the limits of the API key do not count them.
+    In the waiting queue of the language model, these requests come after the requests of all other
+    clients. They do not count towards the limits of the client's API key.
 
     Args:
         owner: the name of the client that created the batches.
@@ -69,10 +69,10 @@ class LineSlots:
 
     Args:
         limit: the setting max_batch_requests.
-        gate: counts all requests that run.
+        gate: counts all running requests.
 
     Attributes:
-        is_paused: whether no further line may start to run.
+        is_paused: whether `acquire` lets all lines wait.
     """
 
     def __init__(self, limit: int, gate: Gate) -> None:
@@ -94,7 +94,7 @@ class LineSlots:
         self._num_running += 1
 
     def release(self) -> None:
-        """Let another line run."""
+        """Allow another line to run. Call this when a line has ended."""
         self._num_running -= 1
         self._slots.release()
 
@@ -117,15 +117,15 @@ class LineSender:
         self._is_ready = is_ready
 
     async def send(self, path: str, body: bytes, client: Client) -> LineResponse:
-        """Return the response to a request. Repeat the request while the server is overloaded.
+        """Send a request and return the response. If the server is overloaded, repeat the request.
 
-        A request that ends with an outage of the server is repeated only a few times, because the
-        request itself may be the cause of the outage.
+        If the server fails during the request, the request is repeated only a few times. The
+        request itself may be the cause of the failure.
 
         Args:
             path: the path of the route.
             body: the JSON body of the request.
-            client: the client in whose name the request is sent.
+            client: the client that the request belongs to.
         """
         num_outages = 0
         wait_s = 1.0

@@ -1,6 +1,6 @@
-"""Reads a multipart/form-data body with one file while it arrives.
+"""Parses an uploaded form (multipart/form-data) with one file, while the form arrives.
 
-Starlette's parser would store the whole file in the temporary folder first.
+Starlette's parser would first store the whole file in the temporary folder.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class FormReader:
 
     Attributes:
         fields: the text fields.
-        filename: the file name of the part `file`. None as long as the part has not arrived.
+        filename: the file name of the part `file`. None until this part arrives.
 
     Raises: ApiError 400 if the content type is not a form.
     """

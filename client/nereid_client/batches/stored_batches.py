@@ -1,6 +1,6 @@
 """The batches on disk.
 
-FOLDER/batches/BATCH_ID/batch.json       the batch, written only by the process that runs it
+FOLDER/batches/BATCH_ID/batch.json       the batch; only the process that runs it writes the file
 FOLDER/batches/BATCH_ID/input            a link to the content of the input file
 FOLDER/batches/BATCH_ID/cancel           exists if a client has cancelled the batch
 FOLDER/batches/BATCH_ID/output/content   the responses so far
@@ -38,7 +38,13 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class RequestCounts(BaseModel):
-    """The numbers of lines of a batch."""
+    """The number of lines of a batch.
+
+    Attributes:
+        total: all lines.
+        completed: the lines with a successful response.
+        failed: the lines with an error.
+    """
 
     total: int = 0
     completed: int = 0
@@ -46,12 +52,12 @@ class RequestCounts(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch object of OpenAI's API, with its owner.
+    """A batch. It has the fields of OpenAI's API, and fields that clients do not receive.
 
     Attributes:
         owner: the name of the client that created the batch.
         keep_output_s: the seconds after which the result files are deleted.
-        outcome: the status after the status "finalizing".
+        outcome: the final status of a batch whose present status is "finalizing".
     """
 
     id: str
@@ -84,7 +90,7 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status and the time of this change."""
+        """Set the status, and store the current time as the time of this change."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
@@ -152,30 +158,33 @@ class BatchStore:
         return batch
 
     def find(self, batch_id: str, owner: str) -> Batch | None:
-        """Return the batch with this id, or None if the client has no such batch."""
+        """Return the batch with this id, or None if the client `owner` has no such batch."""
         if not re.fullmatch(r"batch_[0-9a-f]{24}", batch_id):
             return None
         batch = self._read(batch_id)
         return batch if batch is not None and batch.owner == owner else None
 
     def all(self) -> Iterator[Batch]:
-        """Yield the batches of all clients, the newest one first."""
+        """Yield the batches of all clients. The newest batch is the first one."""
         for batch_id in sorted(self._ids(), reverse=True):
             batch = self._read(batch_id)
             if batch is not None:
                 yield batch
 
     def unfinished(self, ended: Set[str]) -> list[Batch]:
-        """Return the batches that have not ended, the oldest one first.
+        """Return the batches that have not ended. The oldest batch is the first one.
 
         Args:
-            ended: the ids of batches that are known to have ended. They are not read again.
+            ended: the ids of batches that are known to have ended. These batches are not read from
+                the disk.
         """
         batches = [self._read(batch_id) for batch_id in sorted(self._ids() - ended)]
         return [batch for batch in batches if batch is not None and not batch.has_ended]
 
     def save(self, batch: Batch) -> None:
-        """Write a batch. After the creation, only the process that runs the batch may call this.
+        """Write the file batch.json of a batch.
+
+        After `create`, only the process that runs the batch may call this method.
 
         Raises: OSError.
         """
@@ -184,7 +193,7 @@ class BatchStore:
         )
 
     def cancel(self, batch: Batch) -> Batch:
-        """Ask the runner to cancel a batch, and return the batch.
+        """Create the file that tells the runner to cancel a batch. Return the batch.
 
         Raises: ApiError if the folder cannot be written.
         """
@@ -197,9 +206,10 @@ class BatchStore:
         return (self.folder(batch.id) / "cancel").exists()
 
     def publish(self, batch: Batch) -> None:
-        """Store the result files of a batch whose file ids are set.
+        """Move the result files of a batch to the file store, so that clients can read them.
 
-        Files that an interrupted call has stored already are skipped.
+        The ids of the result files must be set. Files that an interrupted call has moved already
+        are skipped.
 
         Raises: OSError.
         """
@@ -220,7 +230,7 @@ class BatchStore:
             self.files.publish(file, folder)
 
     def delete_expired(self, now: float) -> None:
-        """Delete the batches that ended long ago."""
+        """Delete the ended batches that expired at least KEEP_S seconds before `now`."""
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
@@ -244,7 +254,7 @@ class BatchStore:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy the file if the file system has no hard links."""
+    """Create a hard link to a file. If the file system has no hard links, copy the file."""
     try:
         os.link(source, target)
     except FileNotFoundError:

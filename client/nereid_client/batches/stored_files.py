@@ -2,7 +2,7 @@
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
-FOLDER/uploads/...                   a file that is not complete, moved to `files` at its end
+FOLDER/uploads/FILE_ID/content       an incomplete file; its folder is moved to `files` at its end
 """
 
 import errno
@@ -21,8 +21,9 @@ from typing import Any
 from nereid_client.errors import ApiError
 
 KEEP_S = 30 * 24 * 3600
-"""The seconds after which files and ended batches are deleted. OpenAI's API has the same time."""
-_UPLOAD_TIME_S = 24 * 3600  # an upload that is older was interrupted
+"""Files are deleted this number of seconds after their creation, as in OpenAI's API. Ended batches
+are deleted this number of seconds after their time `expires_at`."""
+_UPLOAD_TIME_S = 24 * 3600  # an older upload has been interrupted
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -41,7 +42,7 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file object of OpenAI's API, with its owner.
+    """A stored file: the fields that OpenAI's API defines, and the client that owns the file.
 
     Attributes:
         id: the id of the file, "file-" and 24 hexadecimal digits.
@@ -77,7 +78,7 @@ def new_id(prefix: str) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file so that a reader sees the old or the new content, never a part of it."""
+    """Replace a JSON file in one step. A reader sees either the old or the new content."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     temporary.replace(path)
@@ -100,14 +101,14 @@ class FileStore:
         self._uploads = folder / "uploads"
 
     def all(self, owner: str) -> Iterator[StoredFile]:
-        """Yield the files of a client, the newest one first."""
+        """Yield the files of the client `owner`. The newest file is the first one."""
         for file_id in sorted(_names(self._files), reverse=True):
             file = self._read(file_id)
             if file is not None and file.owner == owner:
                 yield file
 
     def find(self, file_id: str, owner: str) -> StoredFile | None:
-        """Return the file with this id, or None if the client has no such file."""
+        """Return the file with this id, or None if the client `owner` has no such file."""
         if not re.fullmatch(r"file-[0-9a-f]{24}", file_id):
             return None
         file = self._read(file_id)
@@ -122,7 +123,7 @@ class FileStore:
         shutil.rmtree(self._files / file_id, ignore_errors=True)
 
     def start_upload(self) -> "Upload":
-        """Return a new, empty upload.
+        """Start to store a file, and return the object that receives the bytes of the file.
 
         Raises: ApiError if the folder is full or cannot be written.
         """
@@ -144,7 +145,7 @@ class FileStore:
 
         Args:
             file: the file object.
-            source: the folder with the content. It is moved.
+            source: the folder that contains the file `content`. This folder is moved to the store.
 
         Raises: OSError.
         """
@@ -156,7 +157,10 @@ class FileStore:
         source.rename(target)
 
     def num_bytes(self) -> int:
-        """Return the bytes of all files, unfinished uploads and results of running batches."""
+        """Return the total size in bytes.
+
+        Stored files, unfinished uploads and the results of running batches are counted.
+        """
         total = 0
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -167,7 +171,7 @@ class FileStore:
         return total
 
     def delete_expired(self, now: float) -> None:
-        """Delete the files that have expired, and uploads that were interrupted."""
+        """Delete files that have expired, and uploads that were interrupted."""
         for file_id in _names(self._files):
             if self._read(file_id) is None:
                 self.delete(file_id)
@@ -187,16 +191,16 @@ class FileStore:
 
 
 class Upload:
-    """A file while it is received.
+    """An upload: a file that the frontend is receiving from a client.
 
     Args:
-        store: the store that the file will belong to.
+        store: the store to which `finish` adds the file.
         file_id: the id of the file.
         folder: the folder of the uploads.
     """
 
-    # The size of the folder is computed again after this number of bytes, because several clients
-    # can upload files at the same time.
+    # After this number of bytes, the size of the folder is computed again. The folder also grows by
+    # the uploads of other clients.
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
     def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
@@ -233,7 +237,7 @@ class Upload:
             self._file.write(data)
 
     def finish(self, owner: str, filename: str, purpose: str, keep_s: int) -> StoredFile:
-        """Store the file, and return its file object.
+        """Add the complete file to the store, and return its file object.
 
         Raises: ApiError 507 if the disk is full.
         """
@@ -257,7 +261,10 @@ class Upload:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError to an ApiError that names the folder: 507 for a full disk, else 500."""
+    """Convert each OSError of the context to an ApiError that names the folder.
+
+    The status is 507 if the disk is full, and 500 otherwise.
+    """
     try:
         yield
     except OSError as error:
@@ -270,7 +277,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder, or an empty list if the folder does not exist."""
+    """Return the names of the files in a folder, or an empty list if the folder does not exist."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

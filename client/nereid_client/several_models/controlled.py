@@ -1,4 +1,4 @@
-"""Backends that load their model before a request, if the model is not loaded."""
+"""Backends that load the model of a request before they send the request to the server."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -11,7 +11,7 @@ from nereid_client.triton_backend import Backend, Generation
 
 
 class ControlledBackend:
-    """A language model that is loaded before a request.
+    """The backend of a language model. If the model is not loaded, a request loads the model.
 
     Args:
         backend: the backend of the model.
@@ -48,7 +48,7 @@ class ControlledBackend:
             )
 
     async def request_limits(self) -> Mapping[str, int]:
-        """Return the limits on the size of a request. The model is not loaded for them.
+        """Return the limits on the size of a request. This call does not load the model.
 
         Raises: BackendError if the model is not loaded.
         """
@@ -59,7 +59,7 @@ class ControlledBackend:
     async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
         """Return the names of the LoRA adapters after a change. See `Backend.change_adapters`.
 
-        The model is not loaded for this call.
+        This call does not load the model.
 
         Raises: BackendError.
         """
@@ -72,7 +72,7 @@ class ControlledBackend:
         return await self._backend.is_live()
 
     async def is_ready(self) -> bool:
-        """Return whether the model accepts requests, or would be loaded by a request."""
+        """Return whether the model accepts requests, or whether a request would load the model."""
         if self._control.is_unloaded(self._name):
             return await self._backend.is_live()
         return await self._backend.is_ready()
@@ -83,10 +83,10 @@ class ControlledBackend:
 
 
 class ControlledPooling:
-    """Pooling models that are loaded before a request.
+    """The backend of all pooling models. If a model is not loaded, a request loads the model.
 
     Args:
-        backend: the backend of all pooling models.
+        backend: sends requests to the pooling models.
         control: loads the models.
     """
 

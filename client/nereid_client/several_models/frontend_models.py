@@ -1,4 +1,4 @@
-"""The contexts of all language models of a frontend."""
+"""Creates a context for each language model: the settings and the backend of the model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +18,15 @@ from nereid_client.triton_backend import Backend, TritonBackend
 def create_contexts(
     settings: Settings, metrics: RequestMetrics, make_backend: Callable[[], Backend] | None
 ) -> Contexts:
-    """Return the contexts of the language models that the settings describe.
+    """Create a context for each language model.
 
-    The function must be called in a running event loop.
+    The models are those of the file `settings.models_file`. Without such a file, the frontend has
+    one language model. Call this function in a running event loop.
 
     Args:
         settings: the settings of the frontend.
         metrics: counts the tokens of each client.
-        make_backend: creates the backend of the only language model, for tests.
+        make_backend: creates the backend of the only language model. Only tests use this argument.
 
     Raises: SettingsError if the file of the models is wrong.
     """

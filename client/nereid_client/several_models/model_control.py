@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class Repository(Protocol):
-    """The model repository of a Triton server in explicit mode."""
+    """The model repository of a Triton server with --model-control-mode=explicit."""
 
     async def load_model(self, name: str) -> None:
-        """Load a model and the steps of an ensemble.
+        """Load a model. If the model is an ensemble, load its steps too.
 
         Raises: BackendError.
         """
         ...
 
     async def unload_model(self, name: str) -> None:
-        """Unload a model and the steps of an ensemble.
+        """Unload a model. If the model is an ensemble, unload its steps too.
 
         Raises: BackendError.
         """
@@ -45,12 +45,12 @@ class ModelState:
     """The state of one model.
 
     Attributes:
-        is_loaded: whether the model is loaded, as far as the frontend knows. None if a request has
-            shown that the frontend may be wrong.
+        is_loaded: whether the model is loaded. None means that the frontend does not know, for
+            example after a request failed because the server was not available.
         is_unloaded_by_client: whether a client has unloaded the model. Requests then do not load
             the model again.
         num_requests: the number of requests that use the model now.
-        last_used: the time of the last end of a request, by time.monotonic().
+        last_used: the time.monotonic() at which the last request ended or the model was loaded.
         lock: held while the model is loaded or unloaded.
     """
 
@@ -94,7 +94,7 @@ class ModelControl:
         ]
 
     async def prepare(self, model: str) -> None:
-        """Load a model if necessary.
+        """Load a model, unless the model is already loaded.
 
         Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
         """
@@ -103,11 +103,11 @@ class ModelControl:
             await self._load_for_request(state)
 
     def is_unloaded(self, model: str) -> bool:
-        """Return whether the frontend has unloaded a model."""
+        """Return whether the frontend knows that a model is not loaded."""
         return self._states[model].is_loaded is False
 
     async def is_loaded(self, model: str) -> bool:
-        """Return whether a model is loaded. Ask the server if the frontend does not know."""
+        """Return whether a model is loaded. If this is unknown, ask the Triton server."""
         state = self._states[model]
         if state.is_loaded is None:
             is_ready = await self._repository.is_model_ready(model)
@@ -116,7 +116,7 @@ class ModelControl:
 
     @asynccontextmanager
     async def using(self, model: str) -> AsyncIterator[None]:
-        """Load a model if necessary, and keep the model loaded while the context runs.
+        """Load a model, and do not unload the model while the context runs.
 
         Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
         """
@@ -134,7 +134,7 @@ class ModelControl:
             state.last_used = time.monotonic()
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model for a client.
+        """Load a model, as requested by a client.
 
         Raises: BackendError if the model cannot be loaded.
         """
@@ -144,7 +144,9 @@ class ModelControl:
             state.is_unloaded_by_client = False
 
     async def unload(self, spec: ModelSpec) -> None:
-        """Wait for the requests of a model that run, and unload the model for a client.
+        """Wait for the running requests of a model, and then unload the model.
+
+        Requests do not load the model again. Only `load` does.
 
         Raises: BackendError.
         """
@@ -157,13 +159,13 @@ class ModelControl:
             await self._unload(state)
 
     async def close(self) -> None:
-        """Stop to unload idle models."""
+        """Stop the task that unloads idle models."""
         if self._idle_task is not None:
             self._idle_task.cancel()
             await asyncio.wait({self._idle_task})
 
     async def _load_for_request(self, state: ModelState) -> None:
-        """Load a model that a request needs, unless another request has loaded it meanwhile.
+        """Load a model that a request needs. If another request is loading the model, wait for it.
 
         Raises: ApiError.
         """
@@ -205,7 +207,7 @@ class ModelControl:
         _log.info("Unloaded the model %s", state.spec.name)
 
     async def _unload_idle_models(self) -> None:
-        """Unload each model that had no request for its idle_unload_s, until the task ends."""
+        """Unload each model that has had no request for `idle_unload_s` seconds. Run forever."""
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():

@@ -1,4 +1,4 @@
-"""The file models.toml, in which each table describes one model.
+"""Reads the file models.toml. Each table of this file describes one model.
 
     [chat]                           # the name of the model in requests
     model = "/models/chat"           # the folder of the checkpoint
@@ -11,7 +11,7 @@
     load_at_start = false            # the first request loads the model
     idle_unload_s = 600              # the model is unloaded after 600 s without requests
 
-The first language model is the model of requests without the field `model`.
+Requests without the field `model` use the first language model.
 """
 
 import re
@@ -28,7 +28,7 @@ _STEPS = ("tokenizer", "executor", "postprocessor")
 
 
 class ModelEntry(BaseModel):
-    """One table of models.toml. All further keys are settings of the model."""
+    """One table of models.toml. All keys other than these fields are settings of the model."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -40,16 +40,17 @@ class ModelEntry(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the model as texts, by their names in lower case."""
+        """Maps the name of each setting of the model, in lower case, to its value as a text."""
         return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
 
 
 class ModelSpec(BaseModel):
-    """A model of the file, with the names that identify it.
+    """A model that models.toml describes.
 
     Attributes:
         name: the name of the model in requests and responses.
-        triton_name: the name of the model in the model repository.
+        triton_name: the name of the model in the model repository. For a language model, this is
+            the name of the ensemble.
         path: the absolute path of the checkpoint.
         entry: the table of the file.
     """
@@ -73,7 +74,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """Maps the steps of a language model's ensemble to their names in the repository.
+        """Maps each step of a language model's ensemble to the step's name in the model repository.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """
@@ -81,7 +82,9 @@ class ModelSpec(BaseModel):
 
 
 def read_models_file(path: Path) -> list[ModelSpec]:
-    """Return the models in a file, in order. The first language model is the default model.
+    """Return the models in a file, in the order of the file.
+
+    The first language model is the default model.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
@@ -108,7 +111,7 @@ def read_models_file(path: Path) -> list[ModelSpec]:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that all names are different, and that there is a language model.
+    """Check that all names of models differ, and that at least one model is a language model.
 
     Raises: SettingsError.
     """
@@ -129,7 +132,7 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
 
 def _triton_name(name: str) -> str:
-    """Return the name of a model in the repository, which is also the name of a folder.
+    """Return the name of a model in the model repository. The folder of the model has this name.
 
     Example: "org/chat" returns "org-chat".
     """
@@ -137,5 +140,5 @@ def _triton_name(name: str) -> str:
 
 
 def _setting_text(value: object) -> str:
-    """Return the value of a setting as it would be in an environment variable."""
+    """Return the value of a setting in the form of an environment variable: True -> "true"."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,7 @@
-"""Writes a Triton model repository with all models of a models.toml.
+"""Writes a Triton model repository with all models of the file models.toml.
 
-The models are copies of those in Nereid's model repository, with other names and settings.
+Each model is a copy of a model in Nereid's model repository. The copy has another name and other
+settings.
 """
 
 import json
@@ -24,7 +25,7 @@ def write_repository(
         folder: the folder of the new repository, which is empty.
         source: Nereid's model repository.
         specs: the models.
-        defaults: maps a kind of model to the settings of models that do not set them.
+        defaults: maps a kind of model to default settings. The settings of a model replace them.
     """
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
@@ -46,8 +47,8 @@ def _copy(
     Args:
         folder: the folder of the copy. Its name is the name of the model.
         source: the folder of the original.
-        settings: the settings, which replace those of the original.
-        steps: the new names of the models in the steps of an ensemble.
+        settings: the settings of the copy. They replace all settings of the original.
+        steps: maps the name of each step of an ensemble to the new name.
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())

@@ -1,4 +1,4 @@
-"""What `nereid serve --config` does differently from `nereid serve` with one language model."""
+"""The models that `nereid serve --config` serves: their settings, probes and model repository."""
 
 import json
 import shutil
@@ -16,17 +16,17 @@ from nereid_client.supervise.pooling_models import PoolingModel
 
 _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
-# Variables of the test engine, which reads them itself.
+# These variables do not belong to a model. The test engine reads them itself.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# Settings of one model that cannot be the default of several models.
+# Each model has its own value of these settings, so these variables are never defaults.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 
 class ServedModels:
-    """The models of a models.toml, as `nereid serve` needs them.
+    """The models that a file models.toml describes.
 
     Args:
-        file: the file.
+        file: the path of the file.
 
     Attributes:
         specs: the models.
@@ -66,9 +66,9 @@ class ServedModels:
 
     @property
     def probes(self) -> list[Probe]:
-        """The small requests with which hangs of the models are detected.
+        """The probes of all models. A probe is a small request. A model that does not answer hangs.
 
-        A model that is not loaded answers such a request with an error, so it does not hang.
+        If a model is not loaded, the server answers the probe with an error. This is not a hang.
         """
         probes = []
         for spec in self.specs:
@@ -79,7 +79,10 @@ class ServedModels:
 
     @property
     def server_arguments(self) -> list[str]:
-        """The arguments of the Triton server that load the models of the start."""
+        """The command-line arguments that make the Triton server load models when it starts.
+
+        Other models are loaded by their first request.
+        """
         names = [f"--load-model={spec.triton_name}" for spec in self._specs_at_start]
         return ["--model-control-mode=explicit", *names]
 
@@ -88,7 +91,7 @@ class ServedModels:
 
         Args:
             repository: Nereid's model repository.
-            environment: all environment variables. Those of a kind of model are the defaults.
+            environment: all environment variables. They contain the default settings of models.
 
         Raises: CliError that names the model and the setting.
         """
@@ -109,12 +112,12 @@ class ServedModels:
     def write_repository(
         self, folder: Path, repository: Path, environment: Mapping[str, str]
     ) -> None:
-        """Replace a folder by a model repository with all models.
+        """Write a model repository with all models into a folder. Delete the old content first.
 
         Args:
             folder: the folder.
             repository: Nereid's model repository.
-            environment: all environment variables. Those of a kind of model are the defaults.
+            environment: all environment variables. They contain the default settings of models.
 
         Raises: CliError if the folder cannot be written.
         """
@@ -129,7 +132,8 @@ class ServedModels:
 def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are not settings of models.
 
-    In a model, an environment variable would replace the setting in models.toml.
+    The Triton server must not receive the settings, because a model prefers an environment variable
+    to the setting in models.toml.
     """
     engine = {*_engine_variables(), *_NEVER_DEFAULTS}
     prefixes = (_PREFIXES["embedding"], _PREFIXES["rerank"])
@@ -141,7 +145,7 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the settings in environment variables, for each kind of model.
+    """Return the default settings of each kind of model, which environment variables contain.
 
     Example: NEREID_EMBEDDING_DTYPE=float32 returns {"embedding": {"dtype": "float32"}, ...}.
     """

@@ -81,7 +81,7 @@ def bench(  # noqa: PLR0913 - each parameter is an option
 
 
 class _Load:
-    """A number of requests that are sent from several threads.
+    """A set of requests that several threads send to the server.
 
     Attributes:
         samples: the measurements of the requests that have ended.
@@ -105,7 +105,10 @@ class _Load:
                 on_sample()
 
     def summary(self) -> Json:
-        """Return the figures of the requests that have ended. Times are in milliseconds."""
+        """Return the benchmark's results so far: counts, requests per second and latencies.
+
+        The units are parts of the keys, such as `elapsed_s`.
+        """
         elapsed_s = max(self._end - self._start, 1e-9)
         good = [sample for sample in self.samples if not sample.error]
         first = [1000 * sample.first_token_s for sample in good]
@@ -160,7 +163,7 @@ def _has_text(choice: Json) -> bool:
 
 
 def _table(summary: Json) -> Table:
-    """Return a table with one row for each figure."""
+    """Return a table of the benchmark's results."""
     table = Table("", "mean", "p50", "p90", "p99")
     done = summary["succeeded"] + summary["failed"]
     table.add_row("requests", f"{done} of {summary['requests']}, {summary['failed']} failed")

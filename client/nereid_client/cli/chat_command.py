@@ -57,7 +57,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until the user ends the program, or send stdin as one message."""
+    """Chat in the terminal until the user quits.
+
+    If stdin is not a terminal, send its text as one message and print the response.
+    """
     url = base_url(args.url)
     model = args.model or first_model(url)
     fields: Json = {"model": model, "stream": not args.json}
@@ -145,7 +148,7 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
 
 
 def _print_call_pieces(pieces: Sequence[Json]) -> None:
-    """Print the pieces of tool calls. The name in the first piece of a call starts a new line.
+    """Print pieces of tool calls while they arrive. Each new call starts on a new line.
 
     Example: the name "f" and the arguments "{}" are printed as "[f] {}".
     """

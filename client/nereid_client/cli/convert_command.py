@@ -24,7 +24,8 @@ def convert(
     dtype: Annotated[_Dtype, typer.Argument(help="The data type of the new weights.")],
 ) -> None:
     """Copy a checkpoint, and convert its weights to int4, int8, bfloat16 or float32."""
-    # The backend runs in a process of its own, because the client must not import the backend.
+    # The conversion runs in a separate process, because the client package must not import the
+    # backend package.
     module = "nereid_backend.tools.convert_checkpoint"
     command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -1,4 +1,4 @@
-"""`nereid doctor` and `nereid config show`: what `nereid serve` would do, without starting it."""
+"""The commands `nereid doctor` and `nereid config show`, which check and show the configuration."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
-    """Return the findings of the backend about a checkpoint.
+    """Let the backend check a checkpoint, and return the results of the checks.
 
     The backend runs in a process of its own, because the client must not import the backend.
 
@@ -109,7 +109,10 @@ def _row(variable: str, value: str, is_set: bool) -> dict[str, str]:
 
 
 def _run_check(name: str, check: Callable[[], str]) -> dict[str, object]:
-    """Run a check, and return its name, its result, and its finding or its problem."""
+    """Run a check, and return its result with the keys "check", "ok" and "finding".
+
+    If the check raises CliError, `ok` is False and `finding` is the message of the error.
+    """
     try:
         return {"check": name, "ok": True, "finding": check()}
     except CliError as problem:
@@ -137,7 +140,7 @@ def _check_memory() -> str:
 
 
 def _check_plan(flags: list[str]) -> str:
-    """Make the plan of `nereid serve` with these flags, and describe it.
+    """Return a description of what `nereid serve` would run with these flags.
 
     Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
     """

@@ -128,7 +128,7 @@ def _pip_install(wheel: str, target: Path) -> None:
 
 
 def _copy_stub(server: Path) -> None:
-    """Copy the stub for the running Python to the folder where the backend expects it."""
+    """Copy the server's stub program for the running Python version to backends/python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():

@@ -22,7 +22,9 @@ def libpython_name() -> str:
 
 
 def find_libpython() -> Path:
-    """Return the path of the running Python's library, or else of the system's library.
+    """Return the path of the shared library libpython for the running Python version.
+
+    The folders of the running Python are searched before the folders of the dynamic loader.
 
     Raises: CliError if there is none. The message names the package to install.
     """

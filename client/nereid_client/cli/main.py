@@ -27,7 +27,10 @@ _FLAG_COMMANDS = {
 
 
 class _FlagCommand(TyperCommand):
-    """A command that gets all its arguments unparsed, "--" and "--help" included."""
+    """A typer command that does not parse its arguments, not even "--" and "--help".
+
+    argparse parses the arguments later.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own type
         """Store the arguments in the context."""

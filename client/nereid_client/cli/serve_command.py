@@ -30,10 +30,12 @@ from nereid_client.supervise.supervisor import (
 
 _Number = TypeVar("_Number", int, float)
 
-# The descriptions of the language model's settings, by variable. This package must not import the
-# backend, which declares these settings. `make settings` writes the file.
+# A JSON file that maps the environment variables of the language model's settings to descriptions.
+# The backend declares these settings, but this package must not import the backend. `make settings`
+# therefore writes the descriptions to this file.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
-# Flags of the language model and their metavars. The backend checks the values.
+# The flags for settings of the language model. Each value is the placeholder that --help shows for
+# the flag's value. The backend checks the values that the user gives.
 _ENGINE_FLAGS = {
     "--max-model-len": "N",
     "--kv-cache-memory": "SIZE",
@@ -44,7 +46,9 @@ _ENGINE_FLAGS = {
     "--max-num-batched-tokens": "N",
     "--tensor-parallel-size": "N",
 }
-# Flags of the frontend: (name in Settings, metavar). --host is the address of all servers.
+# The flags for settings of the frontend. Each value contains the name of the setting and the
+# placeholder that --help shows for the flag's value. The flag --host is missing here, because it
+# also sets the address of the Triton server.
 _FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
     "--max-concurrent-requests": ("max_concurrent_requests", "N"),
@@ -195,7 +199,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:
-    """Return everything to run, with all settings checked. Nothing is started.
+    """Check all settings, and return the plan of the processes to start.
+
+    This function starts no server.
 
     Raises: CliError.
     """
@@ -212,7 +218,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     if not settings.batch_folder:
         environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
     if settings.api_key_file and not settings.api_key:
-        # The supervisor itself sends requests to the frontend and needs a key.
+        # The supervisor sends requests to the frontend, so the supervisor needs an API key of its
+        # own.
         environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
         settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
@@ -268,7 +275,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 
 class _OneLanguageModel:
-    """One language model, and at most one embedding model and one reranker.
+    """The models that `nereid serve` serves without --config.
+
+    There is one language model. An embedding model and a reranker are optional.
 
     Attributes:
         path: the checkpoint of the language model.
@@ -291,12 +300,14 @@ class _OneLanguageModel:
 
     @property
     def probes(self) -> list[Probe]:
-        """The small requests with which hangs of the models are detected."""
+        """The test requests that show whether each model still answers."""
         return [PROBES[kind] for kind in ("llm", *(model.kind for model in self.pooling_models))]
 
 
 def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models of --config, or None without this flag.
+    """Return the models in the file that --config names, or None without --config.
+
+    The environment variable NEREID_MODELS_FILE can replace the flag.
 
     Raises: CliError if the file is wrong, or if another flag describes a model.
     """
@@ -370,7 +381,10 @@ def _exposure_warnings(host: str, settings: Settings) -> list[str]:
 
 
 def _engine_variable(flag: str) -> str:
-    """Return the variable of a language model's flag: NEREID_DTYPE for "--dtype"."""
+    """Return the environment variable that corresponds to a flag of the language model.
+
+    Example: "--dtype" returns "NEREID_DTYPE".
+    """
     return f"NEREID_{_attribute(flag)}".upper()
 
 
@@ -396,9 +410,12 @@ def _server_command(
         ]
     command += [
         f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
-        # The model configurations are complete. Auto-completion would start each model twice.
+        # Nereid's model configurations are complete, so Triton need not complete them. Otherwise,
+        # Triton would start each model twice: first to complete its configuration, and then to load
+        # it.
         "--disable-auto-complete-config",
-        # All models load at the same time. Each thread only waits for the process of its model.
+        # With enough threads, all models load at the same time. The threads use little CPU time,
+        # because each thread only waits for the process of its model.
         "--model-load-thread-count=8",
         # With this prefix, the shared memory of a server that was killed can be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
@@ -454,7 +471,7 @@ def _attribute(flag: str) -> str:
 
 
 def _state_folder() -> Path:
-    """Return the default folder of logs and batches, which does not have to exist."""
+    """Return the folder that contains logs and batches by default. The folder may not exist yet."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "nereid"
 

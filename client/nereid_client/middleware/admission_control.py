@@ -21,16 +21,19 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# The length of a window must be shorter than the time in which the server processes its queue.
-# Otherwise the queue would run empty.
+# The throttle counts the requests that were admitted and rejected within this number of seconds,
+# called a window. The window must be shorter than the time in which the server processes a full
+# queue. Otherwise, the queue would become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
-# The throttle starts to reject requests once the server rejects more than this share of the
-# requests in one window. The first few rejections do not count. Some rejections must remain,
-# because they show that the queue is full. When no rejection arrives, the overload has ended.
+# In each window, the throttle tolerates a number of rejections by the server: this share of the
+# admitted requests, plus the number in the next line. After more rejections, the throttle itself
+# rejects requests. Some requests must still reach the server: if the server accepts all of them,
+# the overload has ended.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
-# Above this number, the throttles that have seen no rejection in the last window are deleted.
+# The number of throttles at which unused throttles are deleted. A throttle is unused if it counted
+# no rejection in the last window.
 _MAX_THROTTLES = 1024
 # The error message of a request that waited too long in the server's queue begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
@@ -71,7 +74,7 @@ class Gate:
         client.num_requests -= 1
 
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
-        """Return the error for a new request of a client, or None if the request may run."""
+        """Return the error for a client's new request, or None if the limits allow the request."""
         if self.is_draining:
             return ApiError(
                 503,
@@ -96,10 +99,11 @@ class Gate:
 
 
 class Throttle:
-    """Decides for one path how many requests are sent to a server that rejects some of them.
+    """Limits the number of requests that the frontend sends to an overloaded server.
 
-    A throttle needs no setting, because it admits about as many requests per second as the server
-    accepts. All times are seconds of time.monotonic().
+    Each throttle limits the requests of one client to one path. A throttle needs no setting,
+    because it admits about as many requests per second as the server accepts. All times are seconds
+    of time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -127,14 +131,14 @@ class Throttle:
         num_later = sum(then > started for then in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
-            # The server took `now - started` to reject this request. The frontend has sent more
-            # requests during this time, and the server has to reject them too. The frontend
-            # therefore sends no further request for the same time. Otherwise the number of requests
-            # that a slow server still has to reject would grow without limit.
+            # The server took `now - started` seconds to reject this request. Meanwhile, the
+            # frontend has sent more requests, which the server must also reject. The frontend
+            # therefore sends no requests for the same number of seconds. Otherwise, the number of
+            # requests that a slow server must still reject would grow without limit.
             self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return the error for a new request, or None if it should be sent to the server."""
+        """Return the error for a new request, or None if the throttle admits the request."""
         self._forget_old(now)
         num_rejected = len(self._rejection_times)
         num_admitted = len(self._admission_times)
@@ -163,7 +167,7 @@ class Throttle:
 
 
 class AdmissionControl:
-    """Middleware that sends a 429 or 503 at once for a request that should not run now.
+    """Middleware that rejects requests: 429 above a limit, 503 during an overload or a shutdown.
 
     GET, HEAD, OPTIONS and DELETE requests and requests that abort others are always admitted,
     because they are most useful when the server is at its limit or about to stop.
@@ -184,7 +188,7 @@ class AdmissionControl:
         self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a 429 or 503 at once."""
+        """Reject a request with the status 429 or 503, or pass the request to the application."""
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
@@ -212,7 +216,7 @@ class AdmissionControl:
             self._gate.leave(client)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application for a check of `nereid serve`, without counting the request.
+        """Pass a health check of `nereid serve` to the application without counting the request.
 
         Only one such request runs at a time without being counted, because any client can send the
         user agent of `nereid serve`.
@@ -224,10 +228,11 @@ class AdmissionControl:
             self._has_check = False
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Wrap `send`, so that the throttle `key` learns which requests the server rejects.
+        """Wrap `send` to detect responses in which the server rejects a request.
 
-        A rejection is a 503 with the header Retry-After, which only routes to a model send. In
-        Anthropic's API, the status is 529.
+        The throttle with the key `key` records these rejections. A rejection is a 503 with the
+        header Retry-After, which only routes to a model send. In Anthropic's API, the status is
+        529.
         """
         retry_after: str | None = None
 
@@ -246,9 +251,10 @@ class AdmissionControl:
         return send_observed
 
     def _throttle(self, key: tuple[str, str], now: float) -> Throttle:
-        """Return the throttle with a key, and create it if necessary."""
+        """Return the throttle for a client and a path, and create the throttle if necessary."""
         if key not in self._throttles and len(self._throttles) >= _MAX_THROTTLES:
-            # A client can send a new name with each request, so idle throttles must be deleted.
+            # A client can send a new client id with each request, and each id creates a throttle.
+            # Throttles without recent rejections must therefore be deleted.
             self._throttles = {
                 name: throttle
                 for name, throttle in self._throttles.items()

@@ -1,4 +1,4 @@
-"""The API keys: requests without a valid key are rejected with a 401.
+"""Middleware that sends the status 401 if a request has no valid API key.
 
 A client without a key of its own can give the header X-Client-Id. Its requests then take turns with
 those of other clients in the waiting queue of the language model.
@@ -66,7 +66,8 @@ class ApiKey:
             response = playground.sign_in_page() if is_page else error_response(error, scope)
             await response(scope, receive, send)
             return
-        # CountRequests calls this middleware, and does not see a context variable that is set here.
+        # The client's name is stored in the scope for the middleware CountRequests. CountRequests
+        # cannot read the context variable below, because CountRequests calls this middleware.
         scope.setdefault("state", {})["client"] = (client or ANONYMOUS).name
         token = current_client.set(client or ANONYMOUS)
         try:
@@ -75,7 +76,7 @@ class ApiKey:
             current_client.reset(token)
 
     def _client(self, headers: Headers) -> Client | None:
-        """Return the client that sent a request, or None if its key is missing or wrong."""
+        """Return the client that sent a request, or None if the API key is missing or wrong."""
         key = _key_in(headers)
         client_of_key = self._key_file.find(key) if self._key_file is not None else None
         if client_of_key is not None:

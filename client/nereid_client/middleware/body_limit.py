@@ -17,11 +17,12 @@ _MAX_DIGITS = 20  # of a Content-Length that is converted to an integer
 
 
 class BodyLimit:
-    """Middleware that rejects bodies which are too large or too slow, before they fill the memory.
+    """Middleware that rejects request bodies that are too large or arrive too slowly.
 
-    A body whose Content-Length is too large is rejected unread. Any other body is rejected as soon
-    as the bytes that were received exceed a limit. The bytes of a body count until its request has
-    ended, because the request waits with its body in memory.
+    Without these limits, request bodies could fill the memory. A body whose Content-Length is too
+    large is rejected unread. Any other body is rejected as soon as the bytes that were received
+    exceed a limit. The bytes of a body count until its request has ended, because the request waits
+    with its body in memory.
 
     Args:
         app: the application that this middleware calls.
@@ -87,7 +88,7 @@ class BodyLimit:
             self._total.remove(client, num_received)
 
     def _length_error(self, content_length: str) -> ApiError | None:
-        """Return the error for a header Content-Length that exceeds the limit, or None.
+        """Return an error if the header Content-Length exceeds the limit, else None.
 
         A very long number is not converted to an integer, because that takes quadratic time.
         """
@@ -129,8 +130,9 @@ class BodyLimit:
 
 
 def _is_upload(scope: Scope) -> bool:
-    """Return whether a body is a file, which the route writes to the disk while it arrives.
+    """Return whether the request uploads a file.
 
-    The route has limits of its own for files.
+    The upload route writes the file to the disk while the file arrives. The route has limits of its
+    own for files.
     """
     return (scope["method"], scope["path"]) == ("POST", UPLOAD_PATH)

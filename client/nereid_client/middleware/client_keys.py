@@ -79,7 +79,10 @@ class Bucket:
         self._level -= amount
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the seconds until the bucket contains `amount`, or 0 if it already does."""
+        """Return the seconds until the bucket contains at least `amount`.
+
+        Return 0 if the bucket contains enough now, or if there is no limit.
+        """
         if not self.per_minute:
             return 0.0
         self._fill(now)
@@ -92,7 +95,7 @@ class Bucket:
 
 
 class Client:
-    """A client of the API, with its share, its limits and its current usage.
+    """A client of the API. The object stores the client's limits and counts its requests.
 
     Args:
         name: the name of the client in the key file. "" if there is no key file, or for the key in
@@ -122,7 +125,10 @@ class Client:
         self.update(entry or KeyEntry(key="unused"))
 
     def update(self, entry: KeyEntry) -> None:
-        """Use the limits of a table that has changed. The new limits start with full buckets."""
+        """Use new limits from the key file.
+
+        The counts of requests and tokens in the last minute start again at 0.
+        """
         self.weight = entry.weight
         self._max_concurrent = entry.max_concurrent_requests
         self._requests = Bucket(entry.requests_per_minute)
@@ -157,7 +163,7 @@ class Client:
         self._requests.take(1, now)
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of a request, which are known after its end."""
+        """Count the tokens of a request after the request has ended."""
         self._tokens.take(num_tokens, time.monotonic())
 
 
@@ -172,10 +178,11 @@ A context variable reaches the backend and the response store without a paramete
 
 
 class KeyFile:
-    """The clients in a key file. A changed file is read again within a second.
+    """The API clients that a key file describes.
 
-    If the changed file is damaged, the clients of the previous version stay valid and the log
-    contains the reason.
+    The object checks once a second whether the file has changed, and then reads the file again. If
+    the changed file is damaged, the clients of the previous version stay valid and the log contains
+    the reason.
 
     Args:
         path: the file.
@@ -230,7 +237,9 @@ class KeyFile:
             _log.warning("The frontend has read %d API keys from %s", count, self._path)
 
     def _load(self) -> None:
-        """Read the file. The usage counters of clients that were already in the file do not change.
+        """Read the key file. A client that was already in the file keeps its `Client` object.
+
+        The number of the client's running requests therefore stays correct.
 
         Raises: SettingsError.
         """
@@ -241,7 +250,10 @@ class KeyFile:
         self._digests = [(entry.digest, self._clients[name]) for name, entry in entries.items()]
 
     def _current_version(self) -> tuple[int, int] | None:
-        """Return a value that changes with the file, or None if the file cannot be read."""
+        """Return the file's modification time and inode number, or None if the file cannot be read.
+
+        If one of these numbers has changed, the file has changed.
+        """
         try:
             status = self._path.stat()
         except OSError:

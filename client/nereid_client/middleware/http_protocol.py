@@ -68,7 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Prepare for the headers of the next request."""
+        """Reset the state at the end of a request, so that the next request can arrive."""
         self._has_headers = False
         self._has_progress = True
         super().on_message_complete()

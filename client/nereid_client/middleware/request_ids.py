@@ -1,4 +1,4 @@
-"""Request ids: every request has one, and every response repeats it."""
+"""Assigns an id to every request, and adds the id to the response."""
 
 import re
 import secrets

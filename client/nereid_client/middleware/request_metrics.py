@@ -26,7 +26,7 @@ _DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class RequestMetrics:
-    """The counters and the gauge of one application.
+    """The Prometheus metrics of the frontend.
 
     Args:
         num_running: returns the number of requests that run now.
@@ -111,9 +111,9 @@ class RequestMetrics:
             self._client_tokens.labels(client, "generation").inc(num_generated)
 
     def count_refusal(self, error: ApiError) -> None:
-        """Count a request that a limit of the frontend refused.
+        """Count a request that was rejected because of a limit of the frontend.
 
-        Do nothing if the error has no `limit`: it was not caused by a limit.
+        Do nothing if `error.limit` is None, because no limit caused such an error.
         """
         if error.limit is not None:
             self._refused.labels(error.limit, str(error.status)).inc()
@@ -187,5 +187,5 @@ class CountRequests:
 
 
 def is_from_supervisor(scope: Scope) -> bool:
-    """Return whether `nereid serve` sent a request, according to the user agent."""
+    """Return whether the header User-Agent of a request names `nereid serve`."""
     return Headers(scope=scope).get("user-agent") == SUPERVISOR_USER_AGENT

@@ -1,4 +1,4 @@
-"""The requests that run now, so that they can be aborted by their ids."""
+"""Records the ids of running requests, so that clients can abort these requests."""
 
 import asyncio
 from collections.abc import Collection, Iterator

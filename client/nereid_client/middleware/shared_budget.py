@@ -2,14 +2,14 @@
 
 from collections import Counter
 
-# After a request is admitted, its client may use at most this number of times the amount that is
-# still free. If only one client sends requests, that client can use three quarters of the limit. A
-# second client can then use three quarters of the remaining quarter.
+# A client may use at most this number of times the amount that stays free. Example: if the limit is
+# 100, a single client can use 75, because 25 stay free and 75 is 3 times 25. A second client can
+# then use 18 of the remaining 25.
 _TIMES_THE_REST = 3
 
 
 class SharedBudget:
-    """The use of a limited resource, in total and for each named client.
+    """Counts how much of a limited resource is in use, in total and by each client.
 
     Args:
         limit: the largest total.
@@ -24,11 +24,11 @@ class SharedBudget:
         self._by_client: Counter[str] = Counter()
 
     def used_by(self, client: str) -> int:
-        """Return the amount that a client uses now."""
+        """Return how much of the resource a client uses now."""
         return self._by_client[client]
 
     def fits(self, client: str, amount: int) -> bool:
-        """Return whether a client may use `amount` more.
+        """Return whether a client may use `amount` more units of the resource.
 
         Only a client with a name is limited to a share. A client that uses nothing yet may use the
         whole remaining amount.
@@ -44,7 +44,7 @@ class SharedBudget:
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that a client no longer uses `amount`."""
+        """Record that a client has released `amount` units of the resource."""
         self.used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:

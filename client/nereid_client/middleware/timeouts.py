@@ -1,4 +1,4 @@
-"""Limits for the duration of a request, and for the time in which its client reads no data."""
+"""Ends requests that take too long, and requests whose client stops reading the response."""
 
 import asyncio
 import logging
@@ -92,7 +92,7 @@ class Timeouts:
             raise
 
     def _report_unread(self, scope: Scope) -> None:
-        """Count and log a request that was ended because its client did not read."""
+        """Count and log a request that was ended because the client did not read the response."""
         error = ApiError(499, "The client did not read the response", limit="unread_timeout_s")
         self._metrics.count_refusal(error)
         _log.warning(
@@ -125,7 +125,7 @@ def _requested_limit(scope: Scope) -> float | None:
 
 
 def _stopped_error() -> ApiError:
-    """Return the error with the status 503 for a request that the end of the server interrupts."""
+    """Return a 503 error for a request that cannot finish because the server stops."""
     return ApiError(
         503,
         "The server is stopping, and this request did not finish in time. Send the request again.",
@@ -148,7 +148,7 @@ def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
 
 
 class _ObservedResponse:
-    """Forwards the messages of a response and records its progress.
+    """Sends a response to the client, and records whether the response has started and ended.
 
     Attributes:
         unsent_since: the time of the event loop's clock at which the current message was passed to
@@ -162,7 +162,7 @@ class _ObservedResponse:
         self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a message, and record the time at which the wait for the client started."""
+        """Send a message. Until it is sent, `unsent_since` contains the time of the call."""
         self.unsent_since = self._clock()
         try:
             await self._send(message)
@@ -189,7 +189,7 @@ class _ObservedResponse:
 
 
 class _UnreadWatch:
-    """Ends a request whose client does not read the response.
+    """Ends a request if the client stops reading the response.
 
     One timer serves all messages of a response, because a timer for each message would be costly.
 

@@ -1,4 +1,4 @@
-"""Traces: a span for each request, and its context for the models of the Triton server.
+"""OpenTelemetry traces. Each request gets a span, and the models receive the trace context.
 
 Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK of
 OpenTelemetry (the optional extra `tracing`) is installed. Otherwise, the client's header
@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application within a span that continues the trace of the client."""
+        """Record a span of the client's trace while the application handles the request."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -84,14 +84,14 @@ class Traces:
 
 
 def _set_traceparent(scope: Scope, traceparent: str) -> None:
-    """Set the context of the current request for calls and for the log."""
+    """Store the trace context of the current request for gRPC calls and log records."""
     current_traceparent.set(traceparent)
     if traceparent:
         scope["state"]["trace_id"] = traceparent.split("-")[1]
 
 
 def _make_tracer() -> Any:  # noqa: ANN401 - the type of an optional package
-    """Return a tracer of the SDK, or None if no spans are recorded."""
+    """Return an OpenTelemetry tracer, or None if spans are not recorded."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:

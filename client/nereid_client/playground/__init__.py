@@ -37,12 +37,15 @@ def _read(name: str) -> str:
 
 
 def _page(name: str, style: str, script: str) -> str:
-    """Return an HTML page with its style and its script."""
+    """Insert a style sheet and a script into an HTML file, and return the page."""
     return _read(name).replace("{style}", style).replace("{script}", script)
 
 
 def _hash(text: str) -> str:
-    """Return the source expression for an inline element in a content security policy."""
+    """Return the expression that allows an inline script or style in a content security policy.
+
+    Example: `_hash("")` returns "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='".
+    """
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -52,9 +55,9 @@ _SIGN_IN_SCRIPT = _read("scripts/sign_in.js")
 _PLAYGROUND = _page("page.html", _STYLE, _SCRIPT)
 _SIGN_IN = _page("sign_in.html", _STYLE, _SIGN_IN_SCRIPT)
 
-# The browser runs only these scripts and connects only to this server. The sign-in page replaces
-# itself by the playground, for which the policy of the sign-in page stays valid. The policy
-# therefore contains the scripts of both pages.
+# The browser runs only the scripts of these two pages, and connects only to this server. After the
+# sign-in, the script of the sign-in page shows the playground instead. The browser still applies
+# the policy of the sign-in page then, so this policy must also allow the scripts of the playground.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
     f"style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)} {_hash(_SIGN_IN_SCRIPT)}; "

@@ -155,9 +155,10 @@ class PiecewiseGraphs:
         return self._logits[: batch.num_logits].clone()
 
     def _make(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
-        """Capture the graphs for one number of tokens, and compare a replay with a normal step.
+        """Capture the graphs for one number of tokens, and check the logits of a replay.
 
-        Both steps consist of padding, for which no attention is computed.
+        The logits must equal the logits of the same step without graphs. The step consists of
+        padding, for which no attention is computed.
 
         Raises:
             GraphMemoryError: if too little memory is free.

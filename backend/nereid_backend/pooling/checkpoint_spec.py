@@ -33,7 +33,8 @@ MASKED = "masked"
 CAUSAL = "causal"
 TOWERS = "towers"
 
-# The fields of older configs of the module Pooling, and the pooling methods that they select.
+# In older configs, the module Pooling has one boolean field for each pooling method. This dict maps
+# the name of each field to the pooling method.
 _LEGACY_POOLERS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -45,7 +46,8 @@ _LEGACY_POOLERS = {
 # The files with the settings of the transformers model. Their names contain the architecture, such
 # as sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
-# These settings of the tokenizer are stored together with the variables of the chat template.
+# The settings file stores the variables of the chat template together with these settings of the
+# tokenizer. The settings are not passed to the template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 
@@ -120,7 +122,8 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     saved = read_json(root / "config_sentence_transformers.json")
     task = choose_task(settings, architecture, modules, config, folder)
-    # `base` lacks the fields `kinds` and `loader`, among others. The functions below set them.
+    # `base` contains the fields that all tasks have. The functions below add the other fields, such
+    # as `kinds` and `loader`.
     base = _read_base(folder, config, architecture, task, saved)
     if task != "embed":
         return _describe_scoring(base, modules, saved)
@@ -185,7 +188,11 @@ def _read_base(
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of the first file sentence_*_config.json that is not empty; else {}."""
+    """Return the settings of the transformers model, as stored in sentence_*_config.json.
+
+    If several such files exist, return the content of the first file that is not empty. If there is
+    none, return {}.
+    """
     contents = (read_json(path) for path in sorted(folder.glob(_SETTINGS_FILES)))
     return next((content for content in contents if content), {})
 
@@ -245,7 +252,9 @@ def _describe_generative_reranker(
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """Return the activation in the files: "none", "sigmoid" or "softmax"; None if it is missing.
+    """Return the activation that the checkpoint's files name: "none", "sigmoid" or "softmax".
+
+    Return None if the files name no activation.
 
     Raises:
         UnsupportedModelError: the files name another activation.
@@ -331,9 +340,10 @@ def _describe_multi_vector(
 def _describe_dense(
     base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
 ) -> CheckpointSpec:
-    """Return the description of a checkpoint with dense output and possibly further outputs.
+    """Return the description of a checkpoint with dense output.
 
-    `later` is the list of the modules after the transformers model. It may be empty.
+    The checkpoint may have sparse and multi-vector output, too. `later` is the list of the modules
+    after the transformers model. It may be empty.
     """
     pooling = next((module for module in later if module.kind == "Pooling"), None)
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
@@ -343,8 +353,8 @@ def _describe_dense(
     # None means that the files do not determine whether vectors are scaled to length 1.
     normalizes = ends_with_normalize(later) if pooling is not None else None
     if normalizes:
-        # The vectors are scaled after they are truncated to `dimensions`, so the last module is not
-        # applied as a layer.
+        # `dense_outputs` scales the vectors after it has truncated them to `dimensions`. The module
+        # Normalize at the end must not scale them earlier, so it is left out of the layers.
         vector_modules = vector_modules[:-1]
     kinds = ["dense"]
     if (root / SPARSE_FILE).is_file():

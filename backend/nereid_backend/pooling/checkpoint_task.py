@@ -11,7 +11,7 @@ from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
 
 # The names of generative architectures end with one of these texts.
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# The names of architectures with a head for scores end with this text.
+# The class name of a model with a classification head ends with this text.
 SEQUENCE_HEAD = "ForSequenceClassification"
 
 

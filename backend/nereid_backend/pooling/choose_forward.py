@@ -27,17 +27,19 @@ from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedFo
 SELF_CHECK_LENS = (5, 5, 13, 21)
 # A sliding window is tested with a text that is this number of tokens longer than the window.
 _BEYOND_WINDOW = 6
-# The largest length, in tokens, of a text for the test of a sliding window. Windows that need a
-# longer text are not tested.
+# A sliding window is tested only if a text of at most this number of tokens is long enough for the
+# test.
 _LONGEST_TEXT = 160
-# The limits of relative differences (see row_errors). A model is causal if a change of the last
-# token changes the vectors of the earlier tokens by less than _CAUSAL_TOLERANCE. A method is exact
-# if it changes the vectors of texts by at most _TOLERANCE compared with computing them one by one.
+# Limits of relative errors (see row_errors) for each data type. A model counts as causal if the
+# vectors of earlier tokens change by less than _CAUSAL_TOLERANCE when the last token changes. A
+# method counts as exact if its vectors differ by at most _TOLERANCE from the vectors of the same
+# texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-# Test texts are drawn from at least this number of token ids, if the model has as many.
+# The random tokens of test texts come from a range of at least this number of ids, unless the
+# model's vocabulary is smaller.
 _MIN_TEST_IDS = 8
 # The errors that a model's code raises if it does not support a method or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -89,7 +91,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
             batch = longer_batch
             expected = _vectors_of_single_texts(encoder, batch, name)
     prepack_linears(encoder.model)
-    # For each method's name, the reason why the method is not exact.
+    # Maps the name of each method to the reason why the method is not exact.
     reasons = {"packed": "it does not use transformers' attention interface"}
     for path, forward in _methods(encoder, hook, is_causal=is_causal):
         difference, reasons[path] = _compare(forward, batch, expected)
@@ -121,7 +123,10 @@ def _methods(
 
 @torch.inference_mode()
 def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int) -> Head:
-    """Choose the token vectors that a head needs to compute its output for each text.
+    """Choose how the output of a model's head is computed.
+
+    Some heads need only the vector of each text's first or last token. Other heads need the vectors
+    of all tokens, or a run of the whole model.
 
     Mutates: the model's attention, if the whole model must be run to compute the head's output.
 
@@ -145,7 +150,9 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
 
 
 def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return a clause that says why the output of a head is wrong; None if the output is exact.
+    """Return the reason why the output of a head is wrong; None if the output is exact.
+
+    Example: "its output has the shape (2, 3)".
 
     Args:
         head: the head.
@@ -191,7 +198,7 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        # Use both type ids, so that a method that mixes them up is not exact.
+        # Use both type ids. Otherwise, a method that confuses the two type ids could pass the test.
         types = [[0] * (n // 2) + [1] * (n - n // 2) for n in lens]
     return TokenBatch.of(texts, types, encoder.device)
 
@@ -225,7 +232,7 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
-    """Return the table of position embeddings of the base model; None if it has none."""
+    """Return the base model's table of position embeddings; None if there is no such table."""
     for name, module in encoder.base.named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in name.rsplit(".", 1)[-1]:
             return module
@@ -233,7 +240,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 
 
 def _offsets(encoder: Encoder) -> list[int]:
-    """Return the possible position ids of a text's first token, the most likely one first.
+    """Return the position ids that the first token of a text may have, the most likely id first.
 
     In some models, the first position follows the index of the padding embedding. Example: a table
     of position embeddings with padding_idx 1 returns [2, 0].
@@ -287,7 +294,10 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
 
 
 def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
-    """Return the first token of a batch that is not `token_id`. The batch has such a token."""
+    """Return the first token id of a batch that differs from `token_id`.
+
+    At least one token id of the batch must differ.
+    """
     return batch.token_ids[batch.token_ids != token_id][0]
 
 
@@ -298,15 +308,16 @@ def _batch_beyond_windows(
 
     Return None if the model has no windows, or only windows that are too long to test.
     """
-    # A packed forward pass shows the windows, because each attention layer passes its window to
-    # `attention`. The computed vectors are not used.
+    # Run a packed forward pass to find the sliding windows, because each attention layer passes the
+    # size of its window to `attention`. The computed vectors are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
     except _MODEL_ERRORS:
-        # The model does not support packed batches, so the method `packed` will not be chosen.
+        # The model cannot compute packed batches. The windows need no test, because all other
+        # methods use the model's own attention.
         return None
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
@@ -317,7 +328,7 @@ def _batch_beyond_windows(
 
 
 def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
-    """Return the relative error of the vectors of a batch, and a clause that describes the error.
+    """Return the relative error of a method's vectors, and a description of the error.
 
     Example: (0.5, "the vectors differ by 0.5 (relative)"). If the method fails or returns vectors
     of a wrong shape, the error is infinite.
@@ -335,9 +346,9 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
         return float("inf"), f"its vectors have the shape {tuple(batched.shape)}"
     errors = row_errors(batched, expected)
     if forward.encoder.dtype != torch.float32:
-        # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
-        # token, so a few rows may differ although the method is exact. An inexact method changes
-        # most rows of a text. Therefore the median row of each text is compared.
+        # At low precision, rounding can make a mixture-of-experts model choose other experts for a
+        # few tokens, even if the method is exact. An inexact method changes the vectors of most
+        # tokens. The median error of each text distinguishes these two cases.
         errors = torch.stack([text.median() for text in torch.split(errors, list(batch.lens))])
     difference = errors.max().item()
     return difference, f"the vectors differ by {difference:.2g} (relative)"
@@ -345,7 +356,10 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
 
 @contextmanager
 def _own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
-    """Make the model use its own attention temporarily, if it otherwise uses Nereid's attention."""
+    """Use the model's own attention until the context ends.
+
+    Nothing changes if the chosen method uses the model's own attention anyway.
+    """
     if isinstance(chosen.forward, PackedForward):
         encoder.model.set_attn_implementation(encoder.own_attention)
     try:

@@ -43,7 +43,7 @@ class _OfflineModel:
         return self._engine.info
 
     def _run(self, items: list[PoolingItem]) -> list[Value]:
-        """Compute items, and return their values in order."""
+        """Compute the values of items, and return the values in the order of the items."""
         request_id = str(next(self._numbers))
         self._engine.add(request_id, items)
         values: dict[int, Value] = {}

@@ -21,19 +21,20 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-# Texts that no template contains. They are rendered in place of the query and the document, to find
-# out whether the rendered prompt contains the query and the document.
+# Two texts that no template contains. A template is rendered with these texts as the query and the
+# document. If one of them is missing in the result, the template does not support the roles.
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# Tokens at the end of a truncated document can merge with the text after it. If the prompt is then
-# too long, the document is truncated by these numbers of additional tokens, one after another.
+# When the prompt is tokenised, the end of a truncated document can be divided into other tokens
+# than before. If the prompt is then too long, the document is shortened by 4 more tokens, and if
+# necessary by 16.
 _SPARE_TOKENS = (0, 4, 16)
 
 
 class GenerativeReranker:
-    """Builds the prompt of a pair, and stores the token ids of the two answers.
+    """Builds the prompts of a generative reranker, and stores the token ids of "yes" and "no".
 
     Attributes:
         yes: the token id of "yes". Its logit is the score.
@@ -48,7 +49,7 @@ class GenerativeReranker:
         answers: tuple[int, int | None] | None,
         template_kwargs: dict[str, Any],
     ) -> None:
-        """Determine the answer tokens and the form of the prompt.
+        """Determine the token ids of the answers, and how prompts are built.
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
@@ -68,8 +69,9 @@ class GenerativeReranker:
         # pair.
         self._uses_pair = is_for_sentence_transformers and not tokenizer.chat_template
         self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
-        # With a chat template, sentence-transformers always renders messages with the roles "query"
-        # and "document", even if the template copies any role into the prompt.
+        # For its own checkpoints, sentence-transformers always renders messages with the roles
+        # "query" and "document". Therefore these checkpoints may also have a template that copies
+        # the name of any role into the prompt.
         self._has_roles = bool(tokenizer.chat_template) and self._renders_roles(
             must_be_known=not is_for_sentence_transformers
         )

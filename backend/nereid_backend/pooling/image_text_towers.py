@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a text encoder and an image encoder (towers) whose vectors share one space."""
+"""Models with a text encoder and an image encoder. Text and image vectors can be compared."""
 
 import io
 import warnings
@@ -16,8 +16,9 @@ from nereid_backend.pooling.choose_forward import SELF_CHECK_LENS, random_batch,
 from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import TokenBatch
 
-# The largest relative difference between the vectors of texts in a padded batch and the vectors of
-# the same texts computed one by one. A model with a larger difference is refused.
+# Limits for the test of padded batches. The vectors of texts in a padded batch may differ by at
+# most this relative error from the vectors of the same texts computed one by one. Otherwise the
+# model is refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 # The limits of an image: the size of the file in bytes, and the number of pixels.
@@ -83,7 +84,7 @@ class ImageReader:
 
 
 def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
-    """Return the vectors of texts, float32 [num_texts, projection_dim]. The batch is padded."""
+    """Compute texts as one padded batch. Return vectors, float32 [num_texts, projection_dim]."""
     padding = encoder.tokenizer.pad_token_id
     if padding is None:
         padding = encoder.tokenizer.eos_token_id or 0

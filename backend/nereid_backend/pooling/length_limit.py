@@ -13,7 +13,7 @@ _NO_LIMIT = 10**9
 
 
 def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
-    """Return the length limit of inputs in tokens.
+    """Return the largest number of tokens that an input may have.
 
     Raises:
         ConfigError: the setting max_model_len is larger than the number of the model's positions.
@@ -38,9 +38,10 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
 
 
 def _num_positions(encoder: Encoder) -> int | None:
-    """Return the number of position embeddings for tokens; None if the model has no table of them.
+    """Return the number of position embeddings that tokens can use.
 
-    If the table has a padding embedding, the positions of tokens begin after it.
+    Return None if the model has no table of position embeddings. If the table has a padding
+    embedding, the positions of tokens begin after it.
     """
     table = position_table(encoder)
     if table is None:

@@ -44,7 +44,8 @@ _AUTO: dict[str, Any] = {
     CAUSAL: AutoModelForCausalLM,
     TOWERS: AutoModel,
 }
-# Constant tensors that only some checkpoints contain. They may be missing or superfluous.
+# The name of a constant tensor ends with one of these texts. Some checkpoints lack such a tensor,
+# and others contain one that the model does not need. Neither case is an error.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 
@@ -118,8 +119,8 @@ def load_encoder(
     model.train(False)
     text = model.config.get_text_config()
     if spec.loader == SEQUENCE and text.pad_token_id is None:
-        # Some heads search for the last token that is not the padding token, and fail without a
-        # padding token. No token has the id -1, so these heads find the last token.
+        # Some heads use the last token that is not padding, and fail if the config names no padding
+        # token. The id -1 occurs in no text, so these heads use the last token of each text.
         text.pad_token_id = -1
     own_attention = str(model.config._attn_implementation)
     takes_hook = _accepts_attention(model, attention, own_attention)
@@ -241,7 +242,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
             f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
             "choose another task."
         )
-    # The weights of a pooler are not used, because the pooler is not loaded.
+    # The weights of a pooler may be unused, because the model is loaded without its pooler.
     unused = sorted(
         key
         for key in report.get("unexpected_keys", ())
@@ -256,7 +257,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
 
 
 def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function that loads the model, and the additional arguments for it.
+    """Return a function that loads the model, and the keyword arguments for this function.
 
     `has_folder` is whether transformers reads the weights from the folder of the checkpoint. The
     auto classes cannot load a model without a folder.

@@ -9,7 +9,8 @@ from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.poolers import Layer, load_layer, load_linear
 from nereid_backend.pooling.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
 
-# The tokens that have no weight in the sparse output of a model with dense and sparse output.
+# The sparse output of a model with dense and sparse output contains no weights for these special
+# tokens. The names are attributes of the tokenizer.
 _TOKENS_WITHOUT_WEIGHT = (
     *("cls_token_id", "eos_token_id", "sep_token_id"),
     *("pad_token_id", "unk_token_id"),
@@ -66,7 +67,7 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
 def _skipped_tokens(
     spec: CheckpointSpec, encoder: Encoder, *, has_sparse_layer: bool
 ) -> frozenset[int]:
-    """Return the ids of the tokens without a weight and without a vector.
+    """Return the ids of the tokens that the sparse and multi-vector outputs leave out.
 
     With a sparse layer, these are special tokens. The files of a multi-vector model name further
     tokens, such as punctuation.

@@ -18,13 +18,13 @@ from torch.nn import functional
 from nereid_backend.attention.interface import scale_of, sinks_of
 
 # On a CPU, attention with at most this number of bfloat16 scores is computed with separate matrix
-# products, because torch's fused attention takes twice their time.
+# products. For inputs of this size, torch's fused attention takes twice as long.
 _MAX_STEPWISE_SCORES = 2**23
-# If attention is computed with separate matrix products, the memory contains at most this number of
-# scores at the same time.
+# Attention with separate matrix products is computed in blocks, so that at most this number of
+# scores is in memory at the same time.
 _MAX_SCORES = 2**24
-# The smallest number of queries in one call. With fewer queries, the additional calls cost more
-# time than the skipped keys save.
+# With a sliding window, queries are computed in blocks of at least this size. Smaller blocks would
+# skip more keys, but the additional calls would take longer than the skipped keys.
 _MIN_BLOCK = 128
 
 
@@ -50,9 +50,10 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Pack texts. If only some texts have type ids, the others get the type id 0.
+        """Pack several texts into a batch.
 
-        Example: [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
+        If only some texts have type ids, the tokens of the other texts get the type id 0. Example:
+        [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
         """
         flat = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
         type_ids = None
@@ -66,7 +67,10 @@ class TokenBatch:
 
     @property
     def starts(self) -> list[int]:
-        """The index of each text's first token, followed by the number of all tokens."""
+        """The index of each text's first token. The last item is the number of all tokens.
+
+        Example: the lens (2, 1) give [0, 2, 3].
+        """
         return [0, *itertools.accumulate(self.lens)]
 
     def groups(self) -> list[tuple[int, int, int]]:
@@ -95,7 +99,11 @@ class TokenBatch:
         ]
 
     def positions(self, offset: int) -> Tensor:
-        """Return the position id of each token, int64 [num_tokens]. Texts begin at `offset`."""
+        """Return the position id of each token, int64 [num_tokens].
+
+        The first token of each text has the position id `offset`. Example: the lens (2, 1) and the
+        offset 5 return [5, 6, 5].
+        """
         starts = torch.tensor(self.starts[:-1], device=self.token_ids.device)
         lens = torch.tensor(self.lens, device=self.token_ids.device)
         first = starts.repeat_interleave(lens)
@@ -157,7 +165,7 @@ class PackedAttention:
     def _group_attention(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> "_GroupAttention":
-        """Return the attention with the options that a layer passes to transformers' interface.
+        """Create the attention of one layer from the options that the layer passes.
 
         Raises:
             ValueError: the layer uses an option that is not supported.
@@ -177,7 +185,9 @@ class PackedAttention:
 
 
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
-    """Return the part of a query, key or value for a group, [count, num_heads, length, dim].
+    """Select the texts of a group from a tensor. Return [count, num_heads, length, dim].
+
+    The tensor contains queries, keys or values.
 
     Args:
         tensor: [1, num_heads, num_tokens, dim].
@@ -210,7 +220,7 @@ class _GroupAttention:
     masks: dict[tuple[int, int, int, int | None], Tensor]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute the attention of a group of texts.
+        """Compute the attention within each text of a group.
 
         Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
         length, dim]; returns [count, num_heads, length, value_dim].
@@ -233,9 +243,10 @@ class _GroupAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
-        """Return the range [first, last) of the keys to which the queries [start, end) can attend.
+        """Return which keys a block of queries can attend to: the range [first, last).
 
-        Example: for a window of 3 without causality, the queries [10, 12) return (8, 14).
+        The block consists of the queries [start, end). Example: for a window of 3 without
+        causality, the queries [10, 12) return (8, 14).
         """
         first = 0
         last = length
@@ -254,13 +265,14 @@ class _GroupAttention:
         return length
 
     def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether attention in blocks of `block` queries needs masks."""
+        """Return whether attention calls need a mask if each call computes `block` queries."""
         length = query.shape[2]
         if self.window is not None and length > self.window:
             return True
         if not self.is_causal:
             return False
-        # A single call of the fused attention hides the later keys itself (see _attend_block).
+        # One call of torch's fused attention for all queries needs no mask, because its argument
+        # is_causal hides the later keys (see _attend_block).
         is_one_fused_call = block >= length and not self._is_stepwise(query)
         return not is_one_fused_call
 

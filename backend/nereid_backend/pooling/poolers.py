@@ -20,7 +20,7 @@ from torch.nn import functional
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.sentence_modules import ModuleSpec
 
-# The errors that safetensors and torch.load raise for a missing or broken file, or for a file that
+# safetensors and torch.load raise one of these exceptions if a file is missing or broken, or if it
 # contains something other than tensors.
 _READ_ERRORS = (
     *(OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError),
@@ -49,7 +49,7 @@ def pool(hidden: Tensor, ranges: Ranges, poolers: tuple[str, ...]) -> Tensor:
 
 
 def _rows(index: list[int], hidden: Tensor) -> Tensor:
-    """Return the vectors of the tokens in `index`, float32."""
+    """Return the vectors of the tokens with the indices `index`, float32 [n, hidden_size]."""
     return hidden[torch.tensor(index, device=hidden.device)].float()
 
 
@@ -68,7 +68,10 @@ def _lens(hidden: Tensor, ranges: Ranges) -> Tensor:
 
 
 def _weighted_mean(hidden: Tensor, ranges: Ranges) -> Tensor:
-    """Return the mean of the token vectors of each text, weighted with 1, 2, 3, ... in order."""
+    """Return a weighted mean of the token vectors of each text.
+
+    The first token has the weight 1, the second token has the weight 2, and so on.
+    """
     weights = [
         torch.arange(1, end - start + 1, device=hidden.device, dtype=torch.float32)
         for start, end in ranges
@@ -126,7 +129,7 @@ class Layer:
 
     @property
     def out_features(self) -> int | None:
-        """The size of the output vectors; None if it is the size of the input vectors."""
+        """The size of the output vectors; None if the layer does not change the size."""
         weight = self.weights.get("linear.weight")
         return None if weight is None else int(weight.shape[0])
 

@@ -16,7 +16,7 @@ from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 
 class PoolingEngine:
-    """A model and its waiting requests. Only one thread may use the engine.
+    """Queues requests and computes them with a model. All calls must come from one thread.
 
     Attributes:
         config: the settings.
@@ -96,7 +96,7 @@ class PoolingEngine:
         self._model.close()
 
     def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:
-        """Return the results of items that are computed as one batch."""
+        """Compute items as one batch, and return one result for each item."""
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
         except Exception as error:  # noqa: BLE001

@@ -21,7 +21,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.pooling.load_encoder import Encoder, accepts
 from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 
-# The number of tokens whose logits over the vocabulary are computed at the same time.
+# Logits over the vocabulary are computed for at most this number of tokens at a time.
 _LOGIT_TOKENS = 256
 
 
@@ -122,13 +122,13 @@ class Head:
         return self._logits_of_one_token(hidden, batch)
 
     def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the logits of a head that needs all token vectors of each text."""
+        """Return the logits of the head if it needs the vectors of all tokens of each text."""
         padding = self.encoder.model.config.get_text_config().pad_token_id or 0
         ids = batch.pad(batch.token_ids, padding)
         return self._run(batch.pad(hidden), ids, batch.mask().long())
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the logits of a head that needs one token vector of each text."""
+        """Return the logits of the head if it needs the vector of only one token of each text."""
         index = torch.tensor(self._tokens(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
@@ -146,7 +146,11 @@ class Head:
         return logits
 
     def _tokens(self, batch: TokenBatch) -> list[int]:
-        """Return the index of the first or the last token of each text in the packed batch."""
+        """Return the index of the one token that the head needs from each text.
+
+        `rows` determines whether this is the first or the last token of the text. The indices refer
+        to the packed batch.
+        """
         starts = batch.starts
         if self.rows == "first":
             return starts[:-1]

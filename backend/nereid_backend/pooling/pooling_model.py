@@ -120,7 +120,8 @@ class PoolingModel:
             )
         max_len = length_limit(config, spec, encoder)
         progress("comparing the vectors of texts in a batch and one by one")
-        # If the model has a text and an image tower, there is no method to choose, and no head.
+        # These two attributes stay None for a model with a text and an image tower. Such a model
+        # always computes padded batches, and it has no head.
         self._chosen: ChosenForward | None = None
         self._head: Head | None = None
         if spec.loader == TOWERS:
@@ -168,7 +169,7 @@ class PoolingModel:
         return outputs
 
     def _split(self, batch: Sequence[Prepared]) -> list[list[int]]:
-        """Divide a batch into smaller batches, as lists of the indices of their items.
+        """Divide a batch into smaller batches. Each smaller batch is a list of indices of items.
 
         All images are one batch. Packed texts are one batch. Padded texts are divided into batches
         of similar lengths, so that there is little padding. Example: padded texts with 50, 6 and 5
@@ -194,7 +195,7 @@ class PoolingModel:
 
     @property
     def _is_packed(self) -> bool:
-        """Whether a batch needs no padding, neither for the token vectors nor for the head."""
+        """Whether the token vectors and the output of the head are computed without padding."""
         has_padded_head = self._head is not None and self._head.rows in ("all", "whole")
         return self._chosen is not None and self._chosen.path == "packed" and not has_padded_head
 
@@ -246,7 +247,7 @@ class PoolingModel:
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
-        """Compute dense, sparse and multi-vector outputs from token vectors.
+        """Compute the dense, sparse or multi-vector output of each item from its token vectors.
 
         Args:
             hidden: the token vectors, [num_tokens, hidden_size].
@@ -380,7 +381,10 @@ class PoolingModel:
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:
-    """Return the size of the output vectors of `layers` for input vectors of the size `size`."""
+    """Return the size of the vectors that the last layer returns.
+
+    `size` is the size of the vectors that the first layer gets.
+    """
     for layer in layers:
         if layer.out_features is not None:
             size = layer.out_features
@@ -397,7 +401,7 @@ def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
 
 
 def _image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that an image counts as: the number of its patches plus one.
+    """Return the number of tokens that one image uses up: the number of its patches plus one.
 
     Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
     """

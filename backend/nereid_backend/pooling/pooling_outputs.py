@@ -46,7 +46,7 @@ def dense_outputs(
 def score_outputs(
     logits: Tensor, items: Sequence[Prepared], *, activation: str
 ) -> list[Value | None]:
-    """Apply the activation to the logits of each text.
+    """Convert the logits of each text into scores by applying the activation.
 
     Args:
         logits: [num_items, num_labels] float32.
@@ -105,7 +105,8 @@ def splade_outputs(
                 weights[number] += _log1p(text_logits.relu(), num_log1p).sum(0)
     assert weights is not None
     if strategy == "max":
-        # log1p is an increasing function, so it can be applied after the maximum, which is faster.
+        # log1p is an increasing function, so the maximum of log1p values equals log1p of the
+        # maximum. Applying log1p only to the maximum is faster.
         weights = _log1p(weights, num_log1p)
     return [_nonzero_weights(row) for row in weights]
 

@@ -19,7 +19,8 @@ from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
 from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit
 
-# The index of an item in its request, its token ids, and its type ids (see Prepared.type_ids).
+# The index, the token ids and the type ids of one item. The index is the position of the item in
+# its request. For the type ids, see Prepared.type_ids.
 _Tokens = tuple[int, list[int], list[int] | None]
 # The largest number of prompts whose lengths are cached.
 _MAX_CACHED_PROMPTS = 256
@@ -103,7 +104,10 @@ class ItemPreparer:
         return [prepared[index] for index in range(len(items))]
 
     def _check(self, item: PoolingItem) -> PoolingItem:
-        """Validate an item, and return it with its kind and its prompt filled in."""
+        """Validate an item, and return a copy in which defaults are filled in.
+
+        The copy has a kind, and the text of its prompt instead of a prompt name.
+        """
         info = self._info
         kind = item.kind or info.kinds[0]
         if kind not in info.kinds:
@@ -134,7 +138,10 @@ class ItemPreparer:
         return replace(self._limit_texts(item), kind=kind, prompt=prompt, prompt_name=None)
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
-        """Refuse a text that is certainly too long, or truncate it if the item permits it."""
+        """Truncate each text of an item that exceeds the size limit.
+
+        Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
+        """
         texts: tuple[str, ...] = item.pair or ((item.text,) if item.text is not None else ())
         if all(self._text_limit.fits(text) for text in texts):
             return item
@@ -147,7 +154,7 @@ class ItemPreparer:
         return replace(item, pair=(query, document))
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
-        """Raise RequestError if an option of an item is wrong or does not fit the model."""
+        """Raise RequestError if an option of an item is invalid or not supported by the model."""
         if item.dimensions is not None:
             size = self._info.dimension
             requested = item.dimensions
@@ -233,7 +240,8 @@ class ItemPreparer:
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
             return
-        # A call of the tokenizer accepts either texts or pairs.
+        # One call of the tokenizer cannot contain single texts and pairs, so there may be two
+        # calls.
         for has_pair in (False, True):
             some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
             if some:
@@ -252,7 +260,7 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Yield the tokens of pairs for a generative reranker. `_tokenise` documents the items."""
+        """Yield the tokens of the prompts for a generative reranker; see `_tokenise`."""
         for index, item in items.items():
             assert item.pair is not None
             limit = self._info.max_model_len if item.truncate else None
@@ -264,8 +272,8 @@ class ItemPreparer:
         limit = self._info.max_model_len
         if len(ids) > limit:
             self._refuse_length(item, len(ids))
-            # Tokenise the text again, because the first `limit` ids would lack the special token at
-            # the end. If the input is a pair, the tokenizer truncates the longer text.
+            # The text must be tokenised again: cutting the list of ids would remove the special
+            # token at the end. If the input is a pair, the tokenizer truncates the longer text.
             encoded: Any = self._tokenizer(
                 *_texts_of(item),
                 truncation="longest_first",
@@ -285,7 +293,10 @@ class ItemPreparer:
         return Prepared(item, ids, types, prompt_len, num_tokens=len(ids))
 
     def _refuse_length(self, item: PoolingItem, length: int) -> None:
-        """Raise a RequestError for an input that is too long, unless it may be truncated."""
+        """Raise a RequestError if an item does not permit the truncation that it needs.
+
+        The item has `length` tokens, which is more than the limit.
+        """
         if not item.truncate:
             raise RequestError(
                 f"input: the input has {length} tokens, but the limit is "
@@ -307,7 +318,7 @@ class ItemPreparer:
 
 @contextmanager
 def _error_index(index: int, count: int) -> Iterator[None]:
-    """Add the index of the input to a RequestError inside the with statement.
+    """Return a context that adds the index of an input to the message of a RequestError.
 
     Example: with several inputs, "input: the text is empty" becomes "input 3: input: the text is
     empty". With one input, the message does not change.
@@ -321,7 +332,7 @@ def _error_index(index: int, count: int) -> Iterator[None]:
 
 
 def _check_prompt_fields(item: PoolingItem) -> None:
-    """Raise RequestError if an item has two prompts, or a prompt without a text."""
+    """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text."""
     if item.prompt is not None and item.prompt_name is not None:
         raise RequestError(
             "prompt: the request has both prompt and prompt_name. Send only one of them."
@@ -339,7 +350,7 @@ def _has_text(item: PoolingItem) -> bool:
 
 
 def _texts_of(item: PoolingItem) -> tuple[str, ...]:
-    """Return the text, or the two texts of a pair, with the prompt before the first text.
+    """Return the text or the two texts of an item. The prompt is put before the first text.
 
     Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
     """

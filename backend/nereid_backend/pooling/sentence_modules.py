@@ -9,8 +9,8 @@ from typing import Any
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# Files with one linear layer each. The layers add a sparse and a multi-vector output to a model
-# with dense output.
+# A model with dense output may have these additional files, each with one linear layer. The first
+# layer computes a sparse output, and the second layer computes a multi-vector output.
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
 
@@ -24,7 +24,7 @@ _EMBEDDING_MODULES = {
     *("CLIPModel", "Dense", "MultiVectorMask"),
     *("Normalize", "Pooling", "SpladePooling"),
 }
-# The name that modules.json gives to token vectors, and the name of the pooled vector.
+# The configs of modules use these names for token vectors and for the pooled vector.
 _TOKEN_VECTORS = "token_embeddings"
 _POOLED_VECTOR = "sentence_embedding"
 
@@ -45,7 +45,7 @@ class ModuleSpec:
 
     @property
     def maps_tokens(self) -> bool:
-        """Whether the module maps token vectors. Otherwise, it maps the pooled vector."""
+        """Whether the module gets token vectors as its input, and not the pooled vector."""
         return self.config.get("module_input_name") == _TOKEN_VECTORS
 
 
@@ -80,7 +80,7 @@ def read_modules(root: Path) -> list[ModuleSpec]:
 
 
 def is_embedder(modules: Iterable[ModuleSpec]) -> bool:
-    """Return whether the modules show that the checkpoint computes vectors."""
+    """Return whether the list contains a module that only embedding models have."""
     return any(module.kind in _EMBEDDING_MODULES for module in modules)
 
 
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
-    """Raise UnsupportedModelError if the first module or a later module is not supported."""
+    """Raise UnsupportedModelError if a module in modules.json is not supported."""
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(

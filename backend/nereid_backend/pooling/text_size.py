@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# The longest token counts as at least this number of bytes. Some tokenizers have only short tokens,
-# but accept longer texts, because their normalisation shortens a text before it is divided into
-# tokens.
+# For the size limit, the longest token counts as at least this number of bytes. Some tokenizers
+# have only short tokens. However, they shorten a text before they divide it into tokens, so they
+# can accept texts that are longer than expected.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # A long text does not always have many tokens: some tokenizers drop white space, or write a long
 # unknown word as one token. A text of at most this number of bytes is therefore always tokenised
 # (in at most about 50 ms), and the number of its tokens is checked.
 _MIN_TEXT_BYTES = 2**16
-# By default, the queue may contain as many inputs of the largest size as fit into this memory. It
-# may always contain 2048 inputs, which is the limit of OpenAI's API for one request.
+# The default length of the queue is chosen so that a full queue of the largest inputs fits into
+# this memory. The length is at least 2048, because OpenAI's API permits 2048 inputs in one request.
 _QUEUE_BYTES = 2**30
 _MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
-# A token id in a Python list: a pointer and an integer object.
+# The size of a token id in a Python list: 8 bytes for a pointer, and 32 bytes for an integer
+# object.
 _TOKEN_ID_BYTES = 40
 
 
@@ -48,8 +49,9 @@ class TextLimit:
 
     @property
     def queue_length(self) -> int:
-        """The default of the setting max_num_waiting, which follows from the memory of an input.
+        """The default of the setting max_num_waiting.
 
+        Longer inputs need more memory, so the default is smaller if max_model_len is larger.
         Example: 12,483 inputs for a limit of 512 tokens, 2048 inputs for a limit of 32,768 tokens.
         """
         input_bytes = self.max_text_bytes + _TOKEN_ID_BYTES * self.max_model_len
@@ -64,7 +66,7 @@ class TextLimit:
         return self._least_bytes(text) <= self.max_text_bytes
 
     def check(self, subject: str, text: str | bytes, remedy: str = "Send a shorter text.") -> None:
-        """Refuse a text that is certainly too long.
+        """Raise a RequestError if a text has more bytes than the limit allows.
 
         Args:
             subject: the beginning of the error message, such as "prompt: the prompt".
@@ -76,8 +78,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The message contains a number of tokens, because the setting limits tokens. With
-            # _MIN_TEXT_BYTES, the quotient can be too small, but the number must exceed the limit.
+            # The message compares the size of the text with max_model_len, so both numbers are
+            # numbers of tokens. If the limit of bytes is _MIN_TEXT_BYTES, the division can return a
+            # number below max_model_len. The message then contains max_model_len + 1.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
@@ -94,7 +97,8 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # A character has at least one byte, so the encoded part has at most 4 * limit bytes.
+        # Each character has at least one byte, so `limit` characters contain at least `limit`
+        # bytes. Cutting the characters first avoids encoding the whole text.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:
@@ -102,9 +106,11 @@ class TextLimit:
         return encoded.decode("utf-8", "ignore")
 
     def _least_bytes(self, text: str) -> int:
-        """Return the number of bytes of a text in UTF-8, or a lower bound that exceeds the limit.
+        """Return the number of bytes of a text in UTF-8.
 
-        A text with too many characters is not encoded, because that would take time and memory.
+        If the number of characters already exceeds the limit of bytes, return the number of
+        characters. A text with too many characters is not encoded, because that would take time and
+        memory.
         """
         if len(text) > self.max_text_bytes or text.isascii():
             return len(text)
@@ -112,7 +118,7 @@ class TextLimit:
 
 
 def check_num_inputs(field: str, count: int, limit: int) -> None:
-    """Refuse a request with more inputs than the queue can ever hold.
+    """Raise a RequestError if a request has more inputs than the queue can contain.
 
     Args:
         field: the field that contains the inputs, for the error message.

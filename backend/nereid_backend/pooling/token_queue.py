@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the items of the next step within a token budget. The requests take turns."""
+"""Chooses the items of each step. Requests take turns, and a token budget limits the step."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence

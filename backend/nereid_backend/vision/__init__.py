@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with images: decoding, the checkpoint's processor, and the forward paths of images."""
+"""Chat with images: preparation of prompts and images, and forward paths for images."""

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
-# Outputs of a processor that describe the text. All other outputs describe the images.
+# A processor returns these outputs for the text of a prompt. All its other outputs belong to the
+# images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
-# These outputs have one value for each token. A value other than 0 marks a token of an image.
+# Outputs with one value for each token: 0 for a text token, and another number for an image token.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -113,7 +114,8 @@ class ChatProcessor:
         self.limits = limits or ImageLimits()
         self._processor: Any = load_processor(folder, config)
         self._image_token_ids = _image_token_ids(self._processor, config)
-        # Some models need the kinds of the tokens, but not every processor returns them.
+        # Some models need the type of each token (text or image), but not every processor returns
+        # these types.
         self._needs_token_types = _takes_token_types(config)
 
     def prepare(
@@ -157,7 +159,9 @@ class ChatProcessor:
                 raise error from None
 
     def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
-        """Return the prompt of a rendered text with one placeholder for each image.
+        """Tokenise a text that the chat template has rendered, and prepare its images.
+
+        The text has one placeholder for each image, unless the processor inserts the placeholders.
 
         Raises:
             RequestError: an image is invalid, or the processor refuses the text or an image.
@@ -195,7 +199,7 @@ class ChatProcessor:
         bos = getattr(tokenizer, "bos_token", None)
         arguments: dict[str, Any] = {"return_tensors": "pt"}
         if bos is not None and text.startswith(bos):
-            # The chat template has written the token already.
+            # The rendered text already begins with the BOS token.
             arguments["add_special_tokens"] = False
         try:
             outputs = self._processor(text=text, images=images or None, **arguments)
@@ -226,7 +230,7 @@ def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # n
 
 
 def _takes_token_types(config: PretrainedConfig) -> bool:
-    """Return whether the model that a config names takes the kinds of the tokens."""
+    """Return whether the forward method of the model accepts the argument mm_token_type_ids."""
     name = (getattr(config, "architectures", None) or [""])[0]
     forward = getattr(getattr(transformers, name, None), "forward", None)
     return forward is not None and _TOKEN_TYPES[0] in inspect.signature(forward).parameters
@@ -252,7 +256,7 @@ def _texts(content: Any) -> list[str]:  # noqa: ANN401 - the content of a messag
 
 
 def _digest(arguments: dict[str, Any]) -> bytes:
-    """Return a hash of the arguments of the images."""
+    """Return a hash of the names and values of a prompt's image arguments."""
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in sorted(arguments):
         state.update(name.encode())
@@ -261,7 +265,7 @@ def _digest(arguments: dict[str, Any]) -> bytes:
 
 
 def _update(state: Any, value: Any) -> None:  # noqa: ANN401 - a hash, and a tensor or a list
-    """Add a value, and the shapes and types of its tensors, to a hash."""
+    """Add a value to a hash. For a tensor, the shape and the data type are added, too."""
     if isinstance(value, list | tuple):
         state.update(f"[{len(value)}".encode())
         for item in value:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that a model's own code computes for its decoder from a prompt with images.
+"""Records the inputs that a model computes for its decoder if a prompt contains images.
 
 The model's code encodes the images, replaces the embeddings of the placeholder tokens, and computes
 the positions. A hook on the decoder records these inputs and stops the forward pass. The engine
@@ -18,7 +18,8 @@ from torch.nn import Module
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.paths.model_call import UnfitError
 
-# Arguments of a decoder that the engine computes itself or that have no effect on the result.
+# Recorded arguments of the decoder that are ignored. The engine computes some of them itself. The
+# others have no effect on the result.
 _IGNORED = (
     "input_ids",
     "attention_mask",
@@ -33,7 +34,7 @@ DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
 
 @dataclass(slots=True)
 class DecoderInputs:
-    """The inputs of the decoder for a prompt.
+    """The inputs that a model's decoder gets for one prompt with images.
 
     Attributes:
         embeddings: [num_tokens, hidden_size].
@@ -53,7 +54,7 @@ class DecoderInputs:
 
 
 class _RecordedError(Exception):
-    """Stops a forward pass after the inputs of the decoder were recorded."""
+    """Raised to stop a forward pass as soon as the inputs of the decoder are recorded."""
 
 
 def record_inputs(
@@ -92,7 +93,7 @@ def first_inputs(
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments with which transformers' generate calls a model for a prompt."""
+    """Return the arguments of the first model call of transformers' generate for a prompt."""
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,

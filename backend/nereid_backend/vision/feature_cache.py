@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of image features, which are the outputs of a model's image encoder."""
+"""A cache of image features. A model's image encoder computes the features of an image."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """Replace the method `get_image_features` of the model's modules.
+        """Make the methods `get_image_features` of a model use this cache.
 
         Args:
             model: the model.
@@ -43,7 +43,10 @@ class FeatureCache:
 
     @contextmanager
     def serving(self, digest: bytes) -> Iterator[None]:
-        """Store and reuse features of the images with this digest until the context ends."""
+        """Return a context in which the features of images are stored and reused.
+
+        `digest` identifies the images.
+        """
         self._digest, self._num_calls = digest, 0
         try:
             yield
@@ -51,11 +54,11 @@ class FeatureCache:
             self._digest = None
 
     def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `method` only if the features are not stored."""
+        """Return a function that returns stored features, or calls `method` if none are stored."""
 
         def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
-            # The method of an outer module calls the method of an inner module. Only the result of
-            # the outer call is stored.
+            # The method of an outer module may call the method of an inner module. The inner call
+            # then runs without the cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
                 return method(*args, **kwargs)
             key = (self._digest, self._num_calls)
@@ -76,7 +79,7 @@ class FeatureCache:
         return get_image_features
 
     def _store(self, key: tuple[bytes, int], features: Any) -> None:  # noqa: ANN401
-        """Store features, and drop old features until the limit is met."""
+        """Store features. If the cache is then too large, drop the least recently used features."""
         self._features[key] = features
         self._num_bytes += _num_bytes(features)
         while self._num_bytes > self._max_bytes:
@@ -85,7 +88,10 @@ class FeatureCache:
 
 
 def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
-    """Return a shallow copy, because models replace the fields of an output."""
+    """Return a shallow copy of an image encoder's output.
+
+    Models replace fields of this output. The stored output must not change.
+    """
     if isinstance(features, dict):
         copied = type(features)(**dict(features))
         for name, value in vars(features).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves the image arguments of a prompt to the device of the model."""
+"""Moves the tensors of a prompt's images to the device of the model."""
 
 from dataclasses import replace
 from typing import Any

@@ -65,7 +65,7 @@ def _answer(prepare: Prepare, text: str, images: list[bytes], timeout_s: float) 
 def _run_child(
     result: Connection, prepare: Prepare, text: str, images: list[bytes], timeout_s: float
 ) -> NoReturn:
-    """Prepare a request, send the answer, and end the child."""
+    """Prepare a request in a child process, send the answer to the parent, and exit."""
     try:
         os.nice(_NICENESS)
         limit = _virtual_bytes() + _MAX_CHILD_BYTES
@@ -75,7 +75,8 @@ def _run_child(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         result.send_bytes(msgpack.packb(prepare(text, images)))
     except MemoryError:
-        # Sending a message would need memory. Without a message, the images are refused.
+        # Sending an error message could fail, too, because memory is short. The parent process
+        # refuses the images if it gets no message.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the client must learn why
         is_refusal = type(error).__name__ == "RequestError"
@@ -86,7 +87,7 @@ def _run_child(
 
 
 def _refusal(message: str) -> bytes:
-    """Return the packed answer for a request that is refused."""
+    """Return the answer for a request that is refused, encoded with msgpack."""
     packed: bytes = msgpack.packb(["refused", f"messages: {message.rstrip('.')}."])
     return packed
 
@@ -99,7 +100,8 @@ def _virtual_bytes() -> int:
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares requests."""
-    # Imported here, because torchvision must be prepared before transformers is imported.
+    # This function contains imports, because declare_operators must run before transformers is
+    # imported.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()

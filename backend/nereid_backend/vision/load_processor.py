@@ -43,7 +43,8 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             processor = _from_pretrained(AutoProcessor, folder, arguments)
         except (ImportError, OSError, ValueError):
             processor = None
-        # AutoProcessor returns a single part if the files do not name the class of the processor.
+        # If the files name no class for the processor, AutoProcessor returns only a part of the
+        # processor, such as the tokenizer.
         if getattr(processor, "image_processor", None) is None:
             processor = _load_without_video(folder, config, arguments)
     except Exception as error:
@@ -63,10 +64,11 @@ def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -
 
 
 class _NoVideo:
-    """Takes the place of a video processor whose package is missing."""
+    """Replaces a video processor that cannot be loaded, because a package is missing."""
 
     def __init__(self, image_processor: Any) -> None:  # noqa: ANN401 - transformers'
-        # Processors read sizes such as `merge_size` from their video processor.
+        # Processors read numbers such as `merge_size` from their video processor. The image
+        # processor has the same numbers.
         self.__dict__.update(vars(image_processor))
 
 
@@ -82,7 +84,7 @@ def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: AN
 
 
 def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
-    """Return a processor whose video processor is an object without methods.
+    """Return a processor that accepts texts and images, but no videos.
 
     Raises:
         ImportError: the image processor needs a package that is not installed.
@@ -101,10 +103,12 @@ def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[
         if name != "video_processor":
             processor_class.check_argument_for_proper_class(self, name, value)
 
-    # transformers writes a new processor to its log as JSON, which the placeholder does not allow.
+    # transformers logs the text form of a new processor, which is JSON. A `_NoVideo` cannot be
+    # converted to JSON, so the class gets another `__repr__`.
     changes = {"check_argument_for_proper_class": check, "__repr__": object.__repr__}
     lenient = type(processor_class.__name__, (processor_class,), changes)
-    # transformers reads the parts of a processor from the signature of its constructor.
+    # `parts` already contains the parts of the processor. `settings` must therefore contain only
+    # the other arguments of the constructor.
     settings, _ = processor_class.get_processor_dict(folder, **arguments)
     settings = {name: value for name, value in settings.items() if name not in loaders}
     return lenient.from_args_and_dict(parts, settings)  # type: ignore[attr-defined]

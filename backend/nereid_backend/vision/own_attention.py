@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches a model between the attention of this engine and its own attention."""
+"""Switches a model temporarily from the engine's attention to the model's own attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch.nn import Module
 
 
 class OwnAttention:
-    """The attention settings of all parts of a model.
+    """Selects the attention of a model through the configs of its modules.
 
     A call of transformers' `set_attn_implementation` visits all modules. This class only exchanges
     one attribute of each config, so that it can be used in every step.

@@ -40,13 +40,16 @@ class PackedImages:
         self._decoder = decoder
         self._features = features
         self._attention = attention
-        # The inputs of the sequences that run. The embeddings are needed until the prompt is
-        # computed, and the positions until the sequence ends.
+        # The recorded inputs of each running sequence with images. The embeddings are freed when
+        # the prompt has been computed, and the positions when the sequence ends.
         self._inputs: WeakKeyDictionary[Sequence, DecoderInputs] = WeakKeyDictionary()
 
     @contextmanager
     def injecting(self, plan: StepPlan, batch: StepBatch) -> Iterator[None]:
-        """Replace the decoder's inputs until the context ends. The plan must have images."""
+        """Return a context in which the decoder gets the recorded inputs of prompts with images.
+
+        At least one sequence of the plan must have images.
+        """
         parts = [self._inputs_of(chunk) for chunk in plan.chunks]
 
         def inject(
@@ -64,7 +67,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _inputs_of(self, chunk: Chunk) -> DecoderInputs | None:
-        """Return the inputs of the sequence of a chunk; None if its prompt has no images."""
+        """Return the decoder's inputs for a chunk's prompt; None if the prompt has no images."""
         sequence = chunk.sequence
         if sequence.images is None:
             return None
@@ -93,7 +96,7 @@ class PackedImages:
         parts: list[DecoderInputs | None],
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the arguments of the decoder that differ from those of a step with text only."""
+        """Return the decoder's arguments that must be replaced in a step with images."""
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(batch.input_ids)

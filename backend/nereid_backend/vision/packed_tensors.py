@@ -10,7 +10,8 @@ from torch import Tensor
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError, first_line
 
-# A client can call the executor directly. Its images must not replace these arguments of the model.
+# A client that calls the executor directly chooses the names of the image arguments. These names
+# are refused, because such arguments would replace arguments of the engine.
 _RESERVED = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 )

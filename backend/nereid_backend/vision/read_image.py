@@ -124,7 +124,8 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             f"{field}: the file is not an image in one of the formats {', '.join(FORMATS)}."
         ) from error
     except Exception as error:
-        # An image decoder can raise any exception for a broken file. Only this request ends.
+        # An image decoder can raise any exception for a broken file. Only the request with this
+        # image fails.
         raise RequestError(f"{field}: the image cannot be decoded: {error}") from error
 
 

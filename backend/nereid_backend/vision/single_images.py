@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward paths that compute each sequence with images by the model's own code."""
+"""Forward paths for sequences with images. The model's own code computes one sequence at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ _TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
 class GeneratedPath:
-    """A forward path that calls transformers' generate for every new token.
+    """A forward path that calls the model's method `generate` once for each new token.
 
     Some models prepare images in their own `generate`. Each token needs a pass over the whole
     sequence.
@@ -76,7 +76,7 @@ class GeneratedPath:
 
 
 class SplitPath:
-    """A forward path that computes texts and prompts with images by two other forward paths."""
+    """Combines two forward paths: one for sequences with images, and one for other sequences."""
 
     def __init__(self, text: ForwardPath, images: ForwardPath, attention: OwnAttention) -> None:
         """Create a path.
@@ -111,19 +111,24 @@ class SplitPath:
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Return the plan with only the chunks that have images, or only the chunks without images."""
+    """Return a copy of a plan that contains only some of the chunks.
+
+    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the copy
+    contains all other chunks.
+    """
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # Sequences with images have no state in blocks, so only the other plan copies blocks.
+    # Only sequences without images store tokens in blocks, so only their plan copies blocks.
     copies = [] if is_image else plan.copies
     snapshots = None if is_image else _renumber(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
 
 
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return the snapshots of the chunks without images, with the indices of these chunks.
+    """Return the snapshots of chunks without images. Each chunk gets a new index.
 
-    Example: with has_images [True, False], the index 1 becomes 0.
+    The new index counts only the chunks without images. Example: with has_images [True, False], the
+    index 1 becomes 0.
     """
     if snapshots is None:
         return None
@@ -139,7 +144,7 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Return the logits of the two forward paths in the order of the plan's chunks."""
+    """Merge the logits of both forward paths into the order of the plan's chunks."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

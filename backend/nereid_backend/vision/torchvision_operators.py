@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 _OPERATORS = ("nms", "qnms")
-# torch removes the declarations when this object is deleted.
+# torch removes the declared operators when the Library object is deleted, so the object is kept in
+# this list.
 _libraries: list[object] = []
 
 

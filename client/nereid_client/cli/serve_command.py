@@ -34,8 +34,8 @@ _Number = TypeVar("_Number", int, float)
 # The backend declares these settings, but this package must not import the backend. `make settings`
 # therefore writes the descriptions to this file.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
-# The flags for settings of the language model. Each value is the placeholder that --help shows for
-# the flag's value. The backend checks the values that the user gives.
+# Maps each flag of the language model to the placeholder that --help shows for the flag's value.
+# The backend checks the values that the user gives.
 _ENGINE_FLAGS = {
     "--max-model-len": "N",
     "--kv-cache-memory": "SIZE",
@@ -46,9 +46,9 @@ _ENGINE_FLAGS = {
     "--max-num-batched-tokens": "N",
     "--tensor-parallel-size": "N",
 }
-# The flags for settings of the frontend. Each value contains the name of the setting and the
-# placeholder that --help shows for the flag's value. The flag --host is missing here, because it
-# also sets the address of the Triton server.
+# Maps each flag of the frontend to the name of a setting and to the placeholder that --help shows
+# for the flag's value. The flag --host is missing here, because it also sets the address of the
+# Triton server.
 _FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
     "--max-concurrent-requests": ("max_concurrent_requests", "N"),

@@ -31,14 +31,18 @@ _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
-# The server's message about a stub that died, or that got no CPU time for a second.
+# The Triton server writes these words if a stub process has died, or if a stub process gets no CPU
+# time for a second.
 _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Waiter(Protocol):
-    """A function like `threading.Event.wait`: it returns True if the caller should stop waiting."""
+    """A function that waits, and returns True if the caller should stop waiting.
+
+    Example: `threading.Event.wait`.
+    """
 
     def __call__(self, timeout: float) -> bool:
         """Wait for at most `timeout` seconds."""
@@ -136,7 +140,7 @@ class ChildProcess:
         self._process.wait()
 
     def stop(self, grace_s: float, hurry: Waiter) -> None:
-        """Terminate the program and wait for its end. Kill it if that takes too long.
+        """Send SIGTERM to the program and wait until it ends. Send SIGKILL after `grace_s` seconds.
 
         Args:
             grace_s: the seconds between SIGTERM and SIGKILL.
@@ -153,7 +157,7 @@ class ChildProcess:
         self._process.wait()
 
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
-        """Write each line of the output to the log and record it.
+        """Copy the program's output to the log, and record errors and the last lines.
 
         Call `on_line` with the lines that the user should see.
         """
@@ -167,7 +171,7 @@ class ChildProcess:
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Record a line of the output as an error, a crash, a refusal or a part of the tail."""
+        """Store an output line as an error, a crash, a rejection or a normal line."""
         if _ERROR_LINE.match(line):
             self.errors.append(line)
         elif line and not line.startswith(("|", "+-")):
@@ -175,7 +179,7 @@ class ChildProcess:
         if _CRASH_LINE.match(line):
             self.crash = line
         reason = line.removeprefix(ERROR_PREFIX).strip()
-        # Several models may report the same wrong setting.
+        # If several models reject the same setting, the reason is stored only once.
         if line.startswith(ERROR_PREFIX) and reason not in self.refusals:
             self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
@@ -271,7 +275,7 @@ def descendants_of(pid: int) -> list[Process]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process, or an empty list if it has ended."""
+    """Return the command line of a process, or an empty list if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -313,7 +317,7 @@ def _processes() -> Iterator[Process]:
 
 
 def _process(entry: Path) -> Process | None:
-    """Read a process from its folder in /proc. Return None if it has ended."""
+    """Return the state of a process from its folder in /proc, or None if the process has ended."""
     try:
         status = (entry / "stat").read_text(errors="replace")
     except OSError:  # the process has ended

@@ -19,7 +19,7 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable in which the Triton models find the name of the fork server's abstract
 Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
-# The fork server starts only if the repository contains this model, which needs the fork server.
+# Only a model repository with this model needs a fork server. Otherwise, no fork server starts.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.fork_server"
@@ -45,7 +45,11 @@ def choose_address(repository: Path, environment: Mapping[str, str]) -> str | No
 def start_fork_server(
     address: str, environment: Mapping[str, str], log: IO[str], on_line: Callable[[str], None]
 ) -> ChildProcess:
-    """Start the fork server, which listens at once, but answers after its imports."""
+    """Start the fork server.
+
+    The socket of the fork server accepts connections immediately. The fork server answers them
+    after it has imported the engine.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{address}")
         listener.listen()

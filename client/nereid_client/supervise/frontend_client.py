@@ -33,7 +33,9 @@ class Answer:
 def fetch(
     url: str, timeout_s: float, body: dict[str, Any] | None = None, api_key: str = ""
 ) -> Answer:
-    """Send a GET request, or a POST request with a JSON body, and return the answer.
+    """Send an HTTP request, and return the answer.
+
+    If `body` is given, send a POST request with a JSON body, else a GET request.
 
     Args:
         url: the URL.
@@ -81,7 +83,7 @@ class FrontendClient:
         return answer.status, answer.text
 
     def curl(self, path: str, body: dict[str, Any]) -> str:
-        """Return a shell command that sends the same POST request."""
+        """Return a curl command that sends the same request as `post`."""
         key = ' -H "Authorization: Bearer $NEREID_API_KEY"' if self.api_key else ""
         data = shlex.quote(json.dumps(body))
         return f"curl {self.url}{path} -H 'Content-Type: application/json'{key} -d {data}"

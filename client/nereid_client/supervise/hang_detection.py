@@ -1,4 +1,4 @@
-"""Detect a model that hangs: its processes run, but it does not answer a small request.
+"""Detects a model that hangs. The processes of such a model run, but do not answer requests.
 
 Requests are sent only while clients' requests are running, because a hang without requests harms
 nobody. The metrics of the server are not a proof of life: a server can generate tokens for old
@@ -38,7 +38,8 @@ def _tensor(name: str, text: str) -> dict[str, Any]:
     return {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
 
 
-# The client_id lets the request take its turn before the waiting requests of busy clients.
+# The scheduler treats each client_id as a separate client and serves the clients in turn. With a
+# client_id of its own, the test request does not wait for all requests of a busy client.
 _SAMPLING = json.dumps({"max_tokens": 1, "client_id": "nereid-serve"})
 PROBES = {
     "llm": Probe(
@@ -105,8 +106,8 @@ class HangWatch(threading.Thread):
     def _check(self) -> str | None:
         """Return a description of the hang, or None if the model answers or has no requests."""
         page = read_metrics(self._metrics_url)
-        # `page` is "" if it arrives too late, and None if the server has ended. The supervisor
-        # detects the end of the server without this watch.
+        # `page` is "" if the metrics arrive too late, and None if the server has ended. Another
+        # part of the supervisor detects that the server has ended.
         if page is None or (page and not count_running(self._frontend, page)):
             return None
         timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)

@@ -19,10 +19,10 @@ from nereid_client.supervise.child_processes import command_line, descendants_of
 _CHECK_EVERY_S = 1.0
 # A process may exceed its budget for a moment, for example while it reads a large request.
 _TOLERATED_S = 5.0
-# The share of the memory that one process may use by default.
+# By default, one process may use at most this fraction of the memory.
 _DEFAULT_SHARE = 0.8
-# The watch acts when the available memory falls below a reserve. The reserve is this share of the
-# total memory, and at most 1 GiB.
+# The memory watch kills the largest process if less memory is available than a reserve. The reserve
+# is this fraction of the total memory, but at most _MAX_RESERVE bytes.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
 _SMALLEST_VICTIM = 64 * 2**20
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the machine, or of the container if its limit is smaller.
+    """The memory of the machine, or of the container if the container's limit is smaller.
 
     Attributes:
         total: the number of bytes.

@@ -1,4 +1,4 @@
-"""The embedding model and the reranker that `nereid serve` serves beside the language model.
+"""The embedding model and the reranker that `nereid serve` can serve in addition to the LLM.
 
 Both are called pooling models.
 """
@@ -149,7 +149,10 @@ class PoolingWarmUp(threading.Thread):
         return len(self.curls) == len(self._models)
 
     def run(self) -> None:
-        """Wait for one model after the other. They load at the same time."""
+        """Send an example request to each model until the model answers.
+
+        The models load at the same time, so `run` can check one model after the other.
+        """
         self._is_ready.wait()
         for model in self._models:
             path, body = model.example

@@ -35,7 +35,10 @@ class Restarts:
         self.number = 0
 
     def next_wait_s(self) -> float | None:
-        """Record a failure. Return the seconds until the restart, or None if it is not allowed."""
+        """Record a failure, and return the seconds to wait before the restart.
+
+        Return None if the program must not be restarted again.
+        """
         now = self._clock()
         if now - self._last_failure >= _RESET_AFTER_S:
             self.number = 0

@@ -14,8 +14,8 @@ from nereid_client.settings import Settings, SettingsError, settings_from_enviro
 from nereid_client.supervise import weight_files
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
-# The module with which the backend checks its own settings. The module runs as a separate program,
-# because this package must not import the backend.
+# A module of the backend that checks the backend's settings. The module runs as a separate program,
+# because the client package must not import the backend package.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
 _WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0
@@ -179,7 +179,8 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             f"--host: {host} is not an address of this machine ({error.strerror})"
         ) from None
     with socket.socket(family, kind, protocol) as probe:
-        # Servers set this option too: it ignores connections that are still closing.
+        # With SO_REUSEADDR, `bind` succeeds although old connections to the port are still closing.
+        # Servers set this option too, so this check fails only if a server would also fail.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)

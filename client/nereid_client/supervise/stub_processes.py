@@ -28,7 +28,8 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
-# A stub that has vanished is reported after this time. A server that stops has ended by then.
+# A stub that disappears is reported as dead only after this number of seconds. A server that stops
+# also ends its stubs, but such a server itself has ended before this time is over.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0
@@ -89,7 +90,10 @@ class StubWatch:
         return None
 
     def has_abandoned_stub(self) -> bool:
-        """Return whether the starting server waits for the end of a stub that is still running."""
+        """Return whether the Triton server hangs at its start because it waits for a stub process.
+
+        The server waits for the end of the stub, but the stub keeps running.
+        """
         now = self._clock()
         if now >= self._check_due:
             self._check_due = now + _CHECK_EVERY_S
@@ -107,7 +111,9 @@ class StubWatch:
 
 
 def _model_of(arguments: list[str]) -> str:
-    """Return the name of a stub's model, from the command line of the stub.
+    """Return the name of the model that a stub process runs.
+
+    The command line of the stub contains the path of the model.
 
     Example: ["stub", "/repository/llm/1/model.py"] returns "llm". A dead stub has no command line.
     """

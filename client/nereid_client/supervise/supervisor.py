@@ -1,4 +1,4 @@
-"""The supervisor: runs the Triton server and the frontend, restarts them, drains and ends them."""
+"""The supervisor, which starts, restarts and stops the Triton server and the frontend."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ class Program:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Everything that `nereid serve` will run, with settings that have been checked.
+    """The processes that `nereid serve` will start, and their checked settings.
 
     Attributes:
         server: the Triton server.
@@ -106,7 +106,7 @@ class ServePlan:
 
 
 class SupervisedProgram:
-    """One of the two programs that the supervisor runs, with its child process and its restarts.
+    """One program (the Triton server or the frontend) that the supervisor starts and restarts.
 
     Args:
         program: the program. It is started at once.
@@ -138,7 +138,7 @@ class SupervisedProgram:
         self.stubs = StubWatch(self.child.pid, can_unload=can_unload)
 
     def failure(self) -> str | None:
-        """Return the reason why the program must be restarted, or None if there is none."""
+        """Return why the program must be restarted, or None if no restart is necessary."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
         if self.child.crash is not None:
@@ -160,7 +160,10 @@ class SupervisedProgram:
 
 
 class Supervisor:
-    """Runs the two programs of a plan until a signal arrives, or until a restart does not help."""
+    """Runs the Triton server and the frontend, and restarts them after failures.
+
+    The supervisor stops after a signal, or after a failure that a restart cannot repair.
+    """
 
     def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
@@ -225,7 +228,7 @@ class Supervisor:
         self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:
-        """Start to observe the current server for hangs, and stop observing the previous one."""
+        """Start the hang detection for the running server, and stop the previous hang detection."""
         plan = self._plan
         for watch in self._hang_watches:
             watch.stop()
@@ -239,7 +242,10 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """Announce the server once all models have answered. Until then, report the stage."""
+        """Print that the server is ready, once all models have answered.
+
+        Until then, print from time to time what the server is waiting for.
+        """
         warm_up, pooling_warm_up = self._warm_up, self._pooling_warm_up
         if warm_up is None:
             return
@@ -270,9 +276,9 @@ class Supervisor:
                 failure = self._server_failure()
             if failure is None:
                 continue
-            # If a program exits before all programs have been ready once, a setting or the
-            # checkpoint is wrong, and a restart would not help. A program that crashed is
-            # restarted at any time.
+            # If a program exits before all programs were ready for the first time, a setting or the
+            # checkpoint is wrong. A restart would not help then. In contrast, a program that
+            # crashed is restarted even before all programs were ready.
             is_restartable = self._is_announced or program.has_crashed
             wait_s = program.restarts.next_wait_s() if is_restartable else None
             if wait_s is None:
@@ -285,7 +291,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return the reason why a server whose processes run does not work, or None if it works."""
+        """Return why the server does not work although its processes run, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model has reported that it has stopped, and it rejects all further requests.
@@ -304,19 +310,21 @@ class Supervisor:
         return warm_up_failure or self._pooling_warm_up.failure
 
     def _clean_up(self, program: SupervisedProgram) -> None:
-        """End all processes of a program that failed, and remove its shared memory."""
-        # The requests to this program may wait forever. They fail at once when it is killed.
+        """End all processes of a failed program, and remove the program's shared memory."""
+        # Requests to a program that hangs could wait forever. If the program is killed, these
+        # requests fail immediately.
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
         if self._fork_server is not None:
-            # The fork server itself kills the processes that it created for a dead server.
+            # The fork server continues to run. It kills the processes that it created for the
+            # failed server.
             others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
         if program is self._server:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
-        """Start the programs whose waiting time after a failure is over."""
+        """Restart the failed programs whose delay before the restart has passed."""
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
@@ -329,7 +337,7 @@ class Supervisor:
                 self._start_warm_up()
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
-        """Print why the last run of a program failed.
+        """Print the reason for the failure of a program that will not be restarted.
 
         Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
             start, else 1.
@@ -392,7 +400,8 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """End all processes, and remove the shared memory of the server."""
-        # The frontend ends first, because it closes its streams to the server.
+        # The frontend is stopped before the Triton server, so that the frontend can still close its
+        # streams to the server.
         for program in reversed(self._programs):
             is_server = program is self._server
             grace_s = SERVER_EXIT_TIMEOUT_S + 5.0 if is_server else _FRONTEND_GRACE_S
@@ -411,7 +420,11 @@ class Supervisor:
 
     @contextmanager
     def _handle_signals(self) -> Iterator[None]:
-        """Stop after SIGINT, SIGTERM or SIGHUP, and stop at once after a second signal."""
+        """Install handlers for SIGINT, SIGTERM and SIGHUP that stop the programs.
+
+        After the first signal, running requests may finish. After a second signal, everything stops
+        immediately.
+        """
 
         def on_signal(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             if self._stop.is_set():

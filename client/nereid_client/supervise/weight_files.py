@@ -38,7 +38,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _first_damage(files: Sequence[Path]) -> str | None:
-    """Return a description of the damage to the first damaged file, or None if all are intact."""
+    """Return a description of the first damaged file, or None if all files are intact."""
     return next((damage for file in files if (damage := _damage_of_file(file))), None)
 
 

@@ -180,8 +180,8 @@ CASES = {
     "responses: an unknown model": respond(model="gpt-9"),
     "responses: an item of an unknown type": respond(input=[{"type": "web_search_call"}]),
     "responses: an item without content": respond(input=[{"type": "message", "role": "user"}]),
-    "responses: an image": respond(
-        input=[{"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}]
+    "responses: an audio file": respond(
+        input=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]
     ),
     "responses: the output of a call that was never made": respond(
         input=[{"type": "function_call_output", "call_id": "c", "output": "1"}]

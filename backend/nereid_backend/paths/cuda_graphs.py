@@ -250,9 +250,9 @@ class StaticStep:
         tokens, positions, _, lens = self._numbers
         attention = self._attention()
         assert self._device_rows.decodes is not None
-        # This code runs during the capture, so the graph computes the longest length, and each
-        # replay computes the longest length of its own step. The empty workspaces make the kernels
-        # allocate their intermediate results anew, in the memory that all graphs share.
+        # This computation is captured, so that each replay computes the longest length of its own
+        # step. The empty workspaces make the kernels allocate their intermediate results anew, in
+        # the memory that all graphs share.
         longest = lens.amax(0, keepdim=True)
         decodes = replace(self._device_rows.decodes, longest=longest, _workspaces={})
         attention.device_rows = replace(self._device_rows, decodes=decodes)

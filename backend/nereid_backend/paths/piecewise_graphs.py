@@ -311,7 +311,7 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return the attention of one layer, which is computed between two graphs.
+        """Compute the attention of one layer between two graphs, and return the attention.
 
         The keys and values of the layer are stored in the graph that ends here. The attention is
         not part of a graph: `cut` runs it between the graph that ends here and the graph that

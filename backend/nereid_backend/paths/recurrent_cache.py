@@ -114,7 +114,7 @@ def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa:
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
-    """Return the values of a layer's attributes for one row, by attribute name."""
+    """Return a dict with one row's part of each attribute of a cache layer."""
     if isinstance(layer, DummyLayer) or type(layer) is BlockCacheLayer:
         return {}
     return {

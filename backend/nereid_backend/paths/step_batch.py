@@ -203,7 +203,7 @@ class BatchBuilder:
         return decode_groups
 
     def _slots(self, positions: Integers, rows: Integers) -> Integers:
-        """Return the slot of each token, which is its index in the KV cache, [num_tokens] int64.
+        """Return the slot (the index in the KV cache) of each token, [num_tokens] int64.
 
         Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
         position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.

@@ -27,8 +27,8 @@ from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedFo
 SELF_CHECK_LENS = (5, 5, 13, 21)
 # A sliding window is tested with a text that is this number of tokens longer than the window.
 _BEYOND_WINDOW = 6
-# A sliding window is tested only if a text of at most this number of tokens is long enough for the
-# test.
+# The texts that test a sliding window have at most this number of tokens. Windows that need a
+# longer text are not tested.
 _LONGEST_TEXT = 160
 # Limits of relative errors (see row_errors) for each data type. A model counts as causal if the
 # vectors of earlier tokens change by less than _CAUSAL_TOLERANCE when the last token changes. A
@@ -38,8 +38,8 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-# The random tokens of test texts come from a range of at least this number of ids, unless the
-# model's vocabulary is smaller.
+# Test texts consist of random tokens. The tokens are chosen from at least this number of token ids,
+# unless the model's vocabulary is smaller.
 _MIN_TEST_IDS = 8
 # The errors that a model's code raises if it does not support a method or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -150,7 +150,7 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
 
 
 def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return the reason why the output of a head is wrong; None if the output is exact.
+    """Return the reason why the output of a head is wrong; None if the output is correct.
 
     Example: "its output has the shape (2, 3)".
 
@@ -294,9 +294,9 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
 
 
 def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
-    """Return the first token id of a batch that differs from `token_id`.
+    """Return a token id other than `token_id` from a batch.
 
-    At least one token id of the batch must differ.
+    The batch must contain such a token id. The first one is returned.
     """
     return batch.token_ids[batch.token_ids != token_id][0]
 
@@ -308,8 +308,8 @@ def _batch_beyond_windows(
 
     Return None if the model has no windows, or only windows that are too long to test.
     """
-    # Run a packed forward pass to find the sliding windows, because each attention layer passes the
-    # size of its window to `attention`. The computed vectors are not used.
+    # Each attention layer passes the size of its sliding window to `attention`. A packed forward
+    # pass therefore collects the sizes of all windows. The computed vectors are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
     encoder.model.set_attn_implementation(hook.name)

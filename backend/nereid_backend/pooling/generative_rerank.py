@@ -22,14 +22,14 @@ _SYSTEM = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
 # Two texts that no template contains. A template is rendered with these texts as the query and the
-# document. If one of them is missing in the result, the template does not support the roles.
+# document. If one of the texts is missing in the result, the template does not support the roles.
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# When the prompt is tokenised, the end of a truncated document can be divided into other tokens
-# than before. If the prompt is then too long, the document is shortened by 4 more tokens, and if
-# necessary by 16.
+# A truncated document can have more tokens in the prompt than it had alone, because its end is
+# tokenised together with the text after it. If the prompt is then too long, the document is
+# shortened by 4 more tokens, and if necessary by 16.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -70,8 +70,8 @@ class GenerativeReranker:
         self._uses_pair = is_for_sentence_transformers and not tokenizer.chat_template
         self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
         # For its own checkpoints, sentence-transformers always renders messages with the roles
-        # "query" and "document". Therefore these checkpoints may also have a template that copies
-        # the name of any role into the prompt.
+        # "query" and "document". The template of such a checkpoint is therefore accepted even if it
+        # copies any role name into the prompt.
         self._has_roles = bool(tokenizer.chat_template) and self._renders_roles(
             must_be_known=not is_for_sentence_transformers
         )

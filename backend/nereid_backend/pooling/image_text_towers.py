@@ -84,7 +84,10 @@ class ImageReader:
 
 
 def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
-    """Compute texts as one padded batch. Return vectors, float32 [num_texts, projection_dim]."""
+    """Return the vectors of texts, float32 [num_texts, projection_dim].
+
+    The texts are computed as one padded batch.
+    """
     padding = encoder.tokenizer.pad_token_id
     if padding is None:
         padding = encoder.tokenizer.eos_token_id or 0

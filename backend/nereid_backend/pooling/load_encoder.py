@@ -44,8 +44,8 @@ _AUTO: dict[str, Any] = {
     CAUSAL: AutoModelForCausalLM,
     TOWERS: AutoModel,
 }
-# The name of a constant tensor ends with one of these texts. Some checkpoints lack such a tensor,
-# and others contain one that the model does not need. Neither case is an error.
+# A tensor whose name ends with one of these texts is constant. A checkpoint may lack such a tensor,
+# or contain such a tensor although the model does not need it. Neither case is an error.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 

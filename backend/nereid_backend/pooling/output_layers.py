@@ -9,7 +9,7 @@ from nereid_backend.pooling.load_encoder import Encoder
 from nereid_backend.pooling.poolers import Layer, load_layer, load_linear
 from nereid_backend.pooling.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
 
-# The sparse output of a model with dense and sparse output contains no weights for these special
+# If a model has dense and sparse output, the sparse output contains no weights for these special
 # tokens. The names are attributes of the tokenizer.
 _TOKENS_WITHOUT_WEIGHT = (
     *("cls_token_id", "eos_token_id", "sep_token_id"),

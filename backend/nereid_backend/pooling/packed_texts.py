@@ -24,7 +24,7 @@ _MAX_STEPWISE_SCORES = 2**23
 # scores is in memory at the same time.
 _MAX_SCORES = 2**24
 # With a sliding window, queries are computed in blocks of at least this size. Smaller blocks would
-# skip more keys, but the additional calls would take longer than the skipped keys.
+# skip more keys, but the additional calls would take more time than the skipped keys save.
 _MIN_BLOCK = 128
 
 

@@ -122,13 +122,13 @@ class Head:
         return self._logits_of_one_token(hidden, batch)
 
     def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the logits of the head if it needs the vectors of all tokens of each text."""
+        """Compute the logits of the head from the vectors of all tokens of each text."""
         padding = self.encoder.model.config.get_text_config().pad_token_id or 0
         ids = batch.pad(batch.token_ids, padding)
         return self._run(batch.pad(hidden), ids, batch.mask().long())
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the logits of the head if it needs the vector of only one token of each text."""
+        """Compute the logits of the head from the vector of one token of each text."""
         index = torch.tensor(self._tokens(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))

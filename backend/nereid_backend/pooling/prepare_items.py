@@ -293,7 +293,7 @@ class ItemPreparer:
         return Prepared(item, ids, types, prompt_len, num_tokens=len(ids))
 
     def _refuse_length(self, item: PoolingItem, length: int) -> None:
-        """Raise a RequestError if an item does not permit the truncation that it needs.
+        """Raise a RequestError if an item that is too long does not permit truncation.
 
         The item has `length` tokens, which is more than the limit.
         """

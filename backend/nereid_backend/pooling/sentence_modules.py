@@ -45,7 +45,10 @@ class ModuleSpec:
 
     @property
     def maps_tokens(self) -> bool:
-        """Whether the module gets token vectors as its input, and not the pooled vector."""
+        """Whether the input of the module is token vectors.
+
+        Otherwise, the input is the pooled vector.
+        """
         return self.config.get("module_input_name") == _TOKEN_VECTORS
 
 

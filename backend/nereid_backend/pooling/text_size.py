@@ -19,8 +19,9 @@ TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # unknown word as one token. A text of at most this number of bytes is therefore always tokenised
 # (in at most about 50 ms), and the number of its tokens is checked.
 _MIN_TEXT_BYTES = 2**16
-# The default length of the queue is chosen so that a full queue of the largest inputs fits into
-# this memory. The length is at least 2048, because OpenAI's API permits 2048 inputs in one request.
+# The default length of the queue is chosen so that a full queue of the largest inputs needs at most
+# this number of bytes. However, the length is at least 2048, because OpenAI's API permits 2048
+# inputs in one request.
 _QUEUE_BYTES = 2**30
 _MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
 # The size of a token id in a Python list: 8 bytes for a pointer, and 32 bytes for an integer
@@ -78,9 +79,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The message compares the size of the text with max_model_len, so both numbers are
-            # numbers of tokens. If the limit of bytes is _MIN_TEXT_BYTES, the division can return a
-            # number below max_model_len. The message then contains max_model_len + 1.
+            # The message states the size of the text in tokens, because max_model_len is a number
+            # of tokens. If the limit of bytes is _MIN_TEXT_BYTES, the division can return a number
+            # below max_model_len. The message then contains max_model_len + 1.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "

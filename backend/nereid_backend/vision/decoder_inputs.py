@@ -18,8 +18,8 @@ from torch.nn import Module
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.paths.model_call import UnfitError
 
-# Recorded arguments of the decoder that are ignored. The engine computes some of them itself. The
-# others have no effect on the result.
+# These recorded arguments of the decoder are ignored. The engine computes some of these arguments
+# itself. The other arguments have no effect on the result.
 _IGNORED = (
     "input_ids",
     "attention_mask",

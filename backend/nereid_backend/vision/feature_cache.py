@@ -21,7 +21,7 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """Make the methods `get_image_features` of a model use this cache.
+        """Make the method `get_image_features` of each module of a model use this cache.
 
         Args:
             model: the model.
@@ -54,7 +54,7 @@ class FeatureCache:
             self._digest = None
 
     def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that returns stored features, or calls `method` if none are stored."""
+        """Return a function that returns stored features, and calls `method` if there are none."""
 
         def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             # The method of an outer module may call the method of an inner module. The inner call

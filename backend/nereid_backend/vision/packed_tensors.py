@@ -10,8 +10,8 @@ from torch import Tensor
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError, first_line
 
-# A client that calls the executor directly chooses the names of the image arguments. These names
-# are refused, because such arguments would replace arguments of the engine.
+# A client that calls the executor directly can send image arguments with any names. The following
+# names are refused, because these arguments would replace arguments that the engine passes.
 _RESERVED = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 )

@@ -113,7 +113,7 @@ class SplitPath:
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
     """Return a copy of a plan that contains only some of the chunks.
 
-    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the copy
+    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, it
     contains all other chunks.
     """
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]

@@ -124,6 +124,8 @@ def test_the_key_opens_the_page_and_is_sent_with_each_request(open_page, guarded
     page.get_by_text("The server does not accept this key.").wait_for()
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
+    # The script of the page sets the focus after it has started all views.
+    page.wait_for_selector("#prompt:focus")
     page.fill("#prompt", "hello")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".message.assistant[aria-busy=false] >> text=hello")

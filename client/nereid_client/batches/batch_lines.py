@@ -132,7 +132,7 @@ class LineParser:
 
 
 def custom_id_in(line: bytes | None) -> str | None:
-    """Return the custom id of a line, or None if the line has no valid custom id.
+    """Return the custom_id of an input line, or None if the line has no valid custom_id.
 
     The rest of the line may be wrong.
     """
@@ -172,7 +172,7 @@ def result_line(
 
 
 class ResultFile:
-    """Appends lines to a result file.
+    """Appends lines to a batch's result file.
 
     If an existing file ends with an incomplete line, this line is removed. An interrupted process
     or a full disk can leave such a line.

@@ -42,7 +42,7 @@ class BatchRun:
         store: the store that contains the batch.
         sender: sends the requests of lines.
         slots: limits the number of lines that run at the same time.
-        client: the client that the requests of the lines belong to.
+        client: the client that created the batch, as returned by `batch_client`.
         max_line_bytes: the largest size of a line.
     """
 
@@ -69,7 +69,7 @@ class BatchRun:
         self._is_answered: set[int] = set()
 
     def cancel(self) -> None:
-        """Stop the running lines and send no further lines. The batch then ends as "cancelled"."""
+        """Stop the running requests of the batch, and let the batch end as "cancelled"."""
         self._is_cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -91,7 +91,7 @@ class BatchRun:
                 self._fail("internal_error", f"The server has a bug: {type(error).__name__}.")
 
     async def _run_steps(self) -> None:
-        """Run all steps that the batch has not finished yet.
+        """Run the remaining steps: check the input file, send the requests, and store the results.
 
         Raises: OSError.
         """
@@ -235,6 +235,6 @@ class BatchRun:
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
-    """Return the first exception in nested exception groups that is not a group."""
+    """Return the first OSError in an exception group, even if the group contains further groups."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

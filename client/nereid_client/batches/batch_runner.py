@@ -1,7 +1,7 @@
 """Runs all batches in a folder.
 
-Several frontends may use the same folder. The file `lock` in the folder can be locked by only one
-frontend, and only this frontend runs batches. If it ends, another frontend locks the file.
+Several frontends may use the same folder. Only one of them can lock the file `lock` in the folder,
+and only this frontend runs batches. When this frontend ends, another one locks the file.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class BatchRunner:
         self._wake_up.set()
 
     async def close(self) -> None:
-        """Stop all batches. They continue after the next start."""
+        """Stop all batches. The batches continue after the next start of the frontend."""
         self._loop_task.cancel()
         await asyncio.wait({self._loop_task})
         await self._stop_all()
@@ -89,7 +89,7 @@ class BatchRunner:
                 await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
 
     def _has_lock(self) -> bool:
-        """Try to lock the folder. Return whether this process has the lock.
+        """Try to lock the folder of the batches, and return whether this process has the lock.
 
         Only the process that has the lock runs the batches of the folder.
         """
@@ -105,10 +105,10 @@ class BatchRunner:
         return self._lock is not None
 
     async def _start_and_cancel(self) -> None:
-        """Start waiting batches.
+        """Start waiting batches, and stop cancelled batches.
 
-        Cancel the batches that a client has cancelled, and the batches of clients whose keys were
-        removed from the key file.
+        A batch is cancelled if a client requested this, or if the key of its client was removed
+        from the key file.
         """
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
@@ -142,7 +142,7 @@ class BatchRunner:
         self._wake_up.set()
 
     def _is_key_removed(self, batch: Batch) -> bool:
-        """Return whether the client of a batch was removed from the key file."""
+        """Return whether the key file no longer contains the client that created a batch."""
         return bool(batch.owner) and not (self._key_file and self._key_file.has(batch.owner))
 
     async def _stop_all(self) -> None:
@@ -153,7 +153,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _clean(self) -> None:
-        """Delete expired files and batches. If the folder is then too large, pause all batches."""
+        """Delete expired files and batches. Pause all batches while the folder is too large."""
         now = time.time()
         if now < self._clean_due:
             return

@@ -17,7 +17,7 @@ from nereid_client.request_context import Contexts
 
 @dataclass(frozen=True)
 class Batches:
-    """The stored batches of an application, and the object that runs them."""
+    """The objects of the Batch API: `store` keeps batches on disk, and `runner` runs batches."""
 
     store: BatchStore
     runner: BatchRunner
@@ -56,7 +56,7 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def batches_of(request: Request) -> Batches:
-    """Return the batches of this server.
+    """Return the `Batches` object of the application that received the HTTP request.
 
     Raises: ApiError 404 if the Batch API is turned off.
     """

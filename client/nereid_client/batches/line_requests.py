@@ -1,7 +1,9 @@
-"""Sends the request of a batch line to the application itself, and repeats it after an overload.
+"""Sends the requests of a batch to the frontend's own application.
 
-The request passes through the same middleware and routes as a request from the network. The request
-has no API key. Instead, it belongs to the client that created the batch, with the lowest priority.
+Each line of the input file contains one request. After an overload, a request is sent again.
+
+A request passes through the same middleware and routes as a request from the network. The request
+has no API key. Its client is the client that created the batch, and its priority is the lowest one.
 """
 
 import asyncio
@@ -19,9 +21,11 @@ from nereid_client.middleware.api_key import CLIENT_OF_SCOPE
 from nereid_client.middleware.client_keys import Client, KeyEntry
 
 _LOWEST_PRIORITY = 2**31 - 1
-# A running line is preempted for a request of a client with the weight 1.
+# The scheduling weight of requests from batches. The weight is much smaller than 1, the default
+# weight of a client. The engine therefore preempts a batch's request if another client's request
+# needs memory.
 _WEIGHT = 0.001
-# While other requests run, the limit for the lines that run is divided by this number.
+# While requests outside batches run, the limit for batch requests is divided by this number.
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
@@ -34,7 +38,7 @@ _ABORTED = 499
 
 @dataclass(frozen=True)
 class LineResponse:
-    """The response to the request in one line.
+    """The response to one request of a batch.
 
     Attributes:
         status: the HTTP status.
@@ -47,15 +51,15 @@ class LineResponse:
     body: Any
 
     def as_json(self) -> dict[str, Any]:
-        """Return the member `response` of a result line."""
+        """Return the value of the key `response` in a line of the result file."""
         return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
 def batch_client(owner: str) -> Client:
-    """Return the Client object for the requests in the batches of one client.
+    """Return a `Client` object that represents the batches of one client.
 
-    In the waiting queue of the language model, these requests come after the requests of all other
-    clients. They do not count towards the limits of the client's API key.
+    In the waiting queue of the language model, the requests of batches come after all other
+    requests. The requests of batches do not count towards the limits of the client's API key.
 
     Args:
         owner: the name of the client that created the batches.
@@ -65,14 +69,14 @@ def batch_client(owner: str) -> Client:
 
 
 class LineSlots:
-    """Limits the number of lines that run at the same time.
+    """Limits the number of batch requests that run at the same time.
 
     Args:
         limit: the setting max_batch_requests.
         gate: counts all running requests.
 
     Attributes:
-        is_paused: whether `acquire` lets all lines wait.
+        is_paused: whether no further line may start. `acquire` then waits.
     """
 
     def __init__(self, limit: int, gate: Gate) -> None:
@@ -105,7 +109,7 @@ class LineSlots:
 
 
 class LineSender:
-    """Sends the requests in the lines of input files to an application.
+    """Sends the requests of batches to an ASGI application.
 
     Args:
         app: the application.
@@ -117,7 +121,7 @@ class LineSender:
         self._is_ready = is_ready
 
     async def send(self, path: str, body: bytes, client: Client) -> LineResponse:
-        """Send a request and return the response. If the server is overloaded, repeat the request.
+        """Send a request and return the response. If the server is overloaded, try again.
 
         If the server fails during the request, the request is repeated only a few times. The
         request itself may be the cause of the failure.
@@ -125,7 +129,7 @@ class LineSender:
         Args:
             path: the path of the route.
             body: the JSON body of the request.
-            client: the client that the request belongs to.
+            client: the client that created the batch, as returned by `batch_client`.
         """
         num_outages = 0
         wait_s = 1.0
@@ -144,7 +148,7 @@ class LineSender:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _call(self, path: str, body: bytes, client: Client) -> tuple[int, Headers, bytes]:
-        """Call the application once, and return the status, the headers and the body."""
+        """Send one request to the application. Return the response's status, headers and body."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         status, headers, parts = 500, Headers(), []
 
@@ -161,7 +165,8 @@ class LineSender:
             else:
                 parts.append(message.get("body", b""))
 
-        # The request of a line ends here. The application has sent a 500 and logged the traceback.
+        # The application raises an exception again after it has sent a response with the status 500
+        # and logged the traceback. The exception ends this request here, but not the batch.
         with contextlib.suppress(Exception):
             await self._app(_scope(path, len(body), client), receive, send)
         return status, headers, b"".join(parts)

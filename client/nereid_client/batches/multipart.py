@@ -16,7 +16,9 @@ _MAX_FIELD_BYTES = 4096
 
 
 class FormReader:
-    """Parses a form with one file part named `file` and some short text fields.
+    """Parses an uploaded form that contains a file and some short text fields.
+
+    The form part that contains the file must have the name `file`.
 
     Args:
         content_type: the header Content-Type of the request.

@@ -90,7 +90,10 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status, and store the current time as the time of this change."""
+        """Set the status, and store the current time in the field of this status.
+
+        Example: the status "failed" also sets `failed_at`.
+        """
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
@@ -193,7 +196,7 @@ class BatchStore:
         )
 
     def cancel(self, batch: Batch) -> Batch:
-        """Create the file that tells the runner to cancel a batch. Return the batch.
+        """Request the cancellation of a batch, and return the updated batch.
 
         Raises: ApiError if the folder cannot be written.
         """

@@ -2,7 +2,7 @@
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
-FOLDER/uploads/FILE_ID/content       an incomplete file; its folder is moved to `files` at its end
+FOLDER/uploads/FILE_ID/content       an incomplete file, which is moved to FOLDER/files at its end
 """
 
 import errno
@@ -70,7 +70,9 @@ class StoredFile:
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that sorts after all ids that were created in earlier milliseconds.
+    """Return a new id that begins with the current time in milliseconds.
+
+    In a sorted list, the ids of newer files therefore come after the ids of older files.
 
     Example: `new_id("file-")` returns "file-019ab2c4d5e6" followed by 12 random digits.
     """
@@ -166,7 +168,8 @@ class FileStore:
             for name in names:
                 with suppress(FileNotFoundError):
                     status = os.stat(os.path.join(folder, name))
-                    # The input of a batch is a link to a stored file, which is counted already.
+                    # The input of a batch is usually a hard link to a stored file. The stored file
+                    # is counted itself, so the link is not counted.
                     total += 0 if name == "input" and status.st_nlink > 1 else status.st_size
         return total
 
@@ -253,7 +256,7 @@ class Upload:
         return file
 
     def discard(self) -> None:
-        """Delete the upload, unless `finish` has stored the file."""
+        """Delete the received data of the upload. Do nothing if `finish` has stored the file."""
         with suppress(OSError):  # closing writes the buffer, which fails if the disk is full
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -3,7 +3,7 @@
     models_file.py       reads models.toml, which describes the models
     repository.py        writes a Triton model repository with all models
     model_control.py     loads and unloads models while the server runs
-    controlled.py        loads the model of a request before the request
+    controlled.py        loads a model before a request is sent to the model
     frontend_models.py   creates the backend of each language model
 
 `nereid serve --config models.toml` uses this package.

@@ -1,4 +1,4 @@
-"""Backends that load the model of a request before they send the request to the server."""
+"""Backends that load a model when a request needs the model."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -57,7 +57,9 @@ class ControlledBackend:
         return await self._backend.request_limits()
 
     async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
-        """Return the names of the LoRA adapters after a change. See `Backend.change_adapters`.
+        """Load, unload or list LoRA adapters, and return the names of all loaded adapters.
+
+        See `Backend.change_adapters`.
 
         This call does not load the model.
 

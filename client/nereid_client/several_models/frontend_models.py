@@ -20,8 +20,8 @@ def create_contexts(
 ) -> Contexts:
     """Create a context for each language model.
 
-    The models are those of the file `settings.models_file`. Without such a file, the frontend has
-    one language model. Call this function in a running event loop.
+    The file `settings.models_file` describes the models. Without such a file, the frontend has one
+    language model. Call this function in a running event loop.
 
     Args:
         settings: the settings of the frontend.

@@ -1,4 +1,4 @@
-"""Loads and unloads models while the server runs, and unloads models that are idle."""
+"""Loads models on demand, and unloads idle models, while the Triton server runs."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ class Repository(Protocol):
     """The model repository of a Triton server with --model-control-mode=explicit."""
 
     async def load_model(self, name: str) -> None:
-        """Load a model. If the model is an ensemble, load its steps too.
+        """Load a model. For an ensemble, also load the models that the ensemble calls.
 
         Raises: BackendError.
         """
         ...
 
     async def unload_model(self, name: str) -> None:
-        """Unload a model. If the model is an ensemble, unload its steps too.
+        """Unload a model. For an ensemble, also unload the models that the ensemble calls.
 
         Raises: BackendError.
         """
@@ -107,7 +107,7 @@ class ModelControl:
         return self._states[model].is_loaded is False
 
     async def is_loaded(self, model: str) -> bool:
-        """Return whether a model is loaded. If this is unknown, ask the Triton server."""
+        """Return whether a model is loaded. If the frontend is not sure, query the server."""
         state = self._states[model]
         if state.is_loaded is None:
             is_ready = await self._repository.is_model_ready(model)
@@ -116,7 +116,7 @@ class ModelControl:
 
     @asynccontextmanager
     async def using(self, model: str) -> AsyncIterator[None]:
-        """Load a model, and do not unload the model while the context runs.
+        """Load a model if necessary, and keep the model loaded until the `async with` block ends.
 
         Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
         """
@@ -146,7 +146,7 @@ class ModelControl:
     async def unload(self, spec: ModelSpec) -> None:
         """Wait for the running requests of a model, and then unload the model.
 
-        Requests do not load the model again. Only `load` does.
+        After this call, requests to the model fail until `load` is called.
 
         Raises: BackendError.
         """
@@ -165,7 +165,7 @@ class ModelControl:
             await asyncio.wait({self._idle_task})
 
     async def _load_for_request(self, state: ModelState) -> None:
-        """Load a model that a request needs. If another request is loading the model, wait for it.
+        """Load a model for a request. If another request is loading the model, wait for the result.
 
         Raises: ApiError.
         """
@@ -207,7 +207,7 @@ class ModelControl:
         _log.info("Unloaded the model %s", state.spec.name)
 
     async def _unload_idle_models(self) -> None:
-        """Unload each model that has had no request for `idle_unload_s` seconds. Run forever."""
+        """Unload each model that has had no request for its time limit `idle_unload_s`."""
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():

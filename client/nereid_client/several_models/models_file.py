@@ -28,7 +28,10 @@ _STEPS = ("tokenizer", "executor", "postprocessor")
 
 
 class ModelEntry(BaseModel):
-    """One table of models.toml. All keys other than these fields are settings of the model."""
+    """The keys and values of one table in models.toml.
+
+    Each key that is not a field of this class is a setting of the model.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -40,7 +43,7 @@ class ModelEntry(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """Maps the name of each setting of the model, in lower case, to its value as a text."""
+        """The settings of the model. The keys are lower-case names, and the values are strings."""
         return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
 
 
@@ -74,7 +77,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """Maps each step of a language model's ensemble to the step's name in the model repository.
+        """The names of the models that a language model's ensemble calls, by step.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """
@@ -140,5 +143,8 @@ def _triton_name(name: str) -> str:
 
 
 def _setting_text(value: object) -> str:
-    """Return the value of a setting in the form of an environment variable: True -> "true"."""
+    """Convert the value of a setting to the text that an environment variable would contain.
+
+    Example: True -> "true".
+    """
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,7 @@ from nereid_client.supervise.pooling_models import PoolingModel
 
 _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
-# These variables do not belong to a model. The test engine reads them itself.
+# These environment variables configure the test engine, not a model.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
 # Each model has its own value of these settings, so these variables are never defaults.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
@@ -66,9 +66,10 @@ class ServedModels:
 
     @property
     def probes(self) -> list[Probe]:
-        """The probes of all models. A probe is a small request. A model that does not answer hangs.
+        """The test requests that show whether the models still answer.
 
-        If a model is not loaded, the server answers the probe with an error. This is not a hang.
+        If a model is not loaded, the server answers the test request with an error. Such a model
+        does not hang.
         """
         probes = []
         for spec in self.specs:
@@ -130,7 +131,7 @@ class ServedModels:
 
 
 def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that are not settings of models.
+    """Return all environment variables except the settings of models.
 
     The Triton server must not receive the settings, because a model prefers an environment variable
     to the setting in models.toml.
@@ -145,7 +146,7 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the default settings of each kind of model, which environment variables contain.
+    """Read the default settings of each kind of model from the environment variables.
 
     Example: NEREID_EMBEDDING_DTYPE=float32 returns {"embedding": {"dtype": "float32"}, ...}.
     """
@@ -162,5 +163,5 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _engine_variables() -> set[str]:
-    """Return the environment variables of the language model's settings."""
+    """Return the names of the environment variables that configure the language model."""
     return set(json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))) - _OF_TEST_ENGINE

@@ -17,7 +17,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return a description of the damage to a folder's weight files, or None if there is none."""
+    """Return a description of the first damaged or missing weight file, or None if all are good."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         single = folder / "model.safetensors"

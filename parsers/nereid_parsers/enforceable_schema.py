@@ -254,14 +254,14 @@ def _common_types(first: object, second: object) -> str | list[str]:
     """
     first_types: set[Any] = set(first) if isinstance(first, list) else {first}
     second_types: set[Any] = set(second) if isinstance(second, list) else {second}
-    # If only one of the schemas allows all numbers, it also allows the integers of the other one.
+    common = first_types & second_types
     for types, other_types in ((first_types, second_types), (second_types, first_types)):
         if "number" in types and "number" not in other_types and "integer" in other_types:
-            types.add("integer")
-    common = sorted(first_types & second_types)
+            common.add("integer")  # `types` allows all numbers, so it allows integers too.
     if not common:
         raise _CannotMergeError
-    return common[0] if len(common) == 1 else common
+    names = sorted(common)
+    return names[0] if len(names) == 1 else names
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
@@ -289,6 +289,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         elif name in required:
             raise _CannotMergeError  # The schema `false` forbids a property that is required.
     result: dict[str, Any] = {"properties": merged}
+    # Without the keyword, `additionalProperties` is true. So it is omitted if both values are true.
     if False in (first_rest, second_rest):
         result["additionalProperties"] = False
     elif (first_rest, second_rest) != (True, True):

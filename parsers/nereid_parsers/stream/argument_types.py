@@ -97,11 +97,10 @@ def _declared_types(
 ) -> frozenset[str] | None:
     """Return the JSON types that `schema` allows, or None if none of its keywords defines a type.
 
-    The keyword `nullable` is ignored.
     The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
-    or a keyword that occurs only in schemas of one type. Examples: `{"type": "int"}` gives
-    `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string", "integer"}`, and `{"items": {}}` gives
-    `{"array"}`.
+    or a keyword that occurs only in schemas of one type. The keyword `nullable` is ignored.
+    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string",
+    "integer"}`, and `{"items": {}}` gives `{"array"}`.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):

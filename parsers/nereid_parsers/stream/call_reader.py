@@ -329,12 +329,12 @@ class CallReader:
             return self._wait_or_drop(buffer.pos)
         if close_end != NO_MATCH:
             return self._end_section(buffer.text[buffer.pos : close_end])
-        if self._separator and self.has_calls():
-            if buffer.starts_with(self._separator):
-                self._text.write_markup(buffer.take(len(self._separator)))
-                return State.BETWEEN_CALLS
-            if self._may_become_separator():
-                return self._wait_or_drop(buffer.pos)
+        separator = self._separator if self.has_calls() else ""
+        if separator and buffer.starts_with(separator):
+            self._text.write_markup(buffer.take(len(separator)))
+            return State.BETWEEN_CALLS
+        if separator and self._may_become_separator():
+            return self._wait_or_drop(buffer.pos)
         if self._is_in_section:
             return self._expect(self._starts.in_section())
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT

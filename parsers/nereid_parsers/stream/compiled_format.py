@@ -163,23 +163,20 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     the reasoning inside the reasoning.
     """
     wrapper = layout.content
-    wrapper_open = (wrapper.open,) if wrapper is not None else ()
-    wrapper_close = (wrapper.close,) if wrapper is not None else ()
+    wrapper_opens = _kinds((wrapper.open,) if wrapper is not None else (), MarkerKind.WRAP_CONTENT)
+    wrapper_closes = _kinds(
+        (wrapper.close,) if wrapper is not None else (), MarkerKind.WRAP_CONTENT
+    )
     reasoning = layout.reasoning
     opens = _kinds(reasoning.opens if reasoning is not None else (), MarkerKind.OPEN_REASONING)
     closes = _kinds(reasoning.closes if reasoning is not None else (), MarkerKind.CLOSE_REASONING)
     ends = _kinds(fmt.ends, MarkerKind.END)
-    outer_kinds = ends | _kinds((*wrapper_open, *wrapper_close), MarkerKind.WRAP_CONTENT)
+    outer_kinds = ends | wrapper_opens | wrapper_closes
     calls = _compile_calls(layout.tools, allows_bare=True)
-    interrupts = _interrupting_markers(reasoning, calls) if reasoning is not None else ()
+    interrupting = _interrupting_markers(reasoning, calls) if reasoning is not None else ()
+    interrupts = _kinds(interrupting, MarkerKind.INTERRUPT)
     content_kinds = calls.kinds | closes | opens | outer_kinds
-    reasoning_kinds = (
-        ends
-        | _kinds(interrupts, MarkerKind.INTERRUPT)
-        | _kinds(wrapper_open, MarkerKind.WRAP_CONTENT)
-        | opens
-        | closes
-    )
+    reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),

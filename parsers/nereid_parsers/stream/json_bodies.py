@@ -74,13 +74,12 @@ class ArrayReader(BodyReader):
             if self._member.status is MORE:
                 return pos
             if self._member.status is BROKEN:
-                self.status = BROKEN
-            else:
-                self._member = None
-                # The text after `pos` is content if it is not another tool call. After one
-                # complete tool call, the other members of the array are tool calls too.
-                self.last_call_end = pos
-                self._is_confirmed = True
+                return self._reject(pos)
+            self._member = None
+            # The text after `pos` is content if it is not another tool call. After one complete
+            # tool call, the other members of the array are tool calls too.
+            self.last_call_end = pos
+            self._is_confirmed = True
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:

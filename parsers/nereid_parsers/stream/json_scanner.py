@@ -55,24 +55,24 @@ class JsonScanner:
             self._is_escaped = False
             pos += 1
         while pos < size:
-            if self._quote:
-                pos = _end_of(_STRING_CHARS[self._quote], text, pos)
-                if pos == size:
-                    return pos
-                if text[pos] == "\\":
-                    # The backslash is the last character of the text. Any other backslash is a part
-                    # of the regex match, together with the escaped character.
-                    self._is_escaped = True
-                    return pos + 1
-                self._quote = ""
-                pos += 1
-                if not self._closing_brackets:
-                    self.status = DONE
-                    return pos
-            else:
+            if not self._quote:
                 pos = self._scan_outside_string(text, pos)
                 if self.status is not MORE:
                     return pos
+                continue
+            pos = _end_of(_STRING_CHARS[self._quote], text, pos)
+            if pos == size:
+                return pos
+            if text[pos] == "\\":
+                # The backslash is the last character of the text. Any other backslash is a part of
+                # the regex match, together with the escaped character.
+                self._is_escaped = True
+                return pos + 1
+            self._quote = ""  # The character at `pos` closes the string.
+            pos += 1
+            if not self._closing_brackets:
+                self.status = DONE  # The whole value is a string.
+                return pos
         return pos
 
     def _scan_outside_string(self, text: str, pos: int) -> int:

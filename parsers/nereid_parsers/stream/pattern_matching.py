@@ -77,7 +77,8 @@ class FieldStep:
         if self.name == "name":
             # A pattern may contain the name twice. Both names must be equal.
             differs = fields.get("name", value) != value
-            if is_at_text_end or differs or value.isdigit():
+            is_number = value.isdigit()  # Models number tool calls. A number is not a name.
+            if is_at_text_end or differs or is_number:
                 return NO_MATCH
         fields[self.name] = value
         return end

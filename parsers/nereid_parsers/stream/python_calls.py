@@ -42,6 +42,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
+            # Only the reader of a value needs the white space, because strings may contain it.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_blanks(text, pos)
                 continue

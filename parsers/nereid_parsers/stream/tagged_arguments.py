@@ -67,9 +67,7 @@ class TaggedReader(StepReader):
             return pos
         tags = self._tags
         if tags.is_at_stop_marker(text, pos):
-            self._close_arguments()
-            self.writer.end()
-            self.status = DONE
+            self._end_call()
             return pos
         opening = tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
@@ -234,6 +232,12 @@ class TaggedReader(StepReader):
             return not any(word.startswith(value) for word in _NULL_WORDS)
         first_char = self._value_pieces[0][0] if self._value_pieces else ""
         return bool(first_char) and first_char not in _FIRST_CHARS_OF_JSON
+
+    def _end_call(self) -> None:
+        """Write the closing brace of the arguments, and end the tool call."""
+        self._close_arguments()
+        self.writer.end()
+        self.status = DONE
 
     def _close_arguments(self) -> None:
         """Write the closing brace of the arguments."""

@@ -274,21 +274,27 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
     if text.response_template is not None:
         try:
             fmt = format_of_response_template(text.response_template)
-            why = "The response_template in tokenizer_config.json declares the format."
-            return ChosenFormat(fmt, "response_template", why)
         except FormatError as error:
             problems.append(_sentence(f"The response_template cannot be used: {error}"))
-    if text.template is not None:
-        try:
-            analysis = analyze_checkpoint_template(
-                text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
-            )
-            why = " ".join([*problems, "The format was inferred from the chat template."])
-            return ChosenFormat(analysis.format, "template", why, analysis)
-        except NereidParsersError as error:
-            problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
-    else:
+        else:
+            why = "The response_template in tokenizer_config.json declares the format."
+            return ChosenFormat(fmt, "response_template", why)
+    if text.template is None:
         problems.append("The checkpoint has no chat template.")
+        return _plain_format(problems)
+    try:
+        analysis = analyze_checkpoint_template(
+            text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
+        )
+    except NereidParsersError as error:
+        problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
+        return _plain_format(problems)
+    why = " ".join([*problems, "The format was inferred from the chat template."])
+    return ChosenFormat(analysis.format, "template", why, analysis)
+
+
+def _plain_format(problems: list[str]) -> ChosenFormat:
+    """Return the format for plain content, and log a warning with the reasons in `problems`."""
     why = " ".join([*problems, "So all output is returned as plain content."])
     log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)
     plain = Format(

@@ -207,20 +207,17 @@ class Prober:
         """
         switch_names = sorted(name for name in self.template.names if is_thinking_switch(name))
         names = [name for name in switch_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
-        all_on_or_off = [
-            Switches(tuple((name, value) for name in names)) for value in (True, False)
-        ]
-        single = [
-            Switches(((name, value),)) for name in names for value in self._switch_values(name)
-        ]
-        system = [
-            Switches(system=word)
-            for word in _SYSTEM_SWITCHES
-            if any(word in literal for literal in self.template.literals)
-        ]
-        # Some templates render reasoning only if several switches are on.
-        several = all_on_or_off if len(names) > 1 else []
-        return [NO_SWITCHES, *several, *single, *system][:_MAX_SWITCH_SETTINGS]
+        settings = [NO_SWITCHES]
+        if len(names) > 1:
+            # Some templates render reasoning only if several switches are on.
+            settings.append(Switches(tuple((name, True) for name in names)))
+            settings.append(Switches(tuple((name, False) for name in names)))
+        for name in names:
+            settings += [Switches(((name, value),)) for value in self._switch_values(name)]
+        for word in _SYSTEM_SWITCHES:
+            if any(word in literal for literal in self.template.literals):
+                settings.append(Switches(system=word))
+        return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
         """Return the values that the analysis tries for a thinking switch.
@@ -229,12 +226,11 @@ class Prober:
         with `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
         """
         constants = self.template.compared.get(name, ())
-        values: list[Any] = [value for value in constants if isinstance(value, str | int)]
-        if "effort" in name or "mode" in name:
-            values += _EFFORTS
-        else:
-            values += (True, False)
-        distinct = {repr(value): value for value in values}  # as dict keys, True and 1 are equal
+        compared = [value for value in constants if isinstance(value, str | int)]
+        is_effort = "effort" in name or "mode" in name
+        usual_values: tuple[Any, ...] = tuple(_EFFORTS) if is_effort else (True, False)
+        # The keys are the representations, because True and 1 are equal as keys.
+        distinct = {repr(value): value for value in (*compared, *usual_values)}
         return list(distinct.values())[:_MAX_SWITCH_VALUES]
 
 

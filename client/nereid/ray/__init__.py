@@ -28,7 +28,7 @@ __all__ = ["Options", "app"]
 # this limit with the status 503.
 _MAX_ONGOING_REQUESTS = 10_000
 _SERVER_DRAIN_S = 60.0
-# To load a model again is slow, so a replica is removed only after a long time of low load.
+# Loading a model again is slow, so a replica is removed only after a long time of low load.
 _DOWNSCALE_DELAY_S = 600.0
 
 

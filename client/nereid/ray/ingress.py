@@ -64,7 +64,7 @@ async def _body(
     except _FAILURES:
         content_type = next((v for k, v in headers.items() if k.lower() == "content-type"), "")
         if not content_type.startswith("text/event-stream"):
-            raise  # the connection then ends before the body, which the client notices
+            raise  # the connection then ends early, so the client notices the failure
         yield error_event(_lost(), scope)
     finally:
         parts.cancel()

@@ -20,7 +20,7 @@ _MAX_EXTRA_REQUESTS = 8
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return the hashes of the first 256 characters of the prompt, the first 512, and so on.
+    """Return the hashes of prefixes of the prompt: the first 256 characters, the first 512, ...
 
     If two prompts begin with the same 256 * n characters, their first n hashes are equal. There are
     at most 64 hashes. If the prompt needs fewer, the last hash is the hash of the whole prompt. If
@@ -31,8 +31,8 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
         parts = [fields[name] for name in _PROMPT_FIELDS if name in fields]
     except (ValueError, TypeError, RecursionError):
         return ()
-    # Remove the closing brackets. Example: [[{"content": "a"}]] becomes [[{"content": "a. With a
-    # second message, the text is [[{"content": "a"}, {"content": "b, which has the same beginning.
+    # Remove the closing brackets. Example: `[[{"content": "a"}]]` becomes `[[{"content": "a`. The
+    # text of the next turn, `[[{"content": "a"}, {"content": "b`, begins with the same characters.
     text = json.dumps(parts, ensure_ascii=False).rstrip(']}"') if parts else ""
     text = text[: _CHARACTERS_PER_HASH * _MAX_HASHES]
     hashes, so_far = [], hashlib.blake2b(digest_size=8)

@@ -1,4 +1,4 @@
-"""A replica of the Ray Serve deployment `Server`, which starts and calls one `nereid serve`."""
+"""The deployment `Server`. Each replica starts one `nereid serve` and sends requests to it."""
 
 import asyncio
 import contextlib

@@ -63,7 +63,7 @@ _TRANSLATED |= CountTokensRequest.__annotations__.keys() | REFUSED_IN_MESSAGES.k
 
 
 def _template_variables(request: CountTokensRequest) -> Json:
-    """Return the variables of the chat template for `thinking` and `output_config.effort`.
+    """Translate `thinking` and `output_config.effort` to variables of the chat template.
 
     A template ignores variables that it does not have. This is intended, because agents send both
     fields to every model. The field chat_template_kwargs takes precedence.

@@ -49,7 +49,7 @@ class _ImageBlock(_Block):
 
 
 class _ThinkingBlock(_Block):
-    """The reasoning of an earlier answer. The field signature is not checked."""
+    """The reasoning of an earlier answer. Nereid does not check the field `signature`."""
 
     thinking: str
 
@@ -157,7 +157,7 @@ def _read_message(message: Json, place: str) -> tuple[str, list[_Block]]:
 def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_Block]:
     """Return the content of a message as a list of blocks.
 
-    A content that is a text becomes one text block.
+    If the content is a text, return one text block.
 
     Args:
         content: the value in the request.

@@ -223,7 +223,7 @@ _DELTAS = {
 
 
 def _signature(reasoning: str) -> str:
-    """Return the signature of a thinking block: a hash of its text.
+    """Return the signature of a thinking block: a hash of the reasoning text.
 
     Anthropic's servers sign reasoning in order to recognize it in a later request. Some clients
     send back only reasoning with a signature. The frontend does not check signatures.

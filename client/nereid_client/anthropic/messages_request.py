@@ -205,7 +205,7 @@ class CountTokensRequest(GenerationRequest):
 
     @property
     def response_format_of_config(self) -> Json | None:
-        """The field output_config.format as a response_format; None for plain text."""
+        """The field output_config.format as a response_format. None means plain text."""
         given = self.output_config.format if self.output_config else None
         if given is None:
             return None

@@ -72,7 +72,7 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def pooling_models_of(request: Request) -> PoolingModels:
-    """Return the pooling models that the frontend can call for a request."""
+    """Return the object that finds and calls the frontend's pooling models."""
     models: PoolingModels = request.app.state.pooling
     return models
 

@@ -119,7 +119,7 @@ class PoolingBackend(Protocol):
 
 
 class TritonPooling:
-    """The pooling models on a Triton server. The connection is opened by the first call.
+    """Calls the pooling models on a Triton server. The first call opens the connection.
 
     Args:
         url: host:port of the server's gRPC endpoint.

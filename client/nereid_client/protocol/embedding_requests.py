@@ -80,7 +80,7 @@ class PoolingRequest(RequestBody):
 
     @property
     def truncates(self) -> bool | None:
-        """Whether the server cuts texts that are too long. None if the request does not set it."""
+        """Whether the server cuts texts that are too long. None means the default of the server."""
         if self.truncate_prompt_tokens is not None:
             return True
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate
@@ -155,7 +155,10 @@ class EmbeddingRequest(EmbeddingOptions):
 
     @property
     def vector_type(self) -> str:
-        """The type of the returned vectors: output_dtype, or else the encoding_format."""
+        """The type of the returned vectors, such as "float" or "base64".
+
+        The field output_dtype or embedding_type takes precedence over encoding_format.
+        """
         given = self.output_dtype or self.embedding_type
         return self.encoding_format or "float" if given in (None, "float") else str(given)
 

@@ -100,7 +100,7 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
 
 
 def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
-    """Return the names of the functions in a tool choice. "required" returns an empty list.
+    """Return the names of the functions in a tool choice. For "required", return an empty list.
 
     Raises: FieldError if the choice has no known form.
     """

@@ -199,7 +199,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def only_prompt(self) -> bool:
-        """Whether the prompt is only evaluated and no token is generated."""
+        """Whether the response contains only the prompt and no generated tokens."""
         return self.max_tokens == 0
 
     @property
@@ -223,7 +223,8 @@ class CompletionRequest(GenerationRequest):
         if self.num_generated > 1:
             fields["n"] = self.num_generated
         if self.only_prompt:
-            # The engine computes the log-probabilities of a prompt only if it generates a token.
+            # The engine computes the log-probabilities of a prompt only if the request generates
+            # tokens.
             fields["max_tokens"] = 1
         if self.echoes_logprobs:
             fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)

@@ -184,14 +184,14 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def query_field(self) -> str:
-        """The name of the field with the queries: "queries", "data_1" or "text_1"."""
+        """The name of the field that contains the queries: "queries", "data_1" or "text_1"."""
         if self.queries is not None or self.documents is not None:
             return "queries"
         return "text_1" if self.data_1 is None and self.data_2 is None else "data_1"
 
     @property
     def document_field(self) -> str:
-        """The name of the field with the documents: "documents", "data_2" or "text_2"."""
+        """The name of the field that contains the documents: "documents", "data_2" or "text_2"."""
         return {"queries": "documents", "data_1": "data_2", "text_1": "text_2"}[self.query_field]
 
     @property

@@ -210,7 +210,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_format_and_tools(self) -> Self:
-        """Check text.format, the names of the tools, and the functions in the tool choice."""
+        """Check text.format, the names of the tools, and the tool choice."""
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools
@@ -237,7 +237,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def effort(self) -> Any:  # noqa: ANN401 - any JSON value, until it is validated
-        """The field reasoning.effort, or None if it is not given."""
+        """The value of reasoning.effort, or None if the request does not have this field."""
         return (self.reasoning or {}).get("effort")
 
     @property
@@ -298,7 +298,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the body's fields that the chat completion has under the same names."""
+        """Return the fields of the body that have the same name in a chat completion."""
         return {
             name: value
             for name, value in body.items()

@@ -63,7 +63,10 @@ class DecodeRequest(RequestBody):
         return [ids for _, ids in self._named_lists()]
 
     def _named_lists(self) -> list[tuple[str, Any]]:
-        """Return pairs of the path of a list in the body, such as "ids[0]", and its token ids."""
+        """Return each list of token ids, together with the path of the list in the body.
+
+        Example: {"ids": [[1, 2], [3]]} returns [("ids[0]", [1, 2]), ("ids[1]", [3])].
+        """
         if isinstance(self.ids, list) and self.ids and isinstance(self.ids[0], list):
             return [(f"ids[{index}]", ids) for index, ids in enumerate(self.ids)]
         return [("ids", self.ids)]

@@ -134,7 +134,7 @@ def _chat_part(part: Json) -> Json:
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
-    """Add a reasoning item to the assistant message that follows it."""
+    """Add the text of a reasoning item to the assistant message that follows the item."""
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:

@@ -97,9 +97,9 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return the stored item that an `item_reference` names.
+    """Return the stored item that has the id in an `item_reference`.
 
-    Raises: ApiError 404 if no stored response has it.
+    Raises: ApiError 404 if no stored response has such an item.
     """
     item_id = _string(item, "id", place)
     stored_item = find(item_id)

@@ -212,8 +212,8 @@ class LogprobMatcher:
         tokens = [_bytes(entry) for entry in self._unassigned]
         begin = b"".join(tokens).find(wanted)
         if begin < 0:
-            # The postprocessor changed the text, for example to repair it. It is unknown which
-            # tokens belong to the text, so all tokens are returned.
+            # The tokens do not contain the text, because the postprocessor changed the text, for
+            # example to repair JSON. All tokens are returned.
             popped, self._unassigned = self._unassigned, []
             return popped
         token_ends = list(accumulate(map(len, tokens)))

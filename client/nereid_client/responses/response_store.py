@@ -1,4 +1,4 @@
-"""The store of responses, which is in memory and limits their number, size and age.
+"""Stores responses in memory. The store limits the number, the size and the age of responses.
 
 A response is stored as the JSON that is sent to clients, so its size in bytes is known.
 """

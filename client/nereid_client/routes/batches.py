@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 @router.post("/v1/batches", summary="Create a batch")
 async def create_batch(request: Request) -> Json:
-    """Send each line of an uploaded file as a request, with the lowest priority."""
+    """Create a batch. Each line of the input file becomes a request with the lowest priority."""
     batches = batches_of(request)
     body = await read_body(request)
     batch_request = validate(CreateBatchRequest, body)

@@ -21,7 +21,7 @@ router = APIRouter(tags=["Embeddings and reranking"])
 
 @router.post("/classify", summary="Classify texts")
 async def classify(request: Request) -> Response:
-    """Return the probabilities of all labels for each text, and the most probable label.
+    """Classify texts. For each text, return the most probable label and all probabilities.
 
     The format is vLLM's. The served reranker must be a classifier.
     """
@@ -40,7 +40,7 @@ async def classify(request: Request) -> Response:
 
 
 def labels_of(served: ServedModel, num_classes: int) -> list[str]:
-    """Return the labels of a classifier. A model without labels has LABEL_0, LABEL_1, and so on."""
+    """Return the labels of a classifier, or LABEL_0, LABEL_1, ... if the model has no labels."""
     return served.info.get("labels") or [f"LABEL_{at}" for at in range(num_classes)]
 
 

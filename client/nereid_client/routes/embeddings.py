@@ -105,7 +105,10 @@ async def tei_embed_all(request: Request) -> Response:
 
 @router.post("/embed_sparse", summary="Create sparse embeddings (TEI's format)")
 async def tei_embed_sparse(request: Request) -> Response:
-    """Return a list for each text. The list contains the token ids and their weights."""
+    """Return one sparse vector for each text: a list of token ids with their weights.
+
+    Example of a vector: [{"index": 7, "value": 0.5}].
+    """
     outputs = await _tei_outputs(request, "sparse")
     rows = [json.loads(row) for row in outputs.strings["sparse"]]
     return JSONResponse([_index_value_pairs(row) for row in rows])

@@ -24,7 +24,7 @@ router = APIRouter(tags=["Embeddings and reranking"])
 @router.post("/v1/rerank", summary="Rerank documents")
 @router.post("/rerank", summary="Rerank documents (path without /v1)")
 async def rerank(request: Request) -> Response:
-    """Return the documents in the order of their relevance to a query.
+    """Rerank the documents: sort the documents by their relevance to a query.
 
     The response has the format of Jina and vLLM, or that of TEI if the body has `texts`. The
     field `format` selects another format.

@@ -43,7 +43,7 @@ Json = dict[str, Any]
 
 
 class _EventsQuery(BaseModel):
-    """The query parameter that selects the events of a stored response."""
+    """The query parameters of a request for the events of a stored response."""
 
     starting_after: Annotated[int, Field(ge=0)] | None = None
 

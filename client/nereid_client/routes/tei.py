@@ -65,7 +65,9 @@ async def decode(request: Request) -> list[str]:
 
 @router.get("/info", summary="Describe the served model (TEI's format)")
 async def info(request: Request) -> dict[str, Any]:
-    """Return the properties of the embedding model. Without one, describe the reranker.
+    """Return the properties of the served embedding model.
+
+    If there is no embedding model, return the properties of the reranker.
 
     TEI's properties that Nereid does not have are null.
     """

@@ -20,7 +20,7 @@ _EXECUTOR = ThreadPoolExecutor(1, "template")
 
 @router.post("/template/inspect", summary="Inspect a chat template")
 async def inspect_template(request: Request) -> Response:
-    """Return the chat format that is inferred from a template, as a text and as JSON.
+    """Infer the chat format from a template, and describe the format as text and as JSON.
 
     The response is the report of `nereid template inspect --json`, with the additional key `text`.
     The analysis limits the time and the memory that a template may use.

@@ -124,7 +124,7 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
 
 
 def _prompt_fields(delta: Delta) -> Json:
-    """Return the fields about the prompt. vLLM adds these fields next to the field `choices`."""
+    """Return the fields of a chunk that describe the prompt. vLLM has the same fields."""
     fields: Json = {}
     if "prompt_token_ids" in delta:
         fields["prompt_token_ids"] = delta["prompt_token_ids"]

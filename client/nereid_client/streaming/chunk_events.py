@@ -64,7 +64,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         return chunk
 
     def usage_chunk(self) -> Json:
-        """Return the chunk with the final token counts, which has no choices."""
+        """Return the last chunk of a stream. It contains the token counts, and no choices."""
         return {**self.frame.with_choices(self._kind, []), "usage": total_usage(self._usages)}
 
 

@@ -21,7 +21,7 @@ PromptDelta = tuple[int, Delta]
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """The options of a request that decide what the choices of its response contain.
+    """The options of a completion request. They decide what a choice contains.
 
     Attributes:
         echoes: for each prompt, the text that its choices start with ("" without `echo`).
@@ -78,7 +78,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def add(self, item: PromptDelta) -> list[Json]:
-        """Return the chunk for a delta, or no chunk if it would be empty."""
+        """Return the chunk for a delta. If the chunk would be empty, return no chunk."""
         prompt, delta = item
         number = self.record(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):

@@ -71,7 +71,7 @@ class TokenLogprob(TopLogprob):
 
 
 class PromptLogprob(TypedDict):
-    """A token of the prompt, or one of the most probable tokens at its position."""
+    """The log-probability of a prompt token, or of a probable token at the same position."""
 
     logprob: float
     rank: int | None

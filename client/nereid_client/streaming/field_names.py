@@ -25,7 +25,7 @@ class FieldNames:
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
     def rename(self, error: BackendError) -> ApiError:
-        """Convert an error of the backend to an ApiError that has the field names of this API.
+        """Convert an error of the backend to an ApiError that has the other API's field names.
 
         Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
         """

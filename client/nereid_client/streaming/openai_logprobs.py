@@ -35,7 +35,7 @@ def chat_logprobs(entries: Iterable[TokenLogprob], *, tokens_as_ids: bool = Fals
 
 
 def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
-    """Return the field `prompt_logprobs` in vLLM's format, which has no infinite numbers."""
+    """Return the field `prompt_logprobs` in vLLM's format. Replace -infinity by -9999."""
     return [
         None
         if entries is None
@@ -71,7 +71,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the log-probabilities of the prompt. They precede those of the generated tokens.
+        """Return the part for the tokens of the prompt. It comes before the parts of the deltas.
 
         Args:
             token_ids: the token ids of the prompt.
@@ -145,7 +145,7 @@ class CompletionLogprobs:
         return self._decoder.decode(raw)
 
     def _append_text(self, text: str) -> None:
-        """Append text to `_text`, and remove the text of tokens whose position is known."""
+        """Append text to `_text`. Remove the text before `_position`, which was searched."""
         num_located = min(self._position - self._base, len(self._text))
         self._text = self._text[num_located:] + text
         self._base += num_located

@@ -1,4 +1,4 @@
-"""Send reasoning while it is generated, or in one piece when it has ended."""
+"""Send reasoning either piece by piece while it is generated, or as a whole after its end."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ _END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 @dataclass
 class ReasoningView:
-    """Sends the reasoning of a stream while it is generated, or in one piece when it has ended.
+    """Sends the reasoning of a stream either piece by piece, or as a whole after its end.
 
     Attributes:
         streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning

@@ -72,7 +72,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
-        """Send the headers and all events, and close the generators at the end."""
+        """Send the headers and all events. Then close the generators `_events` and `_source`."""
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             is_last = False
@@ -110,7 +110,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def first_of(request: Request, source: AsyncGenerator[T]) -> T | None:
-    """Return the first item of a generator, or None if there is none.
+    """Return the first item of a generator, or None if the generator has no items.
 
     A route calls this function before it starts a response, so that an error before the first item
     can still determine the HTTP status. If the generator raises an error or the client disconnects,

@@ -62,7 +62,7 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
 
 
 def rows_of(outputs: PoolingOutputs) -> list[Floats]:
-    """Return one float32 array for each text, or other item, of an embedding request.
+    """Split the outputs of an embedding model into one float32 array for each text or image.
 
     The shape of an array is [dimension] if the model returns one vector for each input, and
     [num_vectors, dimension] if the model returns one vector for each token.

@@ -71,7 +71,7 @@ class BackgroundResponse:
         return size
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events whose sequence number is greater than `after`, until the response ends.
+        """Yield the events with a sequence number greater than `after`, until the response ends.
 
         Closing this generator does not end the response.
         """
@@ -195,7 +195,7 @@ class Responses:
 
 
 async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:
-    """Yield the events of a stored response whose sequence number is greater than `after`."""
+    """Yield a stored response's events with sequence numbers greater than `after`."""
     for part in _in_parts((record.events or ())[after + 1 :]):
         yield part
 

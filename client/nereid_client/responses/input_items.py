@@ -97,7 +97,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return the stored item that has the id in an `item_reference`.
+    """Return the stored item to which an `item_reference` refers.
 
     Raises: ApiError 404 if no stored response has such an item.
     """

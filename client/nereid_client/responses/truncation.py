@@ -54,7 +54,7 @@ async def generate_truncated(
 
 
 def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] | None:
-    """Remove the oldest turns of a chat. Return the other messages.
+    """Remove the oldest turns of a chat, and return the remaining messages.
 
     A turn is a user's message and all messages before the next one. System messages at the start
     and the last turn are never removed.

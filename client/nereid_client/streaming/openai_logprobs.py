@@ -145,7 +145,10 @@ class CompletionLogprobs:
         return self._decoder.decode(raw)
 
     def _append_text(self, text: str) -> None:
-        """Append text to `_text`. Remove the text before `_position`, which was searched."""
+        """Append text to `_text`.
+
+        Remove the text before `_position` from `_text`, because its tokens have been located.
+        """
         num_located = min(self._position - self._base, len(self._text))
         self._text = self._text[num_located:] + text
         self._base += num_located

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of Nereid: continuous batching and a paged KV cache under transformers' model code.
+"""The engine of Nereid runs transformers' models.
+
+The engine adds continuous batching and a paged KV cache to the model code of transformers.
 
 ``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they import torch. The
 Triton server's stub processes import this package for its types and must not load torch.

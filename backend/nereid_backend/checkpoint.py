@@ -261,7 +261,10 @@ def _choose_dtype(
 def _eos_token_ids(
     model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens in all configs of a model, sorted."""
+    """Return the sorted ids of the end-of-sequence tokens of a model.
+
+    The ids are collected from the generation config, the config and the text config.
+    """
     token_ids: set[int] = set()
     for source in (getattr(model, "generation_config", None), config, text_config):
         value = getattr(source, "eos_token_id", None)

@@ -28,7 +28,8 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
-    # torch does not reuse a pinned buffer before the copies from it have ended.
+    # The copy runs in the background. torch does not reuse the pinned memory before this copy has
+    # ended.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

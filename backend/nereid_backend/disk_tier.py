@@ -65,7 +65,7 @@ class DiskTier:
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
-        """Write all further blocks of `cache` to `store`.
+        """Create the tier. From now on, new blocks of `cache` are written to `store`.
 
         Args:
             store: the folder.
@@ -80,7 +80,10 @@ class DiskTier:
         cache.save_on_disk(before_reuse=self._save_block)
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start to read the prefix of a request. Return False if the disk has nothing to add."""
+        """Start reading the prefix of a request from disk, and return True.
+
+        Return False if the disk contains nothing of the prefix that is not in memory.
+        """
         if sequence.params.prompt_logprobs is not None:
             return False
         hashes = self._cache.prefix_hashes(sequence)
@@ -114,16 +117,21 @@ class DiskTier:
         return ready
 
     def finish(self, request_id: str) -> None:
-        """Add what was read for a request to the prefix cache. Do nothing if nothing is read."""
+        """Add the blocks and the snapshot that were read for a request to the prefix cache.
+
+        Do nothing if no files were being read for the request.
+        """
         read = self._reads.pop(request_id, None)
         if read is None:
             return
         read.is_cancelled = True
         contents = dict(zip(read.missing, list(read.contents), strict=False))
         if read.snapshot and (read.state is None or len(contents) < len(read.missing)):
-            # A recurrent model cannot use the blocks without the snapshot after the last block.
+            # A recurrent model can use these blocks only together with the snapshot of the last
+            # block.
             return
-        # Blocks join the cache only up to the first block that was not read.
+        # The cache can use a block only if all earlier blocks are in the cache. Therefore, only the
+        # blocks before the first missing block are added.
         num_usable = next(
             (
                 index
@@ -141,7 +149,7 @@ class DiskTier:
             self._insert_snapshot(read.hashes[-1], read.state)
 
     def cancel(self, request_id: str) -> None:
-        """Stop to read the prefix of a request. Do nothing if nothing is read."""
+        """Stop reading the prefix of a request. Do nothing if its files are not being read."""
         read = self._reads.pop(request_id, None)
         if read is not None:
             read.is_cancelled = True
@@ -165,7 +173,8 @@ class DiskTier:
             block_hash = next(iter(cache.unsaved))
             block = cache.block_of(block_hash)
             if block is not None and not self._save_block(block_hash, block):
-                # The writer thread is too slow. The blocks wait for a later step.
+                # The writer thread has not written the earlier blocks yet. The next call of `save`
+                # tries this block again.
                 return
             del cache.unsaved[block_hash]
         snapshots = cache.snapshots
@@ -187,7 +196,11 @@ class DiskTier:
         self._store.flush(_CLOSE_TIMEOUT_S)
 
     def _has_block(self, block_hash: bytes) -> bool:
-        """Return whether a block is in memory, on disk, or needs no bytes."""
+        """Return whether the block is available, so that no request must compute the block again.
+
+        A block is available if it is in memory or on disk. If the model has no KV cache, blocks
+        contain no data and are always available.
+        """
         return (
             not self._prefixes.has_blocks
             or self._cache.block_of(block_hash) is not None
@@ -201,7 +214,7 @@ class DiskTier:
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Add a snapshot that was read to the snapshots in memory."""
+        """Store the content of a snapshot file in the snapshots in memory."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         if block_hash in snapshots:

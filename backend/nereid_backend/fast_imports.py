@@ -45,7 +45,9 @@ def importing() -> Iterator[None]:
 
 
 def use_cached_index() -> None:
-    """Let the first import of transformers load its index of models from Nereid's cache folder.
+    """Make the first import of transformers read the index of all models from a file.
+
+    The file is in Nereid's cache folder.
 
     The import itself is not changed: if the cache has no index, transformers computes the index.
     Do nothing if transformers has already been imported.
@@ -55,7 +57,7 @@ def use_cached_index() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module `_MODULE`, and gives it a loader that replaces the slow function."""
+    """Makes Python load the module `_MODULE` with `_Loader`."""
 
     def find_spec(
         self,
@@ -73,10 +75,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads the module `_MODULE` and replaces its slow function."""
+    """Loads the module `_MODULE` and replaces the function `_FUNCTION` in the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then replace the function if the module has it."""
+        """Execute the module, and replace the function `_FUNCTION` if the module contains it."""
         super().exec_module(module)
         compute = getattr(module, _FUNCTION, None)
         if compute is not None:
@@ -84,7 +86,10 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that computes the index of all models once and then reads it from a file.
+    """Return a function that returns the same index as `compute`, but takes less time.
+
+    The returned function reads the index from a file. If the file does not exist, the function
+    calls `compute` and creates the file.
 
     Args:
         compute: returns the index of a folder of transformers. The argument is the path of the
@@ -108,7 +113,12 @@ def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any],
 
 
 def _fingerprint(package: Path) -> str:
-    """Return a hash that changes if the index or the format of its file can change."""
+    """Return a hash for the name of the file in which the index is stored.
+
+    The hash depends on the folder and the version of transformers, the time at which the folder of
+    the models was changed, and the version of Python. If one of them changes, the stored index is
+    not used.
+    """
     version = getattr(sys.modules.get("transformers"), "__version__", "")
     changed = (package / "models").stat().st_mtime_ns
     parts = (str(package), version, str(changed), sys.version)
@@ -116,7 +126,7 @@ def _fingerprint(package: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the index in a file, or None if the file is missing or damaged."""
+    """Read the index from a file. Return None if the file is missing or damaged."""
     try:
         index = marshal.loads(path.read_bytes())
     except (OSError, EOFError, ValueError, TypeError):

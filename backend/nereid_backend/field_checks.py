@@ -45,8 +45,8 @@ _REQUIREMENTS = {
 TokenId = Annotated[int, Field(ge=0, lt=2**64)]
 TokenIds = Annotated[Sequence[TokenId], AfterValidator(tuple)]
 _SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
-# The biases are stored as a tuple of sorted pairs. `dataclasses.replace` passes this tuple to the
-# validation again, so that a tuple must be accepted.
+# The validation turns the biases into a tuple of sorted pairs. `dataclasses.replace` validates this
+# tuple again, so this type must accept a tuple, too.
 _Biases = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(lambda value: dict(value) if isinstance(value, tuple) else value),

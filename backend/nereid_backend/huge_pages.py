@@ -36,7 +36,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def move_weights(model: nn.Module) -> None:
-    """Move a model's parameters and buffers on a CPU into huge pages, in the model's order.
+    """Move the parameters and buffers of a model into huge pages, if they are on a CPU.
+
+    The tensors are placed in the order of the model.
 
     Tensors that share memory before the call also share memory after the call. Tensors on other
     devices, small tensors, and tensors in the layout of a library such as oneDNN are not moved.
@@ -56,8 +58,8 @@ def move_weights(model: nn.Module) -> None:
     mapped = _mapped(total)
     start = 0
     while sharing:
-        # Removing the tensors from `sharing` frees each storage as soon as it is copied. Otherwise,
-        # all weights would be in memory twice.
+        # `pop` removes the old tensors from `sharing`. Each iteration can therefore free the memory
+        # of its old tensors. Otherwise, all weights would be in memory twice.
         tensors = sharing.pop(next(iter(sharing)))
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()
@@ -68,16 +70,18 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
-    """Return a tensor that equals `tensor` and uses the copy of its storage in `mapped`.
+    """Return a tensor that equals `tensor`, but uses the memory of `mapped`.
 
     Args:
         tensor: a tensor whose storage was copied to `mapped[start:]`.
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `mapped` itself may begin inside its storage. Offsets of storages count items.
+    # The storage of `mapped` may begin before `mapped`, so the offset of `mapped` is added. `set_`
+    # expects offsets as numbers of items, not as bytes.
     start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
-    # Make the new tensor an inference tensor exactly if the old tensor is an inference tensor.
+    # torch has inference tensors and normal tensors. The new tensor must be of the same kind as the
+    # old tensor.
     with torch.inference_mode(tensor.is_inference()):
         return torch.tensor([], dtype=tensor.dtype).set_(
             mapped.untyped_storage(),
@@ -104,7 +108,8 @@ def _mapped(size: int) -> Tensor:
     """
     is_large = size >= _HUGE_BYTES
     alignment = _HUGE_BYTES if is_large else _PAGE_BYTES
-    # The size is rounded up to whole pages, because a part of a huge page cannot be a huge page.
+    # The size is rounded up to whole huge pages. Otherwise, the end of the memory would consist of
+    # small pages.
     rounded = -(-size // alignment) * alignment
     pages = mmap.mmap(-1, rounded + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_large and hasattr(mmap, "MADV_HUGEPAGE"):

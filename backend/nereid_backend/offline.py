@@ -70,7 +70,10 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Move requests from `requests` to the engine until the waiting queue of the engine is full."""
+    """Add requests to the engine until the engine accepts no more waiting requests.
+
+    The added requests are removed from `requests`.
+    """
     while requests:
         try:
             add_request(*requests[0])
@@ -83,7 +86,7 @@ class _PartialOutput:
     """Collects the updates of one request."""
 
     def __init__(self) -> None:
-        # The updates of each sequence, by the index of the sequence.
+        # Maps the index of each sequence to the updates of this sequence.
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:

@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """The interface of a forward path. It owns the KV cache and other state of the model."""
+    """The interface of a forward path.
+
+    A forward path runs the model, and owns the KV cache and the other state of the sequences.
+    """
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the forward pass of a plan that has at least one chunk.
@@ -51,7 +54,7 @@ class ForwardPath(Protocol):
         """
 
     def clear(self, sequence: Sequence) -> None:
-        """Overwrite the state of a sequence that failed.
+        """Reset the state of a sequence whose computation failed, so that it contains no NaN.
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
         sequence that gets these blocks.
@@ -104,8 +107,9 @@ class Runner:
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The first forward pass reveals the size of the vocabulary. The masks of the first step are
-        # therefore filled after its forward pass.
+        # The size of the vocabulary is unknown before the first forward pass. In the first step,
+        # the masks are therefore filled after the forward pass. In later steps, they are filled at
+        # the same time.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -205,7 +209,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear the state of all sequences of a plan if the body of the context fails."""
+        """Clear the state of the plan's sequences if the code in the `with` block fails."""
         try:
             yield
         except BaseException:
@@ -236,7 +240,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
         num_top = sequence.params.prompt_logprobs
         if num_top is None:
             continue
-        # The last logits of the chunk predict the token `end` - 1.
+        # `end` - 1 is the index of the token that the last logits of the chunk predict.
         end = chunk.start + chunk.num_tokens + 1
         first_predicted = end - chunk.num_logits
         tokens = sequence.token_ids[first_predicted : min(end, sequence.num_prompt_tokens)]
@@ -271,7 +275,8 @@ def _read_sampled(
     """
     token_ids, logprobs = sampled_tokens.token_ids, sampled_tokens.logprobs
     if _have_single_tokens(sampling, sampled_tokens):
-        # Nearly all steps. This branch returns the same result as the loop in less time.
+        # This condition is true in nearly all steps. The branch returns the same result as the loop
+        # below in less time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -295,7 +300,7 @@ def _read_sampled(
 
 
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether each chunk gets exactly the token that was sampled at its only position.
+    """Return whether exactly one token is added to each sequence: the sampled token.
 
     This is the case if no chunk has draft tokens or a grammar, no request asks for
     log-probabilities, and no position has an error.
@@ -313,7 +318,10 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
 def _accept_or_end(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Return the result of `_accept`, or an error that ends the sequence if its grammar fails."""
+    """Return the result of `_accept`. If the grammar fails, return an error instead.
+
+    The error ends the sequence.
+    """
     try:
         return _accept(sequence, drafts, sampled_tokens, first)
     except Exception as error:
@@ -326,7 +334,9 @@ def _accept_or_end(
 def _accept(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Return the new tokens of a sequence: sampled tokens, and tokens that the grammar forces.
+    """Verify the draft tokens of a sequence, and return the new tokens of the sequence.
+
+    The new tokens are sampled tokens and tokens that the grammar forces.
 
     The function verifies the draft tokens. Each sampled token is followed by the tokens that the
     grammar forces next. As long as the new tokens equal the draft tokens, the next sampled token is
@@ -347,8 +357,8 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop also ends after the last draft token, because `token_ids` is then longer than
-    # `drafts`.
+    # The sampled token after the last draft token is also added. `token_ids` is then longer than
+    # `drafts`, so the comparison is false and the loop ends.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -372,7 +382,7 @@ def _accept(
 
 
 def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
-    """Return the leading tokens of `forced` that are added without a step of the model.
+    """Return the first tokens of `forced` that can be added without a forward pass.
 
     The result ends with the first stop token. Example: if 9 is a stop token, [4, 9, 6] gives
     [4, 9], or [4] if min_tokens does not allow the end yet.

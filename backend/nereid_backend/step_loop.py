@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main loop of the engine, which plans a step, runs the step, and commits its tokens.
+"""Runs the main loop of the engine: plan a step, run the step, and commit the new tokens.
 
 With async scheduling, the device starts the next step before the host has read the tokens of the
 current step:
@@ -117,7 +117,10 @@ class StepLoop:
         return updates if next_step is None else updates + self._sample_next(next_step, result)
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
-        """Start the step after `step`. Return None if the next step cannot be planned yet."""
+        """Start the step that follows the running step `step`.
+
+        Return None if the next step cannot be planned yet.
+        """
         if self._scheduler.is_held_up:
             return None
         plan = self._scheduler.plan_ahead(step.plan)
@@ -153,7 +156,7 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """Count a failed step, end its sequences, and return their last updates.
+        """End all sequences of a failed step with an error, and return the updates that say so.
 
         Raises:
             EngineError: the GPU is lost, or too many consecutive steps have failed.
@@ -173,7 +176,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Append the requests that a plan starts to `started`."""
+        """Append the requests whose first tokens are computed in this step to `started`."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

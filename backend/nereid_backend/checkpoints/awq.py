@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# An int32 contains the weights of eight outputs. The number at index i is the output whose weight
-# is at place i, counted from the lowest bits.
+# An int32 contains eight 4-bit numbers. Number 0 is in the lowest bits. Number i is the weight of
+# the output _ORDER[i].
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -61,7 +61,10 @@ def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:
 
 
 def _in_order(packed: Tensor) -> Tensor:
-    """Return the integers of each row in the order of the outputs, uint8."""
+    """Return the unpacked integers of each row as uint8, sorted by output.
+
+    In an int32, the integers of the outputs have the order of `_ORDER`.
+    """
     places = torch.tensor([_ORDER.index(output) for output in range(8)])
     values = unpack_integers(packed, 4)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

@@ -90,7 +90,8 @@ def _four_bit_decoder(state_name: str) -> Decoder:
             )
         number_of_code = tensors[_MAP].float()
         weight = torch.empty(shape.numel(), dtype=dtype)
-        # The weight is decoded in parts of whole blocks, which limits the memory for float32.
+        # The weight is decoded in parts, because a part needs little memory for float32 numbers.
+        # Each part consists of whole blocks.
         part_size = max(1, PART_NUMBERS // block_size) * block_size
         for start in range(0, len(weight), part_size):
             part = weight[start : start + part_size]
@@ -112,7 +113,10 @@ def _read_state(content: Tensor) -> dict[str, Any]:
 
 
 def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return the factor of each block of weights, float32 [blocks]."""
+    """Return one factor for each block of weights. The shape is [blocks], the data type float32.
+
+    If the factors are quantised themselves, they are dequantised.
+    """
     absmax = tensors[_ABSMAX]
     if _NESTED_ABSMAX not in tensors:
         return absmax.float()

@@ -149,8 +149,9 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
-            # The zeros [words, groups] are packed along the outputs, and `unpack_integers` unpacks
-            # along the last dimension.
+            # The words contain the zeros of several outputs, and have the shape [words, groups].
+            # `unpack_integers` expects the words in the last dimension, so the words are
+            # transposed.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 
@@ -158,7 +159,10 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder of weights with one integer in a byte; see `_packed_decoder`."""
+    """Return the decoder of weights that store each integer in one byte.
+
+    The argument `group_size` is explained in `_integers`.
+    """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
         zeros = tensors.get(".weight_zero_point")
@@ -203,7 +207,11 @@ def _integers(
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Subtract the offset 2**(bits - 1), with which packed integers are stored. Return int8."""
+    """Convert unpacked integers to signed integers (int8).
+
+    The checkpoint stores each signed integer as integer + 2**(bits - 1). Example: with 4 bits, 0
+    becomes -8, and 15 becomes 7.
+    """
     offset: int = 2 ** (bits - 1)
     return (values.to(torch.int16) - offset).to(torch.int8)
 

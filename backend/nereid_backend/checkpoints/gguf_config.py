@@ -13,7 +13,8 @@ from typing import Any
 from nereid_backend.checkpoints.gguf_file import GgufFile
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# The field of the config for each metadata key. The keys omit the name of the architecture.
+# Maps a metadata key of a GGUF file to the name of the config's field. In the file, each key begins
+# with the name of the architecture, such as "llama.context_length". The name is omitted here.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -84,7 +85,8 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# These metadata values follow from other values, or do not change the output.
+# A metadata key that is neither in the tables above nor in this list is an error. `_rope` reads
+# some of the values in this list. The other values are not needed.
 _REDUNDANT = (
     "vocab_size",
     "rope.dimension_count",
@@ -218,7 +220,8 @@ def _rope(
         )
     parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
     if kind == "yarn":
-        # If the file lacks the original length, the length of the model replaces it.
+        # The original context length is the length before the scaling. If the file does not contain
+        # this length, the context length of the model is used.
         original = values.get("rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = original or values.get("context_length")
     return parameters
@@ -227,7 +230,10 @@ def _rope(
 def _llama3_rope(
     file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the rope parameters from which the factors of the file were computed.
+    """Return the rope parameters of a file that contains a factor for each rotary frequency.
+
+    The file contains these factors instead of the parameters from which the factors were computed.
+    This function finds the parameters.
 
     The file contains a factor for each frequency instead of these parameters.
 
@@ -251,7 +257,7 @@ def _llama3_rope(
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """Return the numbers by which each of `count` rotary frequencies is divided.
+    """Return one divisor for each of the `count` rotary frequencies.
 
     A frequency that rotates at most `low_freq_factor` times in the original context is divided by
     `factor`. A frequency that rotates at least `high_freq_factor` times stays unchanged. Between

@@ -35,7 +35,7 @@ _MAX_HEADER_BYTES = 2**29
 _STRING, _ARRAY = 8, 9
 # The struct formats of the numbers that describe the header.
 _UINT32, _UINT64 = "I", "Q"
-# The size of a string's length, which precedes the string.
+# A string in the file is stored as a length of 8 bytes and the characters.
 _STRING_LENGTH_BYTES = 8
 # The smallest sizes in the header: a metadata value with its name and type, and the description of
 # a tensor.
@@ -52,7 +52,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place of a tensor in the file.
+    """The name, shape, number type and position of a tensor in a GGUF file.
 
     Attributes:
         name: the name of the tensor.

@@ -21,7 +21,8 @@ from nereid_backend.checkpoints.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# The number changes if the content of the folder changes, so that old folders are not used.
+# This version number is a part of the folder's name. Increase the number when this module writes
+# other content. Nereid then creates a new folder and ignores the old folder.
 _VERSION = 1
 _TOKENIZER = "tokenizer.ggml."
 # The names of the special tokens in transformers, and their metadata fields in GGUF files.
@@ -73,7 +74,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
 
 
 def _write(file: GgufFile, folder: Path) -> None:
-    """Write the description of a file into a folder."""
+    """Write the config and the tokenizer of a GGUF file into a folder."""
     factors = file.tensors.get("rope_freqs.weight")
     config = gguf_config(file, None if factors is None else _read_floats(file, factors))
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -62,7 +62,9 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight:
-    """A weight that is read and dequantised when transformers reads its elements.
+    """A weight in a GGUF file. The weight stays on disk until transformers reads its elements.
+
+    The elements are then read from the file and dequantised.
 
     Attributes:
         path: the file.
@@ -82,14 +84,15 @@ class GgufWeight:
     expert: int | None = None
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight. `index` is `...`, with which transformers reads a tensor."""
+        """Return the whole weight. transformers calls `weight[...]`, so `index` is ignored."""
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
         """Return the weight. Integers with scales are returned as stored, not dequantised."""
         blocks = self._read_blocks()
-        # The tensor of experts has three dimensions, and a bias or a norm has one.
+        # The shape of the tensor is [experts, rows, columns], [rows, columns], or [columns] for a
+        # bias or a norm. A tensor of the shape [columns] is treated as one row.
         *_, num_rows, num_columns = (1, *self.tensor.shape)
         order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
         decode_integers = _INTEGERS.get(self.tensor.kind.name)
@@ -165,7 +168,8 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # The rows of these projections are in another order than in transformers; see `_row_order`.
+    # llama.cpp stores the rows of these two projections in another order than transformers; see
+    # `_row_order`.
     reordered_heads = {}
     if architecture.has_rotated_pairs:
         reordered_heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
@@ -218,7 +222,9 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return the indices of the file's rows, in the order that transformers expects.
+    """Return the row indices that reorder the rows of the file for transformers.
+
+    For each row that transformers expects, the result contains the index of this row in the file.
 
     Rotary embeddings rotate pairs of numbers. In the file, the two rows of a pair are adjacent. In
     transformers, they are half a head apart. Example: for one head of 4 rows, the order is
@@ -276,7 +282,9 @@ def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> IntegerWeight:
-    """Return a weight in which each group of 32 numbers has a 6-bit scale and a 6-bit minimum.
+    """Convert the blocks of the types Q4_K and Q5_K to an IntegerWeight.
+
+    Each group of 32 numbers has a 6-bit scale and a 6-bit minimum.
 
     The bytes a to l of a block contain the scales and minimums of 8 groups: the scales of groups
     0 to 3 are the low 6 bits of a to d, and their minimums the low 6 bits of e to h. For groups
@@ -287,18 +295,20 @@ def _with_minimums(blocks: Tensor, values: Tensor, num_rows: int, bits: int) -> 
     a_to_d, e_to_h, i_to_l = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     group_scales = torch.cat((a_to_d & 63, (i_to_l & 15) | ((a_to_d >> 6) << 4)), dim=1)
     group_minimums = torch.cat((e_to_h & 63, (i_to_l >> 4) | ((e_to_h >> 6) << 4)), dim=1)
-    # A block begins with the float16 factors of its scales and of its minimums.
+    # Bytes 0 and 1 of a block are a float16 number by which the scales are multiplied. Bytes 2 and
+    # 3 are a float16 number by which the minimums are multiplied.
     scales = (_half(blocks, 0) * group_scales.float()).view(num_rows, -1)
     minimums = (_half(blocks, 2) * group_minimums.float()).view(num_rows, -1)
     values = values.reshape(num_rows, -1)
     is_constant = scales == 0
     if is_constant.any():
-        # All weights of such a group equal -minimum. The scale 1 and integers of 0 represent them
-        # exactly.
+        # If the scale of a group is 0, all weights of the group equal -minimum. An IntegerWeight
+        # represents these weights exactly with the scale 1 and with integers of 0.
         groups = is_constant.repeat_interleave(32, dim=1)
         values = values.masked_fill(groups, 0)
         scales = scales.masked_fill(is_constant, 1.0)
-    # weight = scale * q - minimum = (q - minimum / scale) * scale
+    # The file defines weight = scale * q - minimum. An IntegerWeight is (q - zero) * scale. The two
+    # are equal if zero = minimum / scale.
     return IntegerWeight(values, scales, minimums / scales, 32, bits)
 
 

@@ -54,7 +54,9 @@ def gptq_format(settings: Settings) -> Format:
 
 
 def _decoder(bits: int, *, has_offset: bool) -> Decoder:
-    """Return the decoder of GPTQ weights. For the layout of the tensors, see the module.
+    """Return the decoder of GPTQ weights.
+
+    The docstring of this module describes the tensors of such a weight.
 
     Args:
         bits: the number of bits in the settings. It applies to weights without g_idx. With g_idx,
@@ -88,7 +90,9 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
 
 
 def _bits_of(num_words: int, num_inputs: int) -> int:
-    """Return the number of bits of each weight, if `num_words` 32-bit integers contain a row.
+    """Return the number of bits of each weight in a row of `num_words` 32-bit integers.
+
+    Example: 8 words for 64 inputs give 4 bits.
 
     The layers of one checkpoint may have different numbers of bits.
 
@@ -103,7 +107,7 @@ def _bits_of(num_words: int, num_inputs: int) -> int:
 
 
 def _ones(bits: int, num_words: int) -> Tensor:
-    """Return `num_words` 32-bit integers in which each packed integer is 1.
+    """Return `num_words` 32-bit integers. Each of them consists of packed integers of the value 1.
 
     The tools that write GPTQ checkpoints subtract these words from the packed zeros. A borrow or
     carry can therefore pass from one packed integer to the next.
@@ -118,7 +122,10 @@ def _ones(bits: int, num_words: int) -> Tensor:
 
 
 def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return the group of each input; None if each group consists of consecutive inputs."""
+    """Return `groups`. Return None if each group consists of consecutive inputs.
+
+    `groups` contains the index of the group to which each input belongs.
+    """
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ValueError(f"g_idx contains a group outside the range 0 to {num_groups - 1}")
     is_regular = torch.equal(groups, torch.arange(len(groups)) // group_size)

@@ -24,8 +24,8 @@ from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
 from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
 
-# The panels store scales and zeros as float16. A scale that float16 represents less exactly, such
-# as a very small one, is not stored in panels.
+# The panels store scales and zeros as float16. If float16 changes a scale by more than this
+# relative error, the weight is not stored in panels. float16 changes very small scales the most.
 _MAX_SCALE_ERROR = 2.0**-10
 
 
@@ -64,7 +64,7 @@ class Placeholder:
     tensor: Tensor
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the placeholder. `index` is `...`, with which transformers reads a tensor."""
+        """Return the placeholder. transformers calls `weight[...]`, so `index` is ignored."""
         return self.tensor
 
 
@@ -97,7 +97,7 @@ class RoundedWeight:
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the weight without rounding. `index` is `...`."""
+        """Return the weight without rounding. transformers passes `...` as `index`."""
         return self.weight[index]
 
 
@@ -133,7 +133,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders.
+    """Replace the integer weights of linear layers by placeholders, which take no memory.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -149,7 +149,8 @@ def use_placeholders(
     replaced: dict[str, LazyWeight | Placeholder] = {}
     for name, weight in weights.items():
         layer = layers.get(name)
-        # Shared weights, such as tied embeddings, are also read by modules that need floats.
+        # A weight that several modules share, such as tied embeddings, is not replaced. Some of
+        # these modules need floating point numbers instead of integers.
         if layer is None or name in shared or not weight.has_integers:
             replaced[name] = weight
             continue
@@ -162,7 +163,7 @@ def use_placeholders(
 
 @torch.inference_mode()
 def fill_placeholders(model: nn.Module, weights: Iterable[object]) -> int:
-    """Read the weights of all layers whose weight is a placeholder.
+    """Read the integers of all layers that still have a placeholder instead of a weight.
 
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.
@@ -222,7 +223,8 @@ def _fits_panels(weight: IntegerWeight) -> bool:
     in_features = weight.values.shape[1]
     if weight.input_groups is not None:
         return False
-    # The kernels multiply UNIT inputs at once, which must belong to the same group.
+    # The kernels process UNIT inputs together. These inputs must have the same scale, so they must
+    # belong to the same group.
     if weight.group_size < in_features and weight.group_size % UNIT:
         return False
     scales = weight.scales.float()

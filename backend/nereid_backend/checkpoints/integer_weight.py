@@ -13,7 +13,9 @@ PART_NUMBERS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """A weight of integers. Each group of inputs of one output has a scale and a zero.
+    """A weight matrix of integers with scales and zeros.
+
+    The inputs are divided into groups. For each output, each group has a scale and a zero.
 
         weight[o][i] = (values[o][i] - zeros[o][g]) * scales[o][g]
 
@@ -34,7 +36,7 @@ class IntegerWeight:
     input_groups: Tensor | None = None
 
     def reordered(self, rows: Tensor) -> "IntegerWeight":
-        """Return a weight with the given rows of this weight, in the given order."""
+        """Return a copy of this weight that contains only the given rows, in the given order."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
@@ -84,8 +86,8 @@ def scale_blocks(
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
-    # All forms become a stack of matrices: values [n, rows, columns] and scales [n, row blocks,
-    # column blocks].
+    # Give the arguments the shapes of a stack of matrices: values [n, rows, columns] and scales [n,
+    # row blocks, column blocks].
     *stack, num_rows, num_columns = values.shape
     values = values.reshape(-1, num_rows, num_columns)
     if scales.dim() < 2 or scales.numel() == 1:
@@ -111,7 +113,10 @@ def scale_blocks(
 
 
 def _as_float(scales: Tensor) -> Tensor:
-    """Return scales as float32. Scales of uint8 are exponents: byte b means 2**(b - 127)."""
+    """Return scales as float32.
+
+    Scales of the data type uint8 are exponents: the byte b represents the scale 2**(b - 127).
+    """
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 

@@ -47,8 +47,9 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # `takes_attention_by_name` has checked a class of transformers. If transformers has no class,
-    # the class is in a Python file of the checkpoint, and is known only after loading.
+    # `takes_attention_by_name` has checked the class, if the class is a part of transformers.
+    # Otherwise, the class is defined in a Python file of the checkpoint. It can be checked only
+    # now, because loading the model has imported this file.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
@@ -107,8 +108,8 @@ def _from_pretrained(
     `load_model` documents the errors. `folder` is the folder of the checkpoint, for messages.
     """
     try:
-        # The type annotation of the function does not contain the pair that it returns for
-        # output_loading_info=True.
+        # The type annotation of `from_pretrained` is wrong for output_loading_info=True: with this
+        # argument, `from_pretrained` returns a pair.
         load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
@@ -122,8 +123,8 @@ def _from_pretrained(
     except ModelError:
         raise
     except Exception as error:
-        # Broken files cause many kinds of exceptions, such as the exceptions of safetensors, or
-        # RuntimeError for wrong shapes.
+        # A broken file can cause an exception of any class. Examples are the exceptions of
+        # safetensors, and RuntimeError if a tensor has a wrong shape.
         raise ModelError(
             f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
@@ -167,7 +168,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
     """
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
-    # If no class is known, from_pretrained raises an error with the reason.
+    # An unknown class passes this check. `from_pretrained` then raises an error with the reason.
     return not classes or any(one._can_set_attn_implementation() for one in classes)
 
 

@@ -75,7 +75,7 @@ class LazyWeight:
     dtype: torch.dtype
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight. `index` is `...`, with which transformers reads a tensor."""
+        """Return the whole weight. transformers calls `weight[...]`, so `index` is ignored."""
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
@@ -91,7 +91,8 @@ class LazyWeight:
         try:
             return self.layout.decode(parts, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
-            # torch raises these errors if a tensor has a wrong shape or contains wrong numbers.
+            # torch raises these errors if the tensors of the file are damaged, for example if a
+            # tensor has a wrong shape.
             raise ModelError(
                 f"the quantised weight {self._main.name} in {self._main.file} cannot be read "
                 f"({error}). Download the file again."
@@ -105,7 +106,7 @@ class LazyWeight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is stored as one matrix."""
+        """Whether the weight is stored as a single tensor with two dimensions."""
         return self.layout is None and len(self._main.shape) == 2
 
     @property
@@ -216,7 +217,11 @@ def _method(settings: Settings) -> str:
 def _find_layout(
     tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
 ) -> Layout | None:
-    """Return the layout whose main tensor is `tensor`; None if there is no such layout."""
+    """Return the layout of the weight to which `tensor` belongs; None if no layout fits.
+
+    `tensor` must be the main tensor of the weight, such as qweight. The result is None for the
+    other tensors, such as qzeros.
+    """
     for layout in choice.layouts:
         if not tensor.name.endswith(layout.main):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses where transformers reads the weights of a checkpoint."""
+"""Chooses how transformers receives weights: as files, or as a dict that dequantises them."""
 
 import copy
 from pathlib import Path
@@ -16,7 +16,7 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 def weight_arguments(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' from_pretrained that select the weights.
+    """Return arguments for transformers' from_pretrained: the weights and the config.
 
     transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
     for a GGUF file, this function passes weights that are read and dequantised one by one, and a

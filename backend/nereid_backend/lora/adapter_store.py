@@ -15,7 +15,8 @@ from nereid_backend.errors import CapacityError, ModelError, RequestError
 from nereid_backend.linear.lora_layers import AdapterWeights, LoraLayers
 from nereid_backend.lora.peft_files import LayerSizes, num_bytes, read_adapter
 
-# An adapter needs its memory twice: for its matrices, and for the joined matrices of a step.
+# An adapter needs memory for its own matrices. If a step uses several adapters, copies of the
+# matrices are joined, and the copies need the same memory again.
 _COPIES = 2
 
 
@@ -69,7 +70,9 @@ class AdapterStore:
         self._remove_nameless()
 
     def unload(self, name: str) -> None:
-        """Remove the name of an adapter. Unfinished requests can use the adapter until they end.
+        """Remove an adapter. New requests can then no longer select the adapter.
+
+        Unfinished requests can use the adapter until they end.
 
         Raises:
             RequestError: if no adapter has this name.

@@ -31,7 +31,8 @@ from nereid_backend.linear.lora_layers import AdapterWeights, LayerPair
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# These settings describe only the training, or this module reads them.
+# The file may contain these settings. Some of them describe only the training. This module reads
+# the others.
 _HARMLESS_SETTINGS = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -42,7 +43,8 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
-# If one of these methods initialises an adapter, PEFT also changes the weights of the model.
+# PEFT can compute the first values of an adapter with one of these methods. PEFT then also changes
+# the weights of the model, so the adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -92,7 +94,11 @@ def num_bytes(weights: AdapterWeights) -> int:
 
 
 def _digest(*contents: bytes) -> bytes:
-    """Return a hash of the contents of several files. It also depends on where each file ends."""
+    """Return a hash of the contents of several files.
+
+    The length of each file is hashed, too. Example: the files "ab", "c" and the files "a", "bc"
+    have different hashes.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for content in contents:
         digest.update(len(content).to_bytes(8) + content)
@@ -163,7 +169,9 @@ def _read_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return the matrices of an adapter by layer; see `read_adapter` for the arguments.
+    """Return the matrices of an adapter, by the name of the linear layer.
+
+    `read_adapter` describes the arguments `layers` and `like`.
 
     Raises:
         ModelError: if a tensor does not fit the model.
@@ -180,7 +188,7 @@ def _read_weights(
 
 
 def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the matrices "A" and "B" of each layer.
+    """Return the matrices lora_A and lora_B of each linear layer.
 
     Example: the tensor `base_model.model.layers.0.q_proj.lora_A.weight` is the matrix "A" of the
     layer `layers.0.q_proj`.
@@ -228,7 +236,7 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
 
 
 def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
-    """Return the factor of an adapter's product in the layer `name`.
+    """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
 
     Example: lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
 

@@ -18,7 +18,8 @@ from nereid_backend.runner import ForwardPath
 # takes seconds.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
-# The value that resets the peak memory (VmHWM) when it is written to clear_refs; see proc(5).
+# Writing this value to /proc/self/clear_refs resets the peak memory of the process (VmHWM); see
+# proc(5).
 _RESET_PEAK = "5"
 
 
@@ -72,7 +73,7 @@ def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
 
 
 def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:
-    """Return the plan of a step that computes one prompt of equal tokens."""
+    """Return the plan of a step that computes a prompt. All tokens of the prompt are `token_id`."""
     prompt = [token_id] * num_tokens
     sequence = Sequence("", prompt, SamplingParams(), max_total_tokens=num_tokens + 1)
     sequence.row = 0
@@ -96,7 +97,9 @@ def _reset_peak() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """Return a value of /proc/self/status in bytes; None if the file lacks the value.
+    """Return the size of this process's memory that has the name `name`, in bytes.
+
+    The size is read from /proc/self/status. Return None if the file contains no such name.
 
     Example: `_status_bytes("VmRSS")` returns the present memory of this process.
     """

@@ -12,14 +12,17 @@ from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
-# The number of tokens in the test step. It differs from 1, which is the number of rows that the
-# output layer computes, and from the usual numbers of experts.
+# The number of tokens in the test step. If the input of a layer has this number of rows, the layer
+# computes all tokens. The number must differ from 1, because the input of the output layer has 1
+# row, and from the usual numbers of experts.
 _NUM_TOKENS = 7
 
 
 @torch.inference_mode()
 def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
-    """Return the sizes of the linear layers that compute every token of a step, by name.
+    """Return the sizes of the linear layers that an adapter can change, by layer name.
+
+    These layers compute every token of a step.
 
     The layers are found by running the model once. A layer is left out if the model's code reads
     its weight without calling it, or if the layer computes only some tokens, as experts and output
@@ -50,7 +53,7 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:
-    """Return the sizes of a linear layer; None for other modules."""
+    """Return the numbers of inputs and outputs of a linear layer; None for other modules."""
     # transformers' Conv1D is a linear layer whose sizes are named nx and nf.
     for names in (("in_features", "out_features"), ("nx", "nf")):
         sizes = [getattr(module, name, None) for name in names]

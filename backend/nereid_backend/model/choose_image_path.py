@@ -125,7 +125,11 @@ def _refused(config: PretrainedConfig, reason: str) -> ImageSupport:
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> Iterator[tuple[str, Callable[[ForwardPath], ForwardPath]]]:
-    """Yield the names of the candidates, and the functions that add them to a forward path."""
+    """Yield the candidates for computing images, each as a name and a function.
+
+    The function takes the forward path for text. It returns a forward path that also computes
+    images.
+    """
 
     def packed(path: ForwardPath) -> ForwardPath:
         if not isinstance(path, PackedPath):
@@ -185,7 +189,10 @@ def _test_prompt(checkpoint: Checkpoint, processor: ChatProcessor, num_images: i
 
 
 def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], torch.Tensor]:
-    """Return the tokens of transformers' generate except the last one, and the logits of all.
+    """Generate tokens with transformers' generate, and return the tokens and their logits.
+
+    The last token is not returned, because a forward path needs only the tokens before it to
+    compute all these logits.
 
     Raises:
         UnfitError: the model generated fewer tokens than requested.
@@ -212,7 +219,10 @@ def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], t
 
 
 def _describe(error: Exception) -> str:
-    """Return the reason of an exception as a clause."""
+    """Return the message of an error without a final period, so that it fits into a sentence.
+
+    Example: RuntimeError("shapes differ") gives "RuntimeError: shapes differ".
+    """
     if isinstance(error, UnfitError | NereidError):
         return str(error).rstrip(".")
     return f"{type(error).__name__}: {first_line(error)}"

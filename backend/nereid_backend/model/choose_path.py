@@ -95,7 +95,9 @@ def choose_path(
 
 
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
-    """Return a log line about the chosen forward path and the reasons against the earlier ones.
+    """Return a log line that names the chosen forward path.
+
+    The line also contains the reasons why the earlier paths were not chosen.
 
     Example: "path: padded (packed: it does not use transformers' attention interface)."
     """
@@ -114,8 +116,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # For each value of `is_generated` (see `get`), the trial, or the error that explains why
-        # there is no trial.
+        # Maps each value of `is_generated` (see `get`) to the test sequences, or to the error that
+        # `get` raises.
         self._trials: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -141,7 +143,11 @@ class Trials:
         return trial
 
     def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
-        """Return a new trial, or the error that `get` raises if there is no trial."""
+        """Make the test sequences and their expected logits.
+
+        Return an error instead if the expected logits differ from token-by-token generation. `get`
+        raises this error.
+        """
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
         trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
@@ -175,8 +181,8 @@ def try_variants(
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
             if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The first check has shown that the forward path is correct without rounding. The
-                # second check includes the rounding of the 8-bit cache.
+                # The check above used a KV cache without rounding. The check below uses the 8-bit
+                # KV cache, which rounds keys and values.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
             return _with_measurements(spec, path, trial, difference, dtype), difference
@@ -188,11 +194,11 @@ def try_variants(
 def _with_measurements(
     spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> PathSpec:
-    """Return `spec` with what can be measured only on a path that has computed the test sequences.
+    """Return `spec` with the values that are known only after the test sequences were computed.
 
-    This is the memory that the path needs in addition to the blocks of the KV cache. Example: if
-    the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path
-    `rows`, it is also whether sequences can continue from snapshots of their states.
+    One value is the memory that the path needs in addition to the blocks of the KV cache. Example:
+    if the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path
+    `rows`, another value says whether sequences can continue from snapshots of their states.
 
     Args:
         spec: the forward path.

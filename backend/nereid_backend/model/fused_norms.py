@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# The largest accepted difference, relative to the largest number of the expected result. It allows
-# for several rounding errors of the model's data type.
+# The largest accepted difference, as a share of the largest number in a row. A few roundings to the
+# data type cause a smaller difference.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _NUM_ROWS = 4
 
@@ -97,7 +97,8 @@ def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
     try:
         expected = module(inputs)
     except (TypeError, RuntimeError):
-        # The module needs further arguments, or another shape.
+        # The module requires more arguments or an input of another shape, so it is no plain
+        # RMSNorm.
         return False
     actual = fused(inputs)
     if not isinstance(expected, Tensor) or expected.shape != actual.shape:

@@ -15,20 +15,19 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 
-# By default, the KV cache on a CPU gets this share of the free memory, but at most this number of
-# bytes.
+# By default, the KV cache on a CPU gets a quarter of the free memory, but at most 4 GiB.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
 # The share of the memory for blocks that snapshots of recurrent states get.
 _SNAPSHOT_SHARE = 0.25
-# The memory of a process on a GPU that torch's allocator does not report: the CUDA context and the
-# workspaces of libraries.
+# On a GPU, a process also needs memory for the CUDA context and for the workspaces of libraries.
+# torch's allocator does not report this memory, so its size is estimated.
 _CONTEXT_BYTES = 512 * 2**20
 # The length limit for models without position embeddings, whose config has no limit.
 _NO_MODEL_LIMIT = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-# The number of blocks for a model without a KV cache. Such blocks need no memory, but the block
-# pool has an entry for each block, so the number must be limited.
+# The largest number of blocks for a model without a KV cache. The blocks of such a model contain no
+# keys and values, but each block still needs an entry in the block pool.
 _MAX_EMPTY_BLOCKS = 2**16
 
 
@@ -84,7 +83,11 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
 
 
 def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
-    """Return the thresholds of position embeddings that depend on the longest sequence."""
+    """Return the length limits that follow from the rotary embeddings of a model.
+
+    Some rotary embeddings depend on the longest sequence in a batch: if this sequence exceeds a
+    threshold, the embeddings of all sequences change. The threshold is then a limit.
+    """
     limits = []
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
@@ -169,8 +172,8 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
-        # The state outside of blocks may use half of the memory, or all memory if there are no
-        # blocks.
+        # The states of the sequences may use half of the memory, because blocks need the other
+        # half. If the model stores nothing in blocks, the states may use all memory.
         share = num_bytes // 2 if bytes_per_token else num_bytes
         max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)
         if max_num_seqs < 1:
@@ -189,7 +192,7 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     bytes_per_block = block_size * bytes_per_token
     # One of the blocks is used for padding.
     num_blocks = num_bytes // bytes_per_block - 1
-    # The length of the longest sequence whose blocks fit into the memory.
+    # A sequence of this length fills all blocks.
     fitting_len = max(0, num_blocks) * block_size
     if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
         fitting_len = max(fitting_len, limit.num_tokens)
@@ -207,7 +210,8 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     max_model_len = configured or min(limit.num_tokens, fitting_len)
     blocks_per_sequence = _num_blocks(max_model_len, block_size)
     if has_snapshots:
-        # Snapshots also get a part of the memory for blocks, if one sequence does not need it.
+        # Snapshots also need memory. They get a share of the memory for blocks. However, the
+        # remaining blocks must be enough for one sequence of the largest length.
         spare_blocks = max(0, num_blocks - blocks_per_sequence)
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
     # The cache gets no more blocks than all running sequences together can use.
@@ -222,7 +226,7 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
 def _plan_without_blocks(
     config: EngineConfig, limit: LengthLimit, max_num_seqs: int, num_states: int
 ) -> MemoryPlan:
-    """Return the plan for a model whose tokens need no memory in blocks.
+    """Return the memory plan for a model that stores no keys and values in blocks.
 
     The blocks of such a model only limit the number of running sequences. `num_states` states fit
     into the memory.
@@ -262,7 +266,9 @@ def describe_memory(
     num_tokens: int,
     layers: Sequence[LayerSpec],
 ) -> str:
-    """Return one line for the log that describes how the memory is used, and the limits.
+    """Return a log line with the memory of the weights, of a step and of the KV cache.
+
+    The line also contains the largest length of a request and the largest number of sequences.
 
     Args:
         config: the settings.
@@ -296,7 +302,9 @@ def _describe_windows(layers: Sequence[LayerSpec]) -> str:
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
-    """Return the memory for the KV cache in bytes: kv_cache_memory, or a share of the memory.
+    """Return the number of bytes for the KV cache.
+
+    The number is the setting kv_cache_memory. Without this setting, it is a share of the memory.
 
     On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
     embedding model and of the reranker have their own limits, and may be started before or after
@@ -389,7 +397,9 @@ def _read_number(name: str) -> int | None:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """Return the settings of rotary embeddings: one dict, or one dict for each layer type.
+    """Return the dicts that describe the rotary embeddings in a config.
+
+    A config contains one dict for all layers, or one dict for each type of layer.
 
     Example: {"full": {"rope_type": "default"}, "local": {"rope_type": "yarn"}} gives the two inner
     dicts, and {"rope_type": "yarn"} gives itself.

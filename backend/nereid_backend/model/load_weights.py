@@ -62,7 +62,8 @@ def load_weights(
     elif config.prepack:
         is_usable = _rearrange(checkpoint, progress)
         if not is_usable:
-            # Packing has replaced the original weights, so the model must be loaded again.
+            # The packed weights do not work for this model. Packing has replaced the original
+            # weights, so they are read from the checkpoint again.
             checkpoint = _load(config, device, hook, progress)
     move_weights(checkpoint.model)
     return checkpoint
@@ -184,7 +185,7 @@ def _store_as_float8(checkpoint: Checkpoint) -> int:
 
 @torch.inference_mode()
 def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
-    """Call the model with a few tokens and its own attention, and return the logits.
+    """Return the logits that the model computes for a few tokens with its own attention.
 
     Return None if the model cannot be called, or if its logits are not finite.
     """

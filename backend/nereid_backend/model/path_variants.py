@@ -112,8 +112,8 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
         return
     name = "eager" if hook is None else hook.name
     checkpoint.model.set_attn_implementation(name)
-    # transformers only logs a warning if the attention of a model cannot be changed. Such a model
-    # would run without masks.
+    # If the attention of a model cannot be changed, transformers only logs a warning. The model
+    # would then use its own attention, but without the masks that its attention needs.
     config = checkpoint.model.config
     actual = getattr(config, "text_config", config)._attn_implementation
     if actual != name:
@@ -139,9 +139,9 @@ def _packed(
                 f"({limit.reason}), which this forward path supports only if max_model_len is at "
                 f"most {limit.num_tokens}"
             )
-        # Up to this length, sparse attention selects every token, so a mask that hides no token is
-        # correct. The model's code fails without a mask. transformers finds the mask function by
-        # the name of the attention, which is unique to this engine.
+        # Up to this length, sparse attention selects every token, so it needs no mask that hides
+        # tokens. However, the model's code fails without a mask. transformers creates masks with
+        # the function that is registered under the name of the attention.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -154,7 +154,7 @@ def _packed(
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
-    """Return a mask that hides no token, for transformers' mask interface."""
+    """Return a mask that hides no token. transformers calls this function when it needs a mask."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -207,8 +207,9 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The model's cache may be unsupported (UnfitError), or the model's own code may fail with a
-    # cache (the other errors). The next variants do not need this cache.
+    # The first variant requires that the model's cache can be stored in blocks. Otherwise, one of
+    # these errors is raised. The other variants do not store the cache in blocks, so they are tried
+    # next.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
@@ -232,7 +233,9 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 
 
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
-    """Return the description of a `PaddedPath`, and set the model's own attention.
+    """Return the specification of a forward path that is implemented by `PaddedPath`.
+
+    This path needs the model's own attention, so the attention of the model is set to it.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.
@@ -251,7 +254,10 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
 def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
-    """Return the KV cache of the attention layers, and the builder of the steps' block tables."""
+    """Return the KV cache of a forward path, and the builder of its step tensors.
+
+    The builder also stores the block tables of the running sequences.
+    """
     kind = cache_class(checkpoint, layers, sizes.block_size, sizes.stored)
     cache = _make_cache(kind, checkpoint, layers, sizes)
     builder = BatchBuilder(
@@ -267,7 +273,7 @@ def make_blocks(
 def cache_class(
     checkpoint: Checkpoint, layers: list[LayerSpec], block_size: int, stored: str
 ) -> type[KVCache]:
-    """Return the class of the KV cache whose attention is the fastest correct implementation.
+    """Return the fastest KV cache class whose attention computes correct results.
 
     Args:
         checkpoint: the model.

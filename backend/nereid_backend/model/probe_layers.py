@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the attention layers of a model by recording the attention calls of one token."""
+"""Determines the attention layers of a model.
+
+The model computes one token, and a recorder stores the properties of each attention call.
+"""
 
 import torch
 from torch import Tensor
@@ -36,7 +39,10 @@ class _Recorder:
         value: Tensor,
         **kwargs: object,
     ) -> Tensor:
-        """Record a call, and return the output of attention, [1, 1, num_heads, value_dim]."""
+        """Record the attention layer that makes this call, and return the result of attention.
+
+        The result has the shape [1, 1, num_heads, value_dim].
+        """
         if kwargs.get("position_bias") is not None:
             self.unsupported = "its attention adds a position bias"
         if query.shape[0] != 1 or key.shape[2] != 1:
@@ -68,7 +74,11 @@ class _Recorder:
         )
 
     def checked(self) -> list[LayerSpec]:
-        """Return the recorded layers. Raise an UnfitError if a call is not supported."""
+        """Return the recorded layers.
+
+        Raises:
+            UnfitError: if a call is not supported.
+        """
         if self.unsupported:
             raise UnfitError(self.unsupported)
         return self.layers

@@ -10,11 +10,12 @@ from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.model.self_check import Trial
 from nereid_backend.paths.recurrent import RowsPath
 
-# The clause that the log contains about a model whose snapshots are not exact.
+# The log contains this text if the snapshots of a model are not exact.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
 _SNAPSHOT = 0
-# The largest difference that rounding causes in float32. The tests measured at most 8e-6. Some
-# models compute a state token by token differently than in one pass, which causes 1e-3.
+# The largest accepted difference in float32. In the tests, rounding caused at most 8e-6. Some
+# models compute other states token by token than in one pass. Their difference was 1e-3, so they
+# are not accepted.
 _ROUNDING = 1e-4
 
 
@@ -22,7 +23,7 @@ _ROUNDING = 1e-4
 def has_exact_snapshots(
     path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> bool:
-    """Return whether a sequence that continues from a snapshot gets the logits of a whole pass.
+    """Return whether the logits stay the same if a sequence continues from a snapshot.
 
     The logits of single tokens must equal the logits of one pass. Otherwise, a snapshot after an
     answer would differ from the state that the next turn of the chat computes from the same tokens.
@@ -56,7 +57,10 @@ def has_exact_snapshots(
 
 
 def _make_sequence(trial: Trial, row: int) -> Sequence:
-    """Return the first test sequence in the given row. All rows have the same blocks."""
+    """Return a sequence with the tokens of the first test sequence, in row `row`.
+
+    All sequences that this function returns have the same blocks.
+    """
     token_ids = trial.sequences[0][0]
     sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
     sequence.row = row

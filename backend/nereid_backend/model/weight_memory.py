@@ -14,8 +14,9 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# The average number of bytes of a rounded weight: the integer, and its share of the scale and the
-# zero of its group. The settings that are recommended first come first.
+# The average number of bytes of a rounded weight. A weight needs an integer, and a share of the
+# scale and the zero that a group of weights has in common. Error messages recommend the first
+# setting of this table that saves enough memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
@@ -57,7 +58,10 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
 def _remedy(
     config: EngineConfig, counts: WeightCounts, number_bytes: int, free: int, *, has_panels: bool
 ) -> str:
-    """Return a sentence that names a setting with which the weights fit into `free` bytes."""
+    """Return a sentence that recommends a setting, or another checkpoint.
+
+    With the recommended setting, the weights need at most `free` bytes.
+    """
     halved = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
     if number_bytes > _HALF_BYTES and halved <= free:
         return f"With dtype=bfloat16, they need {format_bytes(halved)}."
@@ -73,7 +77,7 @@ def _remedy(
 
 
 def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
-    """Return the size of a checkpoint's weights in bytes, by the settings of a CPU.
+    """Return the number of bytes that the weights need on a CPU with each setting.
 
     A setting that has no effect on the checkpoint is left out.
     """

@@ -158,7 +158,11 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name of a file. The final name contains the number of files."""
+    """Return the temporary name of the file with the number `index`.
+
+    The file is renamed after all files are written, because the final name contains the number of
+    files.
+    """
     return f"part-{index}.unfinished"
 
 

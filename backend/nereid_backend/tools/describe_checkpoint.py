@@ -91,7 +91,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return one finding for each setting that changes the memory of the weights on a CPU."""
+    """Return one finding for each memory setting: the size of the weights on a CPU."""
     free = available_memory()
     return [
         {

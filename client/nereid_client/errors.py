@@ -137,7 +137,8 @@ _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
 # The pattern matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens
 # must be at least 1". A word without "_", "." or "[", such as "image" in "image is too large", is
-# usually not a field name. Of such words, the pattern matches only those that it lists.
+# usually not a field name. The pattern therefore lists the field names that have none of these
+# characters.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
@@ -197,8 +198,9 @@ def to_api_error(error: FrontendError) -> ApiError:
     if status == 400:
         param, message = _split_field(message)
         if tokens_and_limit(message) is not None:
-            # Many clients recognize an input that is too long by OpenAI's error code or by the
-            # words of OpenAI's message. This error therefore contains the code and these words.
+            # If an input is too long, many clients detect this error by OpenAI's error code or by
+            # the words of OpenAI's message. The error below therefore contains the code and these
+            # words.
             code = "context_length_exceeded"
             message = f"Input tokens exceed the configured limit: {message}"
         return ApiError(400, message, param=param, code=code)

@@ -18,7 +18,7 @@ _ONE_MARKER = json.dumps({"add_special_tokens": False})
 
 @dataclass(frozen=True)
 class MarkerFormat:
-    """A prompt format for a model that fills a gap between two texts.
+    """A prompt format that asks a model to fill a gap between two texts.
 
     Special tokens, called markers, separate the two texts in the prompt.
 
@@ -93,7 +93,7 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether the tokenizer encodes each marker as exactly one token of its own.
+        """Return whether the tokenizer encodes each marker as one token for only this marker.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes each token, and compares the decoded text with the marker.

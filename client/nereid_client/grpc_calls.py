@@ -221,7 +221,7 @@ def infer_request(
     inputs: Iterable[tuple[str, str, Sequence[Any] | np.ndarray[Any, Any]]],
     outputs: Iterable[str] = (),
 ) -> Any:  # noqa: ANN401 - a protobuf message
-    """Create a ModelInferRequest with these inputs.
+    """Create a ModelInferRequest with the given inputs.
 
     The parameter `traceparent` of the request contains the trace context of the current HTTP
     request.

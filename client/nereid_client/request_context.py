@@ -327,7 +327,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _finite_float(text: str) -> float:
-    """Convert the digits of a JSON number to a float. Raise ValueError if the number is too large.
+    """Convert the text of a JSON number to a float. Raise ValueError if the number is too large.
 
     Example: Python would convert "1e999" to infinity, so this number is too large.
     """

@@ -13,12 +13,11 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The name of the ensemble's first model, and the names of two output tensors of this model.
+# The ensemble's first model, and two of the model's output tensors.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The name of the ensemble's second model, and of an output tensor of this model. The tensor
-# contains JSON text.
+# The ensemble's second model, and the model's output tensor that contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
 # Parts of messages of the Triton server.

@@ -235,6 +235,6 @@ class BatchRun:
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
-    """Return the first OSError in an exception group, even if the group contains further groups."""
+    """Return the first OSError in an exception group, which can contain nested groups."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,4 +1,4 @@
-"""Starts the batch runner when the application starts, and stops it when the application stops."""
+"""Starts and stops the batch runner together with the application."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -87,7 +87,7 @@ class LineSlots:
         self._num_running = 0
 
     async def acquire(self) -> None:
-        """Wait until a line may run."""
+        """Wait until another batch request may run."""
         await self._slots.acquire()
         try:
             while self.is_paused or not self._has_room():
@@ -98,7 +98,7 @@ class LineSlots:
         self._num_running += 1
 
     def release(self) -> None:
-        """Allow another line to run. Call this when a line has ended."""
+        """Allow another batch request to run. Call this method after a batch request has ended."""
         self._num_running -= 1
         self._slots.release()
 
@@ -165,8 +165,9 @@ class LineSender:
             else:
                 parts.append(message.get("body", b""))
 
-        # The application raises an exception again after it has sent a response with the status 500
-        # and logged the traceback. The exception ends this request here, but not the batch.
+        # If a request fails with an exception, the application sends a response with the status
+        # 500, logs the traceback, and raises the exception again. The exception must end only this
+        # request, not the batch.
         with contextlib.suppress(Exception):
             await self._app(_scope(path, len(body), client), receive, send)
         return status, headers, b"".join(parts)

@@ -38,7 +38,7 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class RequestCounts(BaseModel):
-    """The number of lines of a batch.
+    """The numbers of all, completed and failed requests of a batch.
 
     Attributes:
         total: all lines.

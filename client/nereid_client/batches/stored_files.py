@@ -159,7 +159,7 @@ class FileStore:
         source.rename(target)
 
     def num_bytes(self) -> int:
-        """Return the total size in bytes.
+        """Return the total size of the files in the folder, in bytes.
 
         Stored files, unfinished uploads and the results of running batches are counted.
         """
@@ -202,8 +202,8 @@ class Upload:
         folder: the folder of the uploads.
     """
 
-    # After this number of bytes, the size of the folder is computed again. The folder also grows by
-    # the uploads of other clients.
+    # An upload computes the size of the whole folder again after this number of bytes, because
+    # other uploads write to the same folder.
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
     def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
@@ -264,7 +264,7 @@ class Upload:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert each OSError of the context to an ApiError that names the folder.
+    """Convert an OSError inside the `with` block to an ApiError that names the folder.
 
     The status is 507 if the disk is full, and 500 otherwise.
     """

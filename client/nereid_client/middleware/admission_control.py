@@ -21,14 +21,14 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# The throttle counts the requests that were admitted and rejected within this number of seconds,
-# called a window. The window must be shorter than the time in which the server processes a full
-# queue. Otherwise, the queue would become empty while the throttle still rejects requests.
+# The length of a window in seconds. The throttle counts the requests that were admitted or rejected
+# within the last window. A window must be shorter than the time in which the server processes a
+# full queue. Otherwise, the queue would become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
-# In each window, the throttle tolerates a number of rejections by the server: this share of the
-# admitted requests, plus the number in the next line. After more rejections, the throttle itself
-# rejects requests. Some requests must still reach the server: if the server accepts all of them,
-# the overload has ended.
+# Within one window, the server may reject this share of the admitted requests plus
+# _TOLERATED_REJECTIONS requests. After more rejections, the throttle itself rejects requests. The
+# throttle still admits some requests, because only admitted requests show whether the overload has
+# ended.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
@@ -167,7 +167,9 @@ class Throttle:
 
 
 class AdmissionControl:
-    """Middleware that rejects requests: 429 above a limit, 503 during an overload or a shutdown.
+    """Middleware that rejects requests above a limit, during an overload or during a shutdown.
+
+    The status of the response is 429 above a limit, else 503.
 
     GET, HEAD, OPTIONS and DELETE requests and requests that abort others are always admitted,
     because they are most useful when the server is at its limit or about to stop.
@@ -188,7 +190,7 @@ class AdmissionControl:
         self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject a request with the status 429 or 503, or pass the request to the application."""
+        """Pass a request to the application, or send a response with the status 429 or 503."""
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return

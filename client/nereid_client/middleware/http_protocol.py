@@ -68,7 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Reset the state at the end of a request, so that the next request can arrive."""
+        """Reset the header limits after a complete request, before the next request arrives."""
         self._has_headers = False
         self._has_progress = True
         super().on_message_complete()

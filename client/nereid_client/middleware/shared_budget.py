@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-# A client may use at most this number of times the amount that stays free. Example: if the limit is
-# 100, a single client can use 75, because 25 stay free and 75 is 3 times 25. A second client can
-# then use 18 of the remaining 25.
+# A client may use at most _TIMES_THE_REST times the amount that remains free. Example: if the limit
+# is 100, a single client can use 75, because 25 remain free and 75 is 3 times 25. A second client
+# can then use 18 of the remaining 25.
 _TIMES_THE_REST = 3
 
 

@@ -42,7 +42,7 @@ def _page(name: str, style: str, script: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the expression that allows an inline script or style in a content security policy.
+    """Return the content security policy expression that allows an inline script or style.
 
     Example: `_hash("")` returns "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='".
     """
@@ -55,9 +55,10 @@ _SIGN_IN_SCRIPT = _read("scripts/sign_in.js")
 _PLAYGROUND = _page("page.html", _STYLE, _SCRIPT)
 _SIGN_IN = _page("sign_in.html", _STYLE, _SIGN_IN_SCRIPT)
 
-# The browser runs only the scripts of these two pages, and connects only to this server. After the
-# sign-in, the script of the sign-in page shows the playground instead. The browser still applies
-# the policy of the sign-in page then, so this policy must also allow the scripts of the playground.
+# The browser runs only the scripts of the playground and of the sign-in page, and connects only to
+# this server. After the sign-in, the script of the sign-in page replaces the content of the page by
+# the playground. The browser still applies the policy of the sign-in page then, so this policy must
+# also allow the scripts of the playground.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
     f"style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)} {_hash(_SIGN_IN_SCRIPT)}; "

@@ -207,7 +207,7 @@ class ModelControl:
         _log.info("Unloaded the model %s", state.spec.name)
 
     async def _unload_idle_models(self) -> None:
-        """Unload each model that has had no request for its time limit `idle_unload_s`."""
+        """Unload each model that has been idle for longer than its setting `idle_unload_s`."""
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():

@@ -77,7 +77,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """The names of the models that a language model's ensemble calls, by step.
+        """Maps each step of the ensemble to the name of a model in the model repository.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """

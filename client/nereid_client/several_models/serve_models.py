@@ -18,7 +18,8 @@ _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
 # These environment variables configure the test engine, not a model.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# Each model has its own value of these settings, so these variables are never defaults.
+# Each model has its own values of these settings, so the environment variables are not used as
+# default values.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 

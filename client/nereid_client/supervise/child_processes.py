@@ -31,8 +31,8 @@ _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
-# The Triton server writes these words if a stub process has died, or if a stub process gets no CPU
-# time for a second.
+# The Triton server logs a message with these words if a stub process has died, or if a stub process
+# gets no CPU time for a second.
 _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -140,7 +140,7 @@ class ChildProcess:
         self._process.wait()
 
     def stop(self, grace_s: float, hurry: Waiter) -> None:
-        """Send SIGTERM to the program and wait until it ends. Send SIGKILL after `grace_s` seconds.
+        """End the program with SIGTERM, or with SIGKILL if it still runs after `grace_s` seconds.
 
         Args:
             grace_s: the seconds between SIGTERM and SIGKILL.

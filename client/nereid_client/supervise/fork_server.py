@@ -19,7 +19,7 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable in which the Triton models find the name of the fork server's abstract
 Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
-# Only a model repository with this model needs a fork server. Otherwise, no fork server starts.
+# If the model repository does not contain this model, no fork server is needed.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.fork_server"

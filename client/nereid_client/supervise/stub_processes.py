@@ -28,8 +28,8 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
-# A stub that disappears is reported as dead only after this number of seconds. A server that stops
-# also ends its stubs, but such a server itself has ended before this time is over.
+# A stub that disappears is reported as dead only after this number of seconds. The delay prevents
+# wrong reports: if a server stops, its stubs disappear first, and the server ends within the delay.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0

@@ -291,7 +291,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return why the server does not work although its processes run, or None if it works."""
+        """Return why a server with running processes does not work, or None if the server works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model has reported that it has stopped, and it rejects all further requests.

@@ -162,7 +162,7 @@ class _ObservedResponse:
         self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a message. Until it is sent, `unsent_since` contains the time of the call."""
+        """Send a message. Store the current time in `unsent_since` until the message is sent."""
         self.unsent_since = self._clock()
         try:
             await self._send(message)

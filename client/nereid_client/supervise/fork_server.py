@@ -47,8 +47,8 @@ def start_fork_server(
 ) -> ChildProcess:
     """Start the fork server.
 
-    The socket of the fork server accepts connections immediately. The fork server answers them
-    after it has imported the engine.
+    The socket accepts connections immediately. The fork server answers the first request after it
+    has imported the engine.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{address}")

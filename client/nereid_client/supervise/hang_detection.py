@@ -1,8 +1,8 @@
 """Detects a model that hangs. The processes of such a model run, but do not answer requests.
 
-Requests are sent only while clients' requests are running, because a hang without requests harms
-nobody. The metrics of the server are not a proof of life: a server can generate tokens for old
-requests while its tokenizer is blocked and accepts no new ones.
+Test requests are sent only while clients' requests are running, because a hang without requests
+harms nobody. The metrics of the server do not show that the server works: a server can generate
+tokens for old requests while its tokenizer is blocked and accepts no new requests.
 """
 
 import json

@@ -324,7 +324,7 @@ class Supervisor:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
-        """Restart the failed programs whose delay before the restart has passed."""
+        """Restart each failed program whose restart time has been reached."""
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue

@@ -28,8 +28,7 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
-    # The copy runs in the background. torch does not reuse the pinned memory before this copy has
-    # ended.
+    # torch does not use this pinned memory for other tensors before the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

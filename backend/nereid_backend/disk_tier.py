@@ -82,7 +82,7 @@ class DiskTier:
     def begin(self, sequence: Sequence) -> bool:
         """Start reading the prefix of a request from disk, and return True.
 
-        Return False if the disk contains nothing of the prefix that is not in memory.
+        Return False if no files must be read, for example because the prefix is in memory.
         """
         if sequence.params.prompt_logprobs is not None:
             return False
@@ -214,7 +214,7 @@ class DiskTier:
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Store the content of a snapshot file in the snapshots in memory."""
+        """Add a snapshot with the content `state` to the snapshots in memory."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         if block_hash in snapshots:

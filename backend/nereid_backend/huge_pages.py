@@ -58,8 +58,8 @@ def move_weights(model: nn.Module) -> None:
     mapped = _mapped(total)
     start = 0
     while sharing:
-        # `pop` removes the old tensors from `sharing`. Each iteration can therefore free the memory
-        # of its old tensors. Otherwise, all weights would be in memory twice.
+        # `pop` removes the old tensors from `sharing`, so that each iteration frees the memory of
+        # its old tensors. Otherwise, all weights would be in memory twice at the end.
         tensors = sharing.pop(next(iter(sharing)))
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()

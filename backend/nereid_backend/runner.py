@@ -54,7 +54,7 @@ class ForwardPath(Protocol):
         """
 
     def clear(self, sequence: Sequence) -> None:
-        """Reset the state of a sequence whose computation failed, so that it contains no NaN.
+        """Reset the state of a sequence whose computation failed, so that the state has no NaN.
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
         sequence that gets these blocks.
@@ -108,8 +108,8 @@ class Runner:
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
         # The size of the vocabulary is unknown before the first forward pass. In the first step,
-        # the masks are therefore filled after the forward pass. In later steps, they are filled at
-        # the same time.
+        # the masks are therefore filled after the forward pass. In later steps, the masks are
+        # filled during the forward pass.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -156,7 +156,7 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """End all sequences of a failed step with an error, and return the updates that say so.
+        """End the sequences of a failed step with an error, and return their last updates.
 
         Raises:
             EngineError: the GPU is lost, or too many consecutive steps have failed.
@@ -176,7 +176,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Append the requests whose first tokens are computed in this step to `started`."""
+        """Add those requests to `started` whose first tokens are computed in this step."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

@@ -113,9 +113,9 @@ def _read_state(content: Tensor) -> dict[str, Any]:
 
 
 def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return one factor for each block of weights. The shape is [blocks], the data type float32.
+    """Return one float32 factor for each block of weights. The shape is [blocks].
 
-    If the factors are quantised themselves, they are dequantised.
+    Some checkpoints contain quantised factors. This function dequantises such factors.
     """
     absmax = tensors[_ABSMAX]
     if _NESTED_ABSMAX not in tensors:

@@ -149,9 +149,9 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
-            # The words contain the zeros of several outputs, and have the shape [words, groups].
-            # `unpack_integers` expects the words in the last dimension, so the words are
-            # transposed.
+            # Each 32-bit word contains the zeros of several outputs. The tensor of words has the
+            # shape [words, groups], but `unpack_integers` expects the words of an output in the
+            # last dimension. The tensor is therefore transposed.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 

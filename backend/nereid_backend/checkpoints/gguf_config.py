@@ -14,7 +14,8 @@ from nereid_backend.checkpoints.gguf_file import GgufFile
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # Maps a metadata key of a GGUF file to the name of the config's field. In the file, each key begins
-# with the name of the architecture, such as "llama.context_length". The name is omitted here.
+# with the name of the architecture. Example: the key "context_length" is "llama.context_length" in
+# the file.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

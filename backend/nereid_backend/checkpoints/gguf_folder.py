@@ -22,7 +22,7 @@ from nereid_backend.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # This version number is a part of the folder's name. Increase the number when this module writes
-# other content. Nereid then creates a new folder and ignores the old folder.
+# different files. Nereid then creates a new folder and ignores the old folder.
 _VERSION = 1
 _TOKENIZER = "tokenizer.ggml."
 # The names of the special tokens in transformers, and their metadata fields in GGUF files.

@@ -84,7 +84,11 @@ class GgufWeight:
     expert: int | None = None
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight. transformers calls `weight[...]`, so `index` is ignored."""
+        """Return the whole weight.
+
+        `index` is ignored, because transformers always passes `...`, which selects the whole
+        weight.
+        """
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
@@ -222,7 +226,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return the row indices that reorder the rows of the file for transformers.
+    """Return indices that bring the rows of a file into the order that transformers expects.
 
     For each row that transformers expects, the result contains the index of this row in the file.
 

@@ -122,7 +122,7 @@ def _ones(bits: int, num_words: int) -> Tensor:
 
 
 def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return `groups`. Return None if each group consists of consecutive inputs.
+    """Return `groups`, or None if the inputs of each group are consecutive.
 
     `groups` contains the index of the group to which each input belongs.
     """

@@ -64,7 +64,11 @@ class Placeholder:
     tensor: Tensor
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the placeholder. transformers calls `weight[...]`, so `index` is ignored."""
+        """Return the placeholder.
+
+        `index` is ignored, because transformers always passes `...`, which selects the whole
+        weight.
+        """
         return self.tensor
 
 
@@ -97,7 +101,10 @@ class RoundedWeight:
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the weight without rounding. transformers passes `...` as `index`."""
+        """Return the weight without rounding.
+
+        transformers always passes `...` as `index`, which selects the whole weight.
+        """
         return self.weight[index]
 
 

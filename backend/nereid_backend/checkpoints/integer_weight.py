@@ -86,8 +86,8 @@ def scale_blocks(
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
-    # Give the arguments the shapes of a stack of matrices: values [n, rows, columns] and scales [n,
-    # row blocks, column blocks].
+    # Reshape the arguments to a stack of n matrices: values [n, rows, columns] and scales [n, row
+    # blocks, column blocks].
     *stack, num_rows, num_columns = values.shape
     values = values.reshape(-1, num_rows, num_columns)
     if scales.dim() < 2 or scales.numel() == 1:

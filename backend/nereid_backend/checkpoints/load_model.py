@@ -108,8 +108,8 @@ def _from_pretrained(
     `load_model` documents the errors. `folder` is the folder of the checkpoint, for messages.
     """
     try:
-        # The type annotation of `from_pretrained` is wrong for output_loading_info=True: with this
-        # argument, `from_pretrained` returns a pair.
+        # With output_loading_info=True, `from_pretrained` returns a pair. The type annotation of
+        # `from_pretrained` does not mention this pair, so the type here is more general.
         load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
         with _quiet():
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
@@ -168,7 +168,8 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
     """
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
-    # An unknown class passes this check. `from_pretrained` then raises an error with the reason.
+    # If transformers has no class for the model, return True. `from_pretrained` then raises an
+    # error with the reason.
     return not classes or any(one._can_set_attn_implementation() for one in classes)
 
 

@@ -75,7 +75,11 @@ class LazyWeight:
     dtype: torch.dtype
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight. transformers calls `weight[...]`, so `index` is ignored."""
+        """Return the whole weight.
+
+        `index` is ignored, because transformers always passes `...`, which selects the whole
+        weight.
+        """
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 

@@ -87,8 +87,8 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
         raise ValueError(
             f"{values.shape[1]} inputs cannot be divided into {scales.shape[1]} groups"
         )
-    # If all weights of a group have the same value w, the file stores the scale 0, the integers 0
-    # and the zero w. An IntegerWeight represents w with the scale 1 and the zero -w.
+    # If all weights of a group have the same value w, the file stores the scale 0, integers of 0
+    # and the zero point w. An IntegerWeight represents w with the scale 1 and the zero point -w.
     divisors = torch.where(scales == 0, 1.0, scales)
     zeros = -tensors[_ZERO].T.float() / divisors
     return IntegerWeight(values, divisors, zeros, values.shape[1] // scales.shape[1], bits=4)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how transformers receives weights: as files, or as a dict that dequantises them."""
+"""Chooses whether transformers reads the weights of a checkpoint from files or from a dict.
+
+The dict reads and dequantises a weight only when transformers needs this weight.
+"""
 
 import copy
 from pathlib import Path

@@ -15,8 +15,8 @@ from nereid_backend.errors import CapacityError, ModelError, RequestError
 from nereid_backend.linear.lora_layers import AdapterWeights, LoraLayers
 from nereid_backend.lora.peft_files import LayerSizes, num_bytes, read_adapter
 
-# An adapter needs memory for its own matrices. If a step uses several adapters, copies of the
-# matrices are joined, and the copies need the same memory again.
+# The memory of an adapter is counted twice, because a step also needs a copy of the matrices. The
+# copy is joined with the copies for the other adapters of the step.
 _COPIES = 2
 
 

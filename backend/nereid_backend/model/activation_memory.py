@@ -97,9 +97,9 @@ def _reset_peak() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """Return the size of this process's memory that has the name `name`, in bytes.
+    """Read one of the memory sizes of this process from /proc/self/status, in bytes.
 
-    The size is read from /proc/self/status. Return None if the file contains no such name.
+    Return None if the file does not contain the size `name`.
 
     Example: `_status_bytes("VmRSS")` returns the present memory of this process.
     """

@@ -14,7 +14,7 @@ from nereid_backend.paths.model_call import ModelCall
 
 # The number of tokens in the test step. If the input of a layer has this number of rows, the layer
 # computes all tokens. The number must differ from 1, because the input of the output layer has 1
-# row, and from the usual numbers of experts.
+# row. It must also differ from the usual numbers of experts.
 _NUM_TOKENS = 7
 
 

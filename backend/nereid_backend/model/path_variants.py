@@ -139,9 +139,9 @@ def _packed(
                 f"({limit.reason}), which this forward path supports only if max_model_len is at "
                 f"most {limit.num_tokens}"
             )
-        # Up to this length, sparse attention selects every token, so it needs no mask that hides
-        # tokens. However, the model's code fails without a mask. transformers creates masks with
-        # the function that is registered under the name of the attention.
+        # Up to this length, sparse attention selects every token, so the mask must hide no token.
+        # The model's code still needs a mask. transformers creates the mask with the function that
+        # is registered under the name of the attention.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -235,7 +235,7 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
     """Return the specification of a forward path that is implemented by `PaddedPath`.
 
-    This path needs the model's own attention, so the attention of the model is set to it.
+    This path needs the model's own attention, so the function selects this attention.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.
@@ -254,7 +254,7 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
 def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
-    """Return the KV cache of a forward path, and the builder of its step tensors.
+    """Return the KV cache of a forward path, and a builder for the tensors of each step.
 
     The builder also stores the block tables of the running sequences.
     """

@@ -14,8 +14,8 @@ from nereid_backend.paths.recurrent import RowsPath
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
 _SNAPSHOT = 0
 # The largest accepted difference in float32. In the tests, rounding caused at most 8e-6. Some
-# models compute other states token by token than in one pass. Their difference was 1e-3, so they
-# are not accepted.
+# models compute one state in a single pass, and another state token by token. The difference was
+# then 1e-3, so their snapshots are not exact.
 _ROUNDING = 1e-4
 
 

@@ -14,9 +14,9 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# The average number of bytes of a rounded weight. A weight needs an integer, and a share of the
-# scale and the zero that a group of weights has in common. Error messages recommend the first
-# setting of this table that saves enough memory.
+# The average number of bytes of a rounded weight. Example: 64 weights of int8 need 64 bytes, and
+# their common scale needs 2 bytes. Error messages recommend the first setting of this table that
+# saves enough memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 

@@ -91,7 +91,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return one finding for each memory setting: the size of the weights on a CPU."""
+    """Return the size of the weights on a CPU, as one finding for each setting."""
     free = available_memory()
     return [
         {

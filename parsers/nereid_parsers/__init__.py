@@ -58,7 +58,8 @@ __all__ = [
     "parse",
 ]
 
-# These names need jinja2, which the parsers do not need. Each is imported at the first access.
+# These names need jinja2, which the parsers do not need. A name is imported
+# when a program reads it for the first time.
 _LAZY_NAMES = {"analyze_template", "TemplateAnalysis"}
 
 

@@ -111,7 +111,7 @@ def _run_parse(options: argparse.Namespace) -> int:
     tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
-    classified: list[tuple[str, str]] = []  # each piece of the text, after its kind
+    classified: list[tuple[str, str]] = []  # pairs: the kind and the text of a piece
     numbers = itertools.count()
     parser = StreamParser(
         _format_by_name(options.format),

@@ -119,7 +119,7 @@ def structural_tag(
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt that ends inside the reasoning, if no marker can close it."""
+    """Return the error for a prompt that ends inside reasoning which no marker can close."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."
@@ -293,7 +293,7 @@ def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that declares the header of messages of a stage, or None.
+    """Return the route for messages of a stage, or None. A route declares a message's header.
 
     Of the routes with this stage, the first one whose header is an exact text is returned, because
     the model must write this header. If all headers contain fields, the first route is returned.

@@ -118,7 +118,7 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
     parts = schema["allOf"]
     is_one_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
     if is_one_reference and _ANNOTATIONS.issuperset(others):
-        # Annotations restrict no values, so the reference may stand beside them without `allOf`.
+        # Annotations restrict no values. So one schema can contain the reference and annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
         resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
@@ -289,7 +289,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         elif name in required:
             raise _CannotMergeError  # The schema `false` forbids a property that is required.
     result: dict[str, Any] = {"properties": merged}
-    # Without the keyword, `additionalProperties` is true. So it is omitted if both values are true.
+    # `additionalProperties` is true by default. So the keyword is omitted if both values are true.
     if False in (first_rest, second_rest):
         result["additionalProperties"] = False
     elif (first_rest, second_rest) != (True, True):
@@ -315,7 +315,7 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
     """
     restrictions = merged.keys() - _ANNOTATIONS
     if "enum" in restrictions and isinstance(merged.get("type"), str):
-        restrictions -= {"type"}  # All values of `enum` have this type, so it may be ignored.
+        restrictions -= {"type"}  # All values of `enum` already have this type.
     has_ignored_length = "pattern" in merged and bool({"minLength", "maxLength"} & restrictions)
     has_ignored_part = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
     has_no_values = merged.get("enum") == []

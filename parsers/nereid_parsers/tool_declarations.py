@@ -1,4 +1,4 @@
-"""The declarations of tool calls: the text of a tool call, its arguments and its place.
+"""The declarations of tool calls: their markers, their heads and their arguments.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """
@@ -220,7 +220,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolSection:
-    r"""The place of the tool calls: between the markers `open` and `close`, or inside the content.
+    r"""The tool calls of a format, and the markers `open` and `close` around all tool calls.
 
     Both markers are empty if the tool calls are inside the content.
 

@@ -105,7 +105,7 @@ def get_format(
     tools: str | None = None,
     policy: Policy = LENIENT,
 ) -> Format:
-    """Return the format with the given name, or combine a reasoning name with a tool name.
+    """Return the format with the given name, or with the given reasoning name and tool name.
 
     Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
@@ -259,7 +259,10 @@ def _combine(
 def _layout(
     label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
 ) -> Sections | Messages:
-    """Return the layout of a format. If an entry describes whole messages, this is its part.
+    """Return the layout of a format that consists of one or two entries.
+
+    If an entry describes whole messages, the result is the `Messages` of this entry. Otherwise the
+    result is a `Sections` with the reasoning and the tool calls.
 
     Raises:
         FormatError: One entry describes whole messages, and the other entry describes other text.

@@ -60,7 +60,7 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a tool section. It stays undecided until a call starts."""
+        """Read a tool section's opening marker. The marker is undecided until a call starts."""
         self._is_in_section = True
         self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
@@ -95,7 +95,7 @@ class CallReader:
     def start_message_call(self, head: Head) -> State:
         """Prepare to read the arguments of a tool call, after the message header has been read."""
         form = self._format.message_call
-        assert form is not None  # Only the layout `Messages`, which sets it, has headers.
+        assert form is not None  # Formats with message headers have a message call.
         self._begin_body(MatchedCall(form, head, is_confirmed=True))
         return State.CALL_BODY
 
@@ -270,7 +270,7 @@ class CallReader:
         return NO_MATCH
 
     def _take_closing_marker(self, start: int, index: int) -> State:
-        """Read the closing marker with this index, which is at the position `start`.
+        """Read the closing marker number `index`, which is at the position `start`.
 
         After this marker, only the closing markers with a higher index are expected.
         """

@@ -133,9 +133,9 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
     content_kinds = calls.kinds | message_kinds
-    # A tool call can be a message of its own, whose header contains the function's name. This
-    # message is outside all tool sections, so its section declares only the markers that end
-    # broken arguments. A section must contain a call, but this call is not used.
+    # A tool call can be a message of its own. The header of this message contains the function's
+    # name. `CompiledCall` requires a tool section, but the message is in no section. So a section
+    # is made here, for the markers that end broken arguments. The call in the section is not used.
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),), also_close=layout.ends),
@@ -190,7 +190,7 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict from each marker, without surrounding white space, to its meaning `kind`.
+    """Return a dict in which each marker has the meaning `kind`. White space is stripped.
 
     Each spelling that `blank_variants` returns for a marker is a key.
     """
@@ -246,7 +246,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_bare: bool) -> CompiledC
     by_trigger = _group_by_trigger(forms_in_content)
     by_head = _group_by_trigger(_forms_without_marker(tools))
     for trigger in by_trigger:
-        by_head.pop(trigger, None)  # This text starts a tool call that omits no marker.
+        by_head.pop(trigger, None)  # The tool call with its marker has precedence.
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, forms, by_trigger, bare)
     return CompiledCalls(forms, by_trigger, by_head, bare, kinds)

@@ -104,7 +104,7 @@ def _value_end_prefixes(markers: tuple[str, ...], blanks: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers. If `markers` is empty, it never matches.
+    """Return a regex that matches any of the markers. Without markers, the regex never matches.
 
     White space around the tags of a marker is optional, see `spaced_marker_regex`.
     """

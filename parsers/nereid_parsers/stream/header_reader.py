@@ -30,7 +30,7 @@ class HeaderReader:
         self._calls_first = context.calls_first
 
     def start(self, marker: str) -> State:
-        """Read the marker that starts a message. It stays undecided until the header is read."""
+        """Read a message's start marker. The marker is undecided until the header is read."""
         self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.HEADER
 

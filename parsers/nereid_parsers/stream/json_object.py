@@ -106,7 +106,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. At a quote, read nothing, but expect a key next."""
+        """Read white space, a comma or `}`. A quote is not read yet, because it starts a key."""
         if text[pos].isspace() or text[pos] == ",":
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":
@@ -137,7 +137,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _set_key(self, key: str) -> bool:
-        """Store the key of a member, without white space around it. Expect a colon. Return True."""
+        """Store the key of a member, without outer white space. Expect a colon. Return True."""
         self._key = key.strip()
         self._step = self._read_colon
         return True

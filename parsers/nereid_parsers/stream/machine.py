@@ -1,4 +1,4 @@
-"""The state machine of the stream parser, which connects seven parts.
+"""The state machine of the stream parser. The machine connects seven parts.
 
 TextBuffer       stores the text that has not been read.
 ReasoningReader  reads reasoning, and passes its text to a TextWriter.
@@ -104,7 +104,7 @@ class Machine:
             self._enter(self._reasoning.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Treat all text so far as a part of the prompt, whose events are not returned.
+        """Treat all text so far as a part of the prompt. The events of the prompt are not returned.
 
         The events of an open tool call are kept, because its arguments continue in the output.
 
@@ -153,8 +153,8 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content.finish_marker(self._state)
         self._run()
-        # No closing marker of the reasoning has followed, so the stored text is a tool call. It was
-        # put back into the buffer, and is read now.
+        # No closing marker of the reasoning has followed, so the stored text is a tool call.
+        # `finish_interrupted` puts this text back into the buffer, and `_run` reads the text.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning.finish_interrupted())
             self._run()

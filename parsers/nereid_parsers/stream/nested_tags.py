@@ -287,7 +287,7 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: _Element) -> None:
-        """Write the value of an element that has closed. Delay it if it may become an array item.
+        """Write the value of a closed element, or delay the value if it may become an array item.
 
         Several siblings with the same name become an array if the schema allows an array.
         """

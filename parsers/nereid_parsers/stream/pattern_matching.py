@@ -24,7 +24,7 @@ _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
 
 _BLANKS = re.compile(r"\s*").match
 # Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
-# them, they appear in the model's text.
+# these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _BLANKS_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
 # White space, and the places where a model may insert white space: before and after a tag, and
@@ -243,7 +243,7 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
 
 
 def tag_parts(marker: str) -> list[str]:
-    """Split a marker before and after its tags. The white space there is removed.
+    """Split a marker into tags and words. The white space between these parts is removed.
 
     Example: `"<|close|>call<|sep|>"` gives `["<|close|>", "call", "<|sep|>"]`.
     """
@@ -251,7 +251,7 @@ def tag_parts(marker: str) -> list[str]:
 
 
 def marker_parts(marker: str) -> tuple[str, ...]:
-    r"""Split a marker into its parts.
+    r"""Split a marker at white space, and between two adjacent tags.
 
     Example: `"</function>\n</tool_call>"` gives `("</function>", "</tool_call>")`.
     """

@@ -11,7 +11,7 @@ from json.encoder import encode_basestring as quote_json
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
 # A quote inside a string closes the string only if the text after the quote can follow a string.
-# This text is examined up to this number of characters.
+# At most this number of characters after the quote is examined.
 _MAX_LOOKAHEAD_CHARS = 256
 _ESCAPED_CHARS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
@@ -158,7 +158,7 @@ class StringReader:
 
 @lru_cache(maxsize=64)
 def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
-    """Return a regex that finds a quote, an escape sequence, or a part of a quote at the end.
+    """Return a regex that finds a quote, an escape sequence, or a text that ends inside a quote.
 
     Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`.
     """

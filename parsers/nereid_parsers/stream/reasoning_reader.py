@@ -107,7 +107,7 @@ class ReasoningReader:
         return sum(map(len, self._stored_text))
 
     def _take_stored_text(self) -> str:
-        """Return the stored text, and store nothing."""
+        """Return the stored text, and empty the store."""
         text = "".join(self._stored_text)
         self._stored_text = []
         return text
@@ -337,7 +337,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return True if a closing marker in the content is removed, and False if it is content.
+        """Return whether a closing marker in the content is removed. Other markers are content.
 
         Before the first content and the first tool call, the marker is removed. The policy
         CALLS_FIRST allows only one such marker. Later, the marker is removed in two cases: another

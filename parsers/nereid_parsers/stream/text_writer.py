@@ -140,7 +140,7 @@ class TextWriter:
         return blanks
 
     def _take_blanks(self) -> str:
-        """Return the stored white space, and store nothing."""
+        """Return the stored white space, and empty the store."""
         if not self._blanks:
             return ""
         blanks = "".join(self._blanks)

@@ -1,4 +1,4 @@
-"""Chat templates: infer the format of a model's output from them, and render them within limits.
+"""Chat templates: infer a model's output format from a template, and render templates safely.
 
 `analyze_template` infers a Format from a template by comparing renderings.
 `format_for_checkpoint` chooses the Format of a checkpoint from the files in its folder.

@@ -151,7 +151,9 @@ def analyze_checkpoint_template(
 
 
 def _set_form(prober: Prober) -> bool:
-    """Set `prober.form` to a form in which the template renders content and, if it can, tool calls.
+    """Set `prober.form` to a form in which the template renders content and tool calls.
+
+    If no form shows tool calls, the form shows only content.
 
     If the template renders no plain content, append the reason to `prober.undecided`.
 

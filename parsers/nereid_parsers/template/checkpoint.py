@@ -250,8 +250,8 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     if tools is None:
         layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
     else:
-        # A tool name can stand for a family with reasoning, see `ToolEntry.reasoning`. This
-        # reasoning is used if the files show none.
+        # The chosen tool calls may belong to a family whose reasoning is known, see
+        # `ToolEntry.reasoning`. That reasoning is used if the files show no reasoning.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning
         layout = Sections(reasoning_part, content, chosen_layout.tools)
     fmt = Format(

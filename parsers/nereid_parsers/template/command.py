@@ -1,4 +1,4 @@
-"""The command `template`, which shows the format of a chat template and how it was inferred.
+"""The command `template`. It shows how the format of a chat template was inferred.
 
 Programs with subcommands add the command with
 

@@ -28,7 +28,7 @@ SECOND_KEY = "zqKeyTwo"
 FIRST_VALUE = "zqValueOne"
 SECOND_VALUE = "zqValueTwo"
 NUMBER_VALUE = 41
-# A string with a line break and characters that have a meaning in markup. Some templates quote it.
+# A string with a line break and with markup characters. Some templates quote such strings.
 SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
 EOS_TOKEN = "<|zq-end-of-sequence|>"
 BOS_TOKEN = "<|zq-begin-of-sequence|>"

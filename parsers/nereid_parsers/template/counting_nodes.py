@@ -34,7 +34,7 @@ class Generation(ext.Extension):
             yield token
 
     def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
-        """Return the node of one block."""
+        """Return the syntax tree of one block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
@@ -123,12 +123,12 @@ class AddCounting(NodeTransformer):
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         """Check the size of a tuple that the template makes."""
         self.generic_visit(node)
-        is_value = node.ctx == "load" and bool(node.items)  # not the targets of an assignment
+        is_value = node.ctx == "load" and bool(node.items)  # A tuple can also be assigned to.
         return _apply_filter(node, "_check_size") if is_value else node
 
 
 def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any expression
-    """Return the expression `node | name`."""
+    """Return the Jinja expression `node | name`, which applies the filter `name` to `node`."""
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

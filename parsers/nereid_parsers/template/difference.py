@@ -41,7 +41,7 @@ _OPEN_CLOSE_WORDS = (
 )  # fmt: skip
 
 
-Split = Callable[[str], list[str]]  # splits a text into tokens
+Split = Callable[[str], list[str]]  # A function that splits a text into tokens.
 
 
 class Difference(NamedTuple):
@@ -166,7 +166,7 @@ def drop_common_suffix(text: str, other: str) -> str:
 
 
 def text_after_last(text: str, word: str) -> str:
-    """Return what follows the last occurrence of `word`, or all of `text` if there is none.
+    """Return the text after the last `word`, or all of `text` if `word` does not occur.
 
     >>> text_after_last("user: Hello. user: Bye.", "user: ")
     'Bye.'

@@ -40,7 +40,7 @@ _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 _MAX_MESSAGE = 300  # characters of an error message
-_MAX_RAISED_MESSAGE = 500  # characters of a message that the template raises
+_MAX_RAISED_MESSAGE = 500  # characters of the template's own error message
 
 
 class RenderRefused(Exception):
@@ -131,7 +131,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # the optimizer would run parts of a template while it compiles
+            optimized=False,  # The optimizer runs parts of a template at compile time.
             finalize=self._finalize,  # called only by renderings, which need `budget`
             extensions=[Generation, ext.loopcontrols],
             cache_size=0,
@@ -310,7 +310,7 @@ class CompiledTemplate:
         self._load(env)
 
     def _load(self, env: _LimitedEnvironment) -> None:
-        """Set `env` as the environment of later renderings, and load the compiled code into it."""
+        """Load the compiled code into `env`, and use this environment for all later renderings."""
         env.literal_size = self._literal_size
         self._environment = env
         self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
@@ -348,7 +348,7 @@ class CompiledTemplate:
             ) from error
         except jinja2.exceptions.SecurityError as error:
             raise RenderRefused(f"the sandbox does not allow this: {error}") from error
-        except Exception as error:  # a template may fail like any other program
+        except Exception as error:  # a template may raise any exception
             message = f"{type(error).__name__}: {error}"
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
@@ -371,7 +371,7 @@ def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> Co
                 f"limit is {MAX_CODE}"
             )
         return env._compile(python_code, "<template>")
-    except LimitError:  # It is a ValueError, which the last handler would catch.
+    except LimitError:  # The last handler would catch it as a ValueError.
         raise
     except (RecursionError, MemoryError, OverflowError) as error:
         raise LimitError("the template is nested too deeply to compile") from error

@@ -33,7 +33,7 @@ from nereid_parsers.template.probe import Prober
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")
-_MAX_USER_HEADER = 80  # characters
+_MAX_USER_HEADER = 80  # the largest length of a header, in characters
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)

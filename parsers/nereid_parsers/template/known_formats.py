@@ -1,4 +1,4 @@
-"""Facts about known formats that the analysis needs, because no rendering shows them.
+"""Declarations for templates whose renderings do not show the whole format.
 
 - The format of a template whose renderings are ambiguous, see `QUARANTINE`. Keep this list short.
 - The other spellings of a tool call, see `add_family_spellings`.
@@ -173,7 +173,7 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the keys of a tool call. Two tool calls with equal values look the same.
+    """The markers and the keys of a tool call, for the comparison of two tool calls.
 
     The white space around markers is removed, because it does not matter for the comparison.
 
@@ -247,8 +247,8 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # ---- tool calls that a template does not render --------------------------------------------------
 
 
-# The markers of the tool calls of models whose template offers tools with a certain phrase, but
-# contains no marker of tool calls.
+# Some templates contain no marker of tool calls, but offer the tools with a phrase that identifies
+# the model family. The value for each phrase contains the family's markers of tool calls.
 _MARKERS_OF_PHRASES = {
     # LFM2.5: the older templates of this family surround the list of tools with markers.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -279,7 +279,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
         known_markers: The markers in a template's text or in a model's vocabulary.
     """
     known = set(known_markers)
-    num_markers: dict[ToolSection, int] = {}  # of each section whose markers are all known
+    num_markers: dict[ToolSection, int] = {}  # Only sections whose markers are all known.
     for section in _registered_sections():
         section_markers = _markers_of(section)
         if section_markers and section_markers <= known:
@@ -290,7 +290,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return the markers of a tool section that do not contain a name.
+    """Return all markers of a tool section, except markers that contain a name.
 
     Example: for `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`, the result contains
     `<tool_call>`, `</tool_call>`, `<arg_key>` and `</arg_key>`.

@@ -21,17 +21,17 @@ MAX_SOURCE = 1_000_000  # the number of characters of a template
 # The largest number of characters of Python code into which jinja2 may translate a template. Python
 # compiles this number of characters in up to 0.5 seconds, and compiling cannot be interrupted.
 MAX_CODE = 1_000_000
-MAX_NUMBER = 10_000  # the largest number that an operation may use as a length
+MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 MAX_BITS = 4096  # the number of bits of an integer
 _MAX_DEPTH = 100  # the number of levels of nested lists
 
-_ITEM_SIZE = 16  # the size that each member of a list has in addition to its text
-_STEPS_PER_CLOCK = 64  # the number of steps between two readings of the clock, which are slow
+_ITEM_SIZE = 16  # `size_of` adds this size for each value.
+_STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the clock.
 _REQUEST_SECONDS = 5.0
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-_POWER_WEIGHT = 200  # makes powers of more than about 1500 bits too large
+_POWER_WEIGHT = 200  # So powers of more than about 1500 bits are too large.
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
-_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # `{:{}}`: an argument gives the width
+_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # In `{:{}}`, an argument gives the width.
 _LONG_NUMBER = re.compile(r"\d{5,}")
 
 
@@ -304,7 +304,7 @@ def check_format(text: object) -> None:
 
 
 def _text_size(value: object) -> int:
-    """Return the number of characters in an option of the filter `tojson`, such as its indent."""
+    """Return the number of characters in an option of the filter `tojson`, such as `indent`."""
     if isinstance(value, list | tuple):
         return sum(_text_size(part) for part in value)
     return len(value) if isinstance(value, str) else 0

@@ -123,7 +123,7 @@ class Prober:
         return _mask_call_ids(text, form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """If a template was refused because a variable is undefined, define the variable as "".
+        """Define a variable as "" if a rendering failed because this variable is undefined.
 
         Some templates read variables that only the model's own code sets. Example: the refusal
         "UndefinedError: 'today' is undefined" defines the variable `today`.
@@ -229,7 +229,7 @@ class Prober:
         compared = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name
         usual_values: tuple[Any, ...] = tuple(_EFFORTS) if is_effort else (True, False)
-        # The keys are the representations, because True and 1 are equal as keys.
+        # The keys are the texts of the values, because a dict does not distinguish True from 1.
         distinct = {repr(value): value for value in (*compared, *usual_values)}
         return list(distinct.values())[:_MAX_SWITCH_VALUES]
 

@@ -108,7 +108,7 @@ def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
 def compare_reasoning_presence(
     turn: ModelTurn, conversation: Conversation
 ) -> ReasoningMarkup | None:
-    """Render a message with reasoning, and record the comparison with one without it (R1).
+    """Record the comparison R1: a message with reasoning and the message without reasoning.
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
 

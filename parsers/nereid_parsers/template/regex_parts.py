@@ -20,7 +20,7 @@ from nereid_parsers.errors import FormatError
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r"}
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
 _NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
-_WHITE_SPACE_CLASS = re.compile(r"(?:\\[sntr]| )+")  # the inside of `[\s\n]`
+_WHITE_SPACE_CLASS = re.compile(r"(?:\\[sntr]| )+")  # Matches the `\s\n` of `[\s\n]`.
 _MAX_ALTERNATIVES = 16
 
 
@@ -39,7 +39,7 @@ class Field:
     name: str
 
 
-Piece = str | Blank | Field  # a str is a literal
+Piece = str | Blank | Field  # A str is a literal.
 Pieces = tuple[Piece, ...]
 
 

@@ -1,4 +1,4 @@
-"""Find the messages in which a template renders reasoning, and the fields that it reads."""
+"""Find the messages in which a template renders reasoning, and the fields of this reasoning."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Return a conversation whose reasoning is rendered, its fields, and the effects of switches.
+    """Find a conversation whose reasoning the template renders, and the effects of switches.
 
     The markers of reasoning are not yet determined. `_find_conversation` also changes the form of
     the prober.
@@ -147,7 +147,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether some of the switches of `prompt`, those of `smaller`, have the same effect."""
+    """Return whether `smaller` has the effect of `prompt`, but only some of its switches."""
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}
     return some_switches <= all_switches and smaller.after_header == prompt.after_header

@@ -21,7 +21,7 @@ from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.proof import Proof
 
 CONTEXT_CHARS = 60  # characters shown before and after a difference
-PROMPT_END_CHARS = 80  # characters shown of the end of a prompt
+PROMPT_END_CHARS = 80  # the number of characters shown of a prompt
 
 # Takes the kind of a text ("title", "reasoning", "added", ...) and the text. Returns the text, with
 # the terminal's escape sequences for the colour of that kind.
@@ -133,7 +133,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Return the report on a format, and on the analysis that inferred it."""
+    """Return the report on a format, and on the analysis that inferred this format."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
     return Report(title, why, fmt, analysis, samples, _constraint(fmt, proofs))
@@ -233,7 +233,7 @@ def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
-    """Yield the lines of one sample: its name and result, the end of its prompt, and its spans."""
+    """Yield the lines that show a sample: the name, the result, the prompt's end and the text."""
     state = paint("markup", "parsed correctly")
     if sample.differs:
         state = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")

@@ -65,7 +65,7 @@ class RequestTemplate:
         prepared = {**variables, "messages": messages}
         if not continue_final_message:
             return self._render_in_thread(prepared, limits)
-        final_text = self._mark_final_message(messages)  # This changes the last message.
+        final_text = self._mark_final_message(messages)  # Also changes `messages`.
         text = self._render_in_thread(prepared, limits)
         return _cut_after(final_text, text)
 

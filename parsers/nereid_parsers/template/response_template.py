@@ -346,7 +346,7 @@ def _keys(transform: object) -> Keys:
     rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
     if rule is None:
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    # The rule is {"function": {..}}, only {"name": .., "arguments": ..}, or one placeholder.
+    # The rule is {"function": {..}}, {"name": .., "arguments": ..}, or one placeholder.
     call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
     function = call.get("function", rule)
     if isinstance(function, str):

@@ -64,7 +64,7 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 
 # Words in the markers of tools and tool results. Markers of tool calls contain "call" instead.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
-NO_CALLS = "none"  # the form of tool calls that a template does not render
+NO_CALLS = "none"  # The value of `form` without rendered tool calls.
 # Comparisons of ONE_CALL and another tool call: the label, the change, and the other tool call.
 _CALL_CHANGES = (
     ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),

@@ -24,7 +24,7 @@ _NUMBERED_ID = "functions.{name}:{number}"
 
 
 class CallTexts(NamedTuple):
-    """The renderings of the tool calls of five messages.
+    """The rendered tool calls of five messages.
 
     Each text starts where the tool calls start. It is "" if the template refuses the message.
 
@@ -80,7 +80,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     opening, before_name = _split_opening_marker(markup.item_open)
     marker = opening.strip()
     if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
-        # Each argument starts with the same marker, so it cannot show that a new tool call starts.
+        # Each argument starts with the same marker, so this marker does not identify a tool call.
         opening = ""
         before_name = markup.item_open
     return tuple(
@@ -230,7 +230,7 @@ def _mask_numbers(text: str, distance_before: int, distance_after: int) -> str:
 
 
 def _mask_digit(text: str, at: int) -> str:
-    r"""Replace the digit at index `at` by COUNTER_MARK. Return `text` if no digit is there.
+    r"""Replace the digit at index `at` by COUNTER_MARK. Other characters are not changed.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'

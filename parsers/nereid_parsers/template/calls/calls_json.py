@@ -206,7 +206,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     arguments_path = _find_path(call, _has_first_argument) or ("arguments",)
     id_path = _find_id_path(call, name_path)
-    # The role of each key of the outermost object, which may contain inner objects.
+    # The role of each key of the outermost object. The value of a key may be an inner object.
     roles = {name_path[0]: "name", arguments_path[0]: "arguments"}
     if id_path is not None:
         roles.setdefault(id_path[0], "id")

@@ -33,7 +33,7 @@ from nereid_parsers.template.difference import (
     list_markup,
 )
 
-_WORDS = re.compile(r"[^\W_]+|[\W_]")  # words, and single characters between words
+_WORDS = re.compile(r"[^\W_]+|[\W_]")  # Matches a word or one other character.
 _NUMBER_TEXT = str(NUMBER_VALUE)
 # The name, the key and the value of each probe call, in the order in which templates write them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
@@ -120,14 +120,14 @@ def _infer_value_tags(
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts)) or close
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
-    if number_tags == string_tags:  # the first example
+    if number_tags == string_tags:  # see the first example above
         return string_tags
     has_same_name = number_open == arguments.item_open
     if has_same_name:
         after_key = _pattern_with_type(before_value, before_number)
-        if after_key is not None:  # the second example
+        if after_key is not None:  # see the second example above
             return TaggedArguments(_open_pattern(number_open) + after_key, close)
-    return replace(string_tags, also=(number_tags,))  # the third example
+    return replace(string_tags, also=(number_tags,))  # see the third example above
 
 
 def _open_pattern(before_key: str, before_value: str = "") -> str:
@@ -246,7 +246,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the markup around and between two tool calls with elements for their arguments.
+    """Return the markup around and between two tool calls whose arguments are elements.
 
     Return None if the elements of the two tool calls are not in the expected order. Example: for
     `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and

@@ -184,7 +184,7 @@ def _check_node(node: object, path: str) -> None:
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value`. Raise ConstraintError if it is not a list of at least one member."""
+    """Return `value`. Raise ConstraintError unless `value` is a list of at least one member."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"

@@ -298,7 +298,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         return const("")
     if len(omissible) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(omissible, separator))
-    # Any of the members can be the first member of the list, so each of them gives one option.
+    # The list may start with any of the members. So each option starts with another member.
     options = [
         sequence(first, *(optional(separated(node)) for node in omissible[number:]))
         for number, first in enumerate(omissible, start=1)

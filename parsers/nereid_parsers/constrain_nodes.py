@@ -158,7 +158,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_blanks(node: Node) -> Node:
-    r"""Return `node` without the white space at the start and at the end of its text.
+    r"""Return `node` without the white space at both ends of the matched text.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """

@@ -24,7 +24,9 @@ class StartPoint:
 
 
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
-    r"""Return the state in which the output after `prompt` starts. "" counts as no prompt.
+    r"""Return the state in which the output after `prompt` starts.
+
+    An empty prompt is treated as no prompt.
 
     Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
     `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. After

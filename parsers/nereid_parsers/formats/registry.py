@@ -52,7 +52,7 @@ TOOLS: dict[str, ToolEntry] = (
     | minimax.TOOLS | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | seed.TOOLS | step.TOOLS
 )  # fmt: skip
 
-# The aliases, with the names that they stand for.
+# The registered name for each alias.
 REASONING_ALIASES = {
     "apertus": "apertus2509",
     "deepseek": "deepseek_r1",
@@ -163,7 +163,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for a name or an alias. If it is unknown, return it normalised."""
+    """Return the registered name for a name or an alias. Return an unknown name normalised."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 

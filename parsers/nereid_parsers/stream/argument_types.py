@@ -183,7 +183,7 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the text of an argument to JSON text, if possible of one of the JSON types `types`.
+    """Convert the text of an argument to JSON text. The result has an allowed type if possible.
 
     JSON text of an allowed type is returned without surrounding white space and otherwise
     unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.

@@ -102,7 +102,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. When a step has ended, it sets `_step` to the next step."""
+    """Reads a body in steps. When a step has ended, the step sets `_step` to the next step."""
 
     __slots__ = ("_step",)
 

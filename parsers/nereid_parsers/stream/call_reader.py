@@ -143,7 +143,7 @@ class CallReader:
         return State.CONTENT
 
     def _drop_or_treat_as_content(self, num_chars: int, fault: str) -> State:
-        """Remove an incomplete tool call at the end of the message, or treat it as content.
+        """Remove an incomplete tool call at the end of the message, or treat its text as content.
 
         If the text contains a tag, all unread text is removed. Otherwise the text is content.
         Example: at the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
@@ -307,7 +307,7 @@ class CallReader:
         if not has_opening_marker or not isinstance(form.call.body, JsonObject):
             return None
         self._text.hold_blanks(self._buffer.take_until(pos))
-        # No marker precedes this object, so the object is a tool call only if its name is offered.
+        # No marker precedes this object, so its name must be the name of an offered tool.
         return self._read_head(MatchedCall(form, Head(pos), is_confirmed=False))
 
     def read_between(self) -> State | None:

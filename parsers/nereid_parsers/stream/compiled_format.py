@@ -281,7 +281,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _has_tag_in_head(call: Call) -> bool:
-    """Return whether the head starts with a tag that identifies a tool call even on its own.
+    """Return whether the head starts with a tag that identifies a tool call without other markers.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """

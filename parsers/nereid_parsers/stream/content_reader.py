@@ -79,7 +79,7 @@ class ContentReader:
         return State.CONTENT
 
     def _write_as_content(self, marker: str) -> State:
-        """Write `marker` as content, because it has no meaning at this place."""
+        """Write `marker` as content, because the marker has no meaning at this place."""
         self._text.write(self._buffer.take(len(marker)), ContentDelta)
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 

@@ -353,7 +353,7 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _read_null(self, text: str, pos: int) -> int:
-        """Read arguments that start with "n". Write `{}` if they are `null`."""
+        """Read arguments that start with "n". Write `{}` for `null`."""
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
         if self._scanner.status is not MORE:

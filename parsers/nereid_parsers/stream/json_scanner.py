@@ -64,8 +64,8 @@ class JsonScanner:
             if pos == size:
                 return pos
             if text[pos] == "\\":
-                # The backslash is the last character of the text. Any other backslash is a part of
-                # the regex match, together with the escaped character.
+                # This backslash is the last character of the text. The regex has matched every
+                # other backslash together with the character after the backslash.
                 self._is_escaped = True
                 return pos + 1
             self._quote = ""  # The character at `pos` closes the string.

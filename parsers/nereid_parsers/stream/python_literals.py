@@ -111,7 +111,7 @@ class LiteralReader:
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
         self._expected = _Expected.VALUE
         self._containers: list[_Container] = []  # From the outermost to the innermost.
-        self._key: _Key | None = None  # The key that has been read, until its colon is read.
+        self._key: _Key | None = None  # The last key, if its colon has not been read.
         self._string: StringReader | None = None  # The open string.
         # The text of an unfinished string. A key or a converted value is written only when it is
         # complete.

@@ -275,7 +275,7 @@ class ReasoningReader:
         return self._state
 
     def finish_interrupted(self) -> State:
-        """Put the stored text back into the buffer, so that it is read as a tool call.
+        """Put the stored text back into the buffer, so that this text is read as a tool call.
 
         Example: in `<think>I call it.<tool_call>{"name": "f"}</tool_call>`, the reasoning is never
         closed, so `<tool_call>` ends the reasoning.

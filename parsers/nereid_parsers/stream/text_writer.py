@@ -148,7 +148,7 @@ class TextWriter:
         return blanks
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without the blank lines at its start, which are classified as "markup".
+        r"""Return `text` without the blank lines at its start. Classify these lines as "markup".
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """

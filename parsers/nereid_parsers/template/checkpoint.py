@@ -304,5 +304,5 @@ def _plain_format(problems: list[str]) -> ChosenFormat:
 
 
 def _sentence(text: str) -> str:
-    """Return `text` with a full stop at its end, unless it has one."""
+    """Return `text` with a full stop at its end. A second full stop is not added."""
     return text if text.endswith(".") else f"{text}."

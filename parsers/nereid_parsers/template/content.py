@@ -155,7 +155,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     if first in ("", EOS_TOKEN):
         return []
     # The second marker, `<|eot|>`, belongs to the end of the turn if it also ends a user's message.
-    # Otherwise it may be the start of the next turn's header.
+    # Otherwise this marker may be the start of the next turn's header.
     ends_user_message = second == leading_marker(after_user_message)
     is_other_marker = second not in ("", first)
     if is_other_marker and ends_user_message and second not in turn.header:
@@ -164,7 +164,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
-    """Return the end of a turn if it consists of markers and words: `<|out|>turn<|of|>`.
+    """Return the end of a turn if this end consists of markers and words: `<|out|>turn<|of|>`.
 
     A user's message must end with the same text, and possibly one more marker. Otherwise the
     result is [].

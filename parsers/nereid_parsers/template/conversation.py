@@ -231,7 +231,7 @@ class InputForm:
         return {"role": role, "content": content}
 
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
-        """Return an assistant message. The number of its first tool call is `first_number`.
+        """Return an assistant message whose first tool call has the number `first_number`.
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}

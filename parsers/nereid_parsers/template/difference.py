@@ -157,7 +157,7 @@ def difference(left: str, right: str, split: Split = tokens) -> Difference:
 
 
 def drop_common_suffix(text: str, other: str) -> str:
-    r"""Return `text` without the suffix that it has in common with `other`.
+    r"""Return `text` without the suffix that `text` and `other` have in common.
 
     >>> drop_common_suffix("Hello<|im_end|>\n", "Go on.<|im_end|>\n")
     'Hello'

@@ -145,7 +145,7 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
 
 
 def _other_spellings(family: ToolSection, first: Call) -> Iterator[Call]:
-    """Yield the spellings of a tool call that a family declares after its first spelling.
+    """Yield all spellings of a tool call that a family declares, except the first spelling.
 
     Args:
         family: A registered section with the markers of the inferred section.

@@ -144,7 +144,7 @@ def _header_in(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""Remove the suffixes from the end of `text`, with the white space after each of them.
+    r"""Remove the suffixes from the end of `text`, with the white space after each suffix.
 
     >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
     'Hello\n'
@@ -158,7 +158,7 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
-    r"""Remove the prefixes from the start of `text`, with the white space after each of them.
+    r"""Remove the prefixes from the start of `text`, with the white space after each prefix.
 
     >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
     '<start>assistant'

@@ -1,4 +1,4 @@
-"""Render probe conversations with a chat template, and record what comparing them shows."""
+"""Render probe conversations with a chat template, and record the results of comparisons."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Prober:
         has_tools = conversation.tools or form.always_tools
         variables = {
             "messages": form.messages(conversation),
-            # The template gets a copy, because it may change the list.
+            # The template gets a copy, because a template may change the list.
             "tools": copy.deepcopy(TOOLS) if has_tools else None,
             "documents": None,
             "add_generation_prompt": conversation.generation_prompt,
@@ -263,7 +263,7 @@ def unmask_call_ids(text: str) -> str:
 
 
 def _shows_call(text: str) -> bool:
-    r"""Return whether `text` contains the tool call of `find_call_form` with both of its arguments.
+    r"""Return whether `text` contains the whole probe call: the name and both arguments.
 
     Arguments that are printed as a Python dict, or as JSON inside a JSON string, are not accepted,
     because the template then expects arguments in another form. A tool call after "None" is not

@@ -80,9 +80,10 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
 
 def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Return the markers from the first of the comparisons R1 to R4 that shows them, or None.
+    """Make the comparisons R1 to R4 until one of them shows markers, and return these markers.
 
-    `conversation` is a conversation whose reasoning the template renders, or None.
+    Return None if no comparison shows markers. `conversation` is a conversation whose reasoning the
+    template renders, or None.
     """
     markup = None
     if conversation is not None:

@@ -159,7 +159,7 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
 
 
 def empty_pairs(text: str) -> list[tuple[str, str]]:
-    """Return the pairs of an opening marker and its closing marker with nothing between them.
+    """Return the pairs of markers in which the closing marker directly follows the opening marker.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [('<think>', '</think>'), ('<answer>', '</answer>')]

@@ -93,7 +93,7 @@ def _find_conversation(turn: ModelTurn) -> Conversation | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` contains the reasoning of `answer`, then its content and its calls.
+    """Return whether `text` contains the reasoning of `answer`, then the content and the calls.
 
     A text that prints parts of the message as JSON or as a Python dict is not accepted.
 

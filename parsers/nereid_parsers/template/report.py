@@ -69,7 +69,7 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnalysis:
-    """The format that a chat template implies, and the comparisons from which it was inferred.
+    """The format that a chat template implies, and the comparisons that show this format.
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.
@@ -140,7 +140,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and return its text with the kind of each part."""
+    """Parse a rendered message, and return the message's text with the kind of each part."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,

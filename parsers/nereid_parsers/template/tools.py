@@ -209,7 +209,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Record the comparisons of one tool call with calls that differ in one thing (T3 to T7b)."""
+    """Compare a tool call with calls that differ from this call in one thing (T3 to T7b)."""
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
     for name, description, call in _CALL_CHANGES:
@@ -273,7 +273,7 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header that separates content from a tool call, and the end marker before it.
+    """Return the header between content and a tool call, and the end marker before this header.
 
     >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
     ('<|start|>assistant', '<|end|>')

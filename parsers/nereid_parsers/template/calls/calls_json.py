@@ -143,7 +143,7 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Return a tool call with this body, between the markers of one item of `markup`."""
+    """Return a declaration that consists of the given body and the item markers of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
@@ -162,7 +162,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
         except (ValueError, RecursionError):
             continue
         members = value if isinstance(value, list) else [value]
-        # If the JSON ends before the name, it is another value, such as a list of tools.
+        # JSON that ends before the name is another value, such as a list of tools.
         if end > name_at and any(_is_call(member, name) for member in members):
             return _JsonSpan(start, end, value)
     return None
@@ -303,7 +303,7 @@ def _markup_of_two_named(text: str) -> ListMarkup | None:
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
-    """Return the first JSON object after `name`, or None if it does not contain `key`.
+    """Return the first JSON object after `name`, or None if this object does not contain `key`.
 
     >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
     _JsonSpan(start=7, end=15, value={'a': 1})

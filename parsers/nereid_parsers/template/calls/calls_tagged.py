@@ -220,7 +220,7 @@ def _add_quoted_spelling(
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls with an element for each argument, such as `<city>..</city>`.
+    """Infer the format of tool calls whose arguments are elements, such as `<city>Paris</city>`.
 
     Return None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.

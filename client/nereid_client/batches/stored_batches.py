@@ -133,7 +133,7 @@ class BatchStore:
                 400,
                 f"The server stores {num_batches} batches, but the limit is "
                 f"{self.files.limits.count} (max_stored_files). A batch is deleted 30 days after "
-                "its end.",
+                "the time in its field expires_at.",
                 limit="max_stored_files",
             )
         now = int(time.time())

@@ -58,40 +58,56 @@ class KeyEntry(BaseModel):
 
 
 @dataclass
-class Bucket:
-    """A limit for each minute, as a token bucket that is full at first.
+class Usage:
+    """The amount that a client has used of a limit for each minute.
 
     Attributes:
-        per_minute: the size of the bucket, and the amount that is added to the bucket in each
-            minute. 0 means no limit.
+        amount: the used amount at the time `at`. The amount decreases with time.
+        at: a time of time.monotonic().
+    """
+
+    amount: float = 0.0
+    at: float = -math.inf
+
+
+@dataclass
+class Bucket:
+    """A limit for each minute, as a token bucket.
+
+    Attributes:
+        per_minute: the amount that can be used at once, and the amount that becomes available again
+            in each minute. 0 means no limit.
+        usage: the used amount.
     """
 
     per_minute: int
-    _level: float = field(init=False)
-    _filled_at: float = field(init=False, default=-math.inf)
-
-    def __post_init__(self) -> None:
-        self._level = float(self.per_minute)
+    usage: Usage = field(default_factory=Usage)
 
     def take(self, amount: int, now: float) -> None:
-        """Take an amount out of the bucket. The level can become negative."""
-        self._fill(now)
-        self._level -= amount
+        """Use an amount. The used amount can exceed the limit."""
+        if self.per_minute:
+            self.usage = Usage(self._used(now) + amount, now)
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the seconds until the bucket contains at least `amount`.
+        """Return the seconds until at least `amount` is available.
 
-        Return 0 if the bucket contains enough now, or if there is no limit.
+        Return 0 if the amount is available now, or if there is no limit.
         """
         if not self.per_minute:
             return 0.0
-        self._fill(now)
-        return max(0.0, (amount - self._level) * 60 / self.per_minute)
+        return max(0.0, (self._used(now) + amount - self.per_minute) * 60 / self.per_minute)
 
-    def _fill(self, now: float) -> None:
-        passed_s = max(now - self._filled_at, 0.0)
-        self._filled_at = now
-        self._level = min(self.per_minute, self._level + passed_s * self.per_minute / 60)
+    def change_limit(self, per_minute: int, now: float) -> None:
+        """Use another limit from now on. The used amount does not change."""
+        if per_minute != self.per_minute:
+            self.usage = Usage(self._used(now), now)
+            self.per_minute = per_minute
+
+    def _used(self, now: float) -> float:
+        """Return the used amount at the time `now`."""
+        usage = self.usage
+        passed_s = max(now - usage.at, 0.0)
+        return max(usage.amount - passed_s * self.per_minute / 60, 0.0) if usage.amount else 0.0
 
 
 class Client:
@@ -122,17 +138,20 @@ class Client:
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
         self.num_requests = 0
-        self.update(entry or KeyEntry(key="unused"))
+        self._requests, self._tokens = Bucket(0), Bucket(0)
+        self.update(entry or KeyEntry(key="unused"), now=0.0)
 
-    def update(self, entry: KeyEntry) -> None:
-        """Use new limits from the key file.
+    def update(self, entry: KeyEntry, now: float) -> None:
+        """Use new limits from the key file. The requests and tokens of the last minute still count.
 
-        The counts of requests and tokens in the last minute start again at 0.
+        Args:
+            entry: the client's table in the key file.
+            now: the current time of time.monotonic().
         """
         self.weight = entry.weight
         self._max_concurrent = entry.max_concurrent_requests
-        self._requests = Bucket(entry.requests_per_minute)
-        self._tokens = Bucket(entry.tokens_per_minute)
+        self._requests.change_limit(entry.requests_per_minute, now)
+        self._tokens.change_limit(entry.tokens_per_minute, now)
 
     def rejection(self, now: float) -> ApiError | None:
         """Return the error for a new request, or None if the client's limits allow it."""
@@ -246,7 +265,7 @@ class KeyFile:
         entries = read_key_file(self._path)
         self._clients = {name: self._clients.get(name, Client(name)) for name in entries}
         for name, entry in entries.items():
-            self._clients[name].update(entry)
+            self._clients[name].update(entry, self._clock())
         self._digests = [(entry.digest, self._clients[name]) for name, entry in entries.items()]
 
     def _current_version(self) -> tuple[int, int] | None:

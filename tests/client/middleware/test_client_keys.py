@@ -119,6 +119,22 @@ def test_a_bucket_fills_up_within_a_minute():
     assert bucket.wait_s(1.0) == pytest.approx(120.0)
 
 
+def test_a_change_of_the_key_file_keeps_what_every_client_has_used(write):
+    now = [0.0]
+    limited = '[a]\nkey = "a"\nrequests_per_minute = 2\n[b]\nkey = "b"\nrequests_per_minute = {}\n'
+    keys = KeyFile(write(limited.format(2)), lambda: now[0])
+    a, b = keys.find("a"), keys.find("b")
+    for client in (a, b):
+        client.count_request(1.0)
+        client.count_request(1.0)
+    now[0] = 1.1
+    write(limited.format(3))
+    assert keys.find("a").rejection(1.1) is not None
+    assert keys.find("b").rejection(1.1) is None  # one more request than before is allowed
+    b.count_request(1.1)
+    assert b.rejection(1.1) is not None
+
+
 def test_no_client_can_use_all_of_a_shared_limit():
     budget = SharedBudget(100)
     while budget.fits("greedy", 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
@@ -48,20 +48,21 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     if response_format is None:
         return None
     kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return json_schema({"type": "object"})
-    if kind == "json_schema":
-        return _json_schema_node(response_format)
-    if kind == "structural_tag":
-        return _structural_tag_node(response_format)
-    if kind == "regex":
-        return {"type": "regex", "pattern": _required_text(response_format, "pattern")}
-    if kind == "grammar":
-        return {"type": "grammar", "grammar": _required_text(response_format, "grammar")}
-    if kind == "choice":
-        return _choice_node(response_format.get("choice"))
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return json_schema({"type": "object"})
+        case "json_schema":
+            return _json_schema_node(response_format)
+        case "structural_tag":
+            return _structural_tag_node(response_format)
+        case "regex":
+            return {"type": "regex", "pattern": _required_text(response_format, "pattern")}
+        case "grammar":
+            return {"type": "grammar", "grammar": _required_text(response_format, "grammar")}
+        case "choice":
+            return _choice_node(response_format.get("choice"))
     raise ConstraintError(
         "response_format: type must be text, json_object, json_schema, structural_tag, regex, "
         f"grammar or choice, but is {shorten(kind)}"
@@ -174,13 +175,25 @@ def _check_node(node: object, path: str) -> None:
     if kind == "json_schema":
         schema = node.get("json_schema")
         report_unenforced(schema, bool(node.get("strict")), f"{path}.json_schema")
-    elif kind in _KEY_OF_INNER_NODE:
+    for inner, inner_path in _inner_nodes(node, kind, path):
+        _check_node(inner, inner_path)
+
+
+def _inner_nodes(node: Mapping[str, Any], kind: str, path: str) -> Iterator[tuple[object, str]]:
+    """Yield the nodes inside a node of the type `kind`, with their paths in the request.
+
+    Example: a sequence at the path `$` yields its elements with `$.elements[0]`, and so on.
+
+    Raises:
+        ConstraintError: The value that must be a list of nodes is not a list, or is empty.
+    """
+    if kind in _KEY_OF_INNER_NODE:
         key = _KEY_OF_INNER_NODE[kind]
-        _check_node(node.get(key), f"{path}.{key}")
+        yield node.get(key), f"{path}.{key}"
     elif kind in _KEY_OF_INNER_NODES:
         key = _KEY_OF_INNER_NODES[kind]
         for number, inner in enumerate(_required_list(node.get(key), f"{path}.{key}")):
-            _check_node(inner, f"{path}.{key}[{number}]")
+            yield inner, f"{path}.{key}[{number}]"
 
 
 def _required_list(value: object, path: str) -> list[Any]:

@@ -288,13 +288,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
             merged[name] = _merge(first_schema, second_schema)
         elif name in required:
             raise _CannotMergeError  # The schema `false` forbids a property that is required.
-    result: dict[str, Any] = {"properties": merged}
-    # `additionalProperties` is true by default. So the keyword is omitted if both values are true.
-    if False in (first_rest, second_rest):
-        result["additionalProperties"] = False
-    elif (first_rest, second_rest) != (True, True):
-        result["additionalProperties"] = _merge(first_rest, second_rest)
-    return result
+    if first_rest is True and second_rest is True:
+        return {"properties": merged}  # `additionalProperties` is true by default.
+    is_forbidden = False in (first_rest, second_rest)
+    rest = False if is_forbidden else _merge(first_rest, second_rest)
+    return {"properties": merged, "additionalProperties": rest}
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:

@@ -235,15 +235,12 @@ def _compile_calls(tools: ToolSection | None, *, allows_bare: bool) -> CompiledC
     if tools is None:
         return CompiledCalls()
     forms = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
-    bare: tuple[CompiledCall, ...] = ()
-    forms_in_content = forms
-    if tools.opens:
-        # A model may omit the opening marker of the tool section. The content can then contain tool
-        # calls that have an opening marker of their own.
-        forms_in_content = tuple(form for form in forms if form.call.open.strip())
-    elif allows_bare:
-        bare = tuple(form for form in forms if form.is_bare)
-    by_trigger = _group_by_trigger(forms_in_content)
+    # A model may omit the opening marker of the tool section. The content can then contain tool
+    # calls that have an opening marker of their own.
+    marked = tuple(form for form in forms if form.call.open.strip())
+    by_trigger = _group_by_trigger(marked if tools.opens else forms)
+    is_bare_allowed = allows_bare and not tools.opens
+    bare = tuple(form for form in forms if is_bare_allowed and form.is_bare)
     by_head = _group_by_trigger(_forms_without_marker(tools))
     for trigger in by_trigger:
         by_head.pop(trigger, None)  # The tool call with its marker has precedence.

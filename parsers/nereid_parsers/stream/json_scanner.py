@@ -87,16 +87,17 @@ class JsonScanner:
         char = text[pos]
         if char in _STRING_CHARS:
             self._quote = char
-        elif char in _CLOSING_BRACKETS:
+            return pos + 1
+        if char in _CLOSING_BRACKETS:
             self._closing_brackets += _CLOSING_BRACKETS[char]
-        elif not self._closing_brackets:
+            return pos + 1
+        if not self._closing_brackets:
             self.status = DONE  # The value is a number or a word that ends before `char`.
             return pos
-        elif char == self._closing_brackets[-1]:
-            self._closing_brackets = self._closing_brackets[:-1]
-            if not self._closing_brackets:
-                self.status = DONE
-        else:
+        if char != self._closing_brackets[-1]:
             self.status = BROKEN
             return pos
+        self._closing_brackets = self._closing_brackets[:-1]
+        if not self._closing_brackets:
+            self.status = DONE
         return pos + 1

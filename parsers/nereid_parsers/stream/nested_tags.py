@@ -48,6 +48,7 @@ class _Kind(Enum):
 
 
 _CONTAINERS = (_Kind.OBJECT, _Kind.ARRAY)
+_CLOSING_TEXTS = {_Kind.STRING: '"', _Kind.ARRAY: "]", _Kind.OBJECT: "}"}
 
 
 @dataclass(slots=True)
@@ -277,12 +278,8 @@ class NestedReader(StepReader):
         """Close the innermost element. Write its stored value, closing quote or closing bracket."""
         element = self._elements.pop()
         self._write_delayed_values(element)
-        if element.kind is _Kind.STRING:
-            self.writer.write('"')
-        elif element.kind is _Kind.ARRAY:
-            self.writer.write("]")
-        elif element.kind is _Kind.OBJECT:
-            self.writer.write("}")
+        if element.kind in _CLOSING_TEXTS:
+            self.writer.write(_CLOSING_TEXTS[element.kind])
         else:
             self._close_value(element)
 

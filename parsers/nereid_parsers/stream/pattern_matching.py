@@ -37,15 +37,15 @@ _BLANKS_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The regex character class of each field. `_field_regex` adds the closing bracket.
-_FIELD_CLASSES = {
-    "name": f"[^{_NO_NAME_CHARS}",
-    "key": r"""[^<>"'\r\n""",
-    "id": f"[^{_NO_NAME_CHARS}",
-    "number": r"[^\D",
-    "string": r"[^\W",
-    "type": r"[^\W",
-    "word": r"[^\s<>",
+# For each field, the characters that the field cannot contain, as in a regex character class.
+_EXCLUDED_CHARS = {
+    "name": _NO_NAME_CHARS,
+    "key": r"""<>"'\r\n""",
+    "id": _NO_NAME_CHARS,
+    "number": r"\D",
+    "string": r"\W",
+    "type": r"\W",
+    "word": r"\s<>",
 }
 
 
@@ -239,7 +239,7 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
         return re.compile(rest_of_line + last_words)
     stop_char = re.escape(next_literal[:1]) if next_literal[:1].strip() else ""
-    return re.compile(f"{_FIELD_CLASSES[name]}{stop_char}]+")
+    return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
 
 
 def tag_parts(marker: str) -> list[str]:

@@ -130,13 +130,12 @@ class PythonCallsReader(StepReader):
         json_text = self._literal.take_json()
         if json_text:
             self.writer.write(json_text)
+        if self._literal.status is BROKEN:
+            return self._reject(end)
         if self._literal.status is DONE:
             self._step = self._read_comma_or_end
-        elif self._literal.status is BROKEN:
-            return self._reject(end)
-        elif end == pos:
-            return NEED_MORE
-        return end
+            return end
+        return end if end > pos else NEED_MORE
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
         """Read the `,` after an argument, or the `)` that ends the tool call."""

@@ -250,13 +250,15 @@ class ReasoningReader:
             The head of the tool call, NEED_MORE or NO_MATCH.
         """
         buffer = self._buffer
-        candidates = self._format.calls.by_trigger.get(marker)
-        pos = buffer.pos
-        if candidates is None:
-            candidates = self._format.calls.all
-            pos = skip_blanks(buffer.text, pos + len(marker))
-        for form in candidates:
-            match = form.match(buffer.text, pos, buffer.is_final)
+        calls = self._format.calls
+        if marker in calls.by_trigger:
+            forms = calls.by_trigger[marker]
+            start = buffer.pos
+        else:  # The marker opens a tool section.
+            forms = calls.all
+            start = skip_blanks(buffer.text, buffer.pos + len(marker))
+        for form in forms:
+            match = form.match(buffer.text, start, buffer.is_final)
             if match != NO_MATCH:
                 return match
         return NO_MATCH

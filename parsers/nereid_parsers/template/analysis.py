@@ -217,11 +217,11 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
     tools = find_tools(turn, reasoning.part, wrapper)
     fmt = _make_format(turn, reasoning, wrapper, tools)
     proofs = parse_renderings(fmt, turn, reasoning, tools)
-    one_call = next((proof for proof in proofs if proof.name == ONE_CALL_PROOF), None)
-    if one_call is not None and one_call.differs:
+    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
+    if wrong_calls:
         turn.prober.undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {one_call.text!r}."
+            f"that the template renders as {wrong_calls[0].text!r}."
         )
         tools = ToolFindings(inner_headers=tools.inner_headers)
         fmt = _make_format(turn, reasoning, wrapper, tools)

@@ -260,10 +260,9 @@ class InputForm:
         else:
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
-            names: tuple[str, ...] = (self.reasoning,)
-            if self.reasoning == ALL_REASONING_FIELDS:
-                names = REASONING_FIELDS
-            message |= dict.fromkeys(names, answer.reasoning)
+            is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
+            fields = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
+            message |= dict.fromkeys(fields, answer.reasoning)
         return message
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:

@@ -58,9 +58,10 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
         GenerationPrompt(switches, text, prompt_after_header(text, header))
         for switches, text in rendered_prompts
     )
+    continuation = prompts[0].after_header if prompts else ""
     finding = f"The turn opens with {header!r}."
-    if prompts and prompts[0].after_header:
-        finding += f" The prompt continues with {prompts[0].after_header!r}."
+    if continuation:
+        finding += f" The prompt continues with {continuation!r}."
     prober.record(
         "G generation prompt", "add_generation_prompt is true.", _QUESTION, _PROMPT, finding
     )

@@ -174,14 +174,15 @@ class Budget:
         The owner is a string or a number. Example: `text.replace("", "x" * 1000)`.
         """
         check_numbers(args)
-        if name in ("format", "format_map"):
-            check_format(owner)
-        elif name == "replace" and len(args) > 1:
-            self._check_replace(owner, args[0], args[1])
-        elif name == "join" and args:
-            self._check_join(args[0], owner)
-        elif name == "expandtabs" and args:
-            self.check_size(len(owner) * max(int(args[0]), 1))
+        match name:
+            case "format" | "format_map":
+                check_format(owner)
+            case "replace" if len(args) > 1:
+                self._check_replace(owner, args[0], args[1])
+            case "join" if args:
+                self._check_join(args[0], owner)
+            case "expandtabs" if args:
+                self.check_size(len(owner) * max(int(args[0]), 1))
 
     def check_filter(
         self,
@@ -196,17 +197,18 @@ class Budget:
         """
         options = [*args, *kwargs.values()]
         check_numbers(options)
-        if name == "replace" and len(args) > 1:
-            self._check_replace(str(value), args[0], args[1])
-        elif name == "join":
-            self._check_join(value, args[0] if args else "")
-        elif name == "format":
-            check_format(value)
-        elif name == "tojson":
-            self.check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
-        elif name == "indent" and isinstance(value, str):
-            width = args[0] if args else kwargs.get("width")
-            self._check_indent(value, width or _DEFAULT_INDENT)
+        match name:
+            case "replace" if len(args) > 1:
+                self._check_replace(str(value), args[0], args[1])
+            case "join":
+                self._check_join(value, args[0] if args else "")
+            case "format":
+                check_format(value)
+            case "tojson":
+                self.check_size(sum(map(_text_size, options)) * _TOJSON_LINES)
+            case "indent" if isinstance(value, str):
+                width = args[0] if args else kwargs.get("width")
+                self._check_indent(value, width or _DEFAULT_INDENT)
 
     def _check_indent(self, text: str, width: Any) -> None:  # noqa: ANN401
         """Raise LimitError if `text | indent(width)` would be too large.

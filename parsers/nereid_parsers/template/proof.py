@@ -61,14 +61,16 @@ def parse_renderings(
     """
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
-        prompt = turn.prober.render(replace(conversation, answer=None, generation_prompt=True))
-        if prompt is None or conversation.answer is None:
+        masked_prompt = turn.prober.render(
+            replace(conversation, answer=None, generation_prompt=True)
+        )
+        if masked_prompt is None or conversation.answer is None:
             continue
-        text = _output(turn, reasoning.part, conversation, prompt)
-        if text is None:
+        masked_text = _output(turn, reasoning.part, conversation, masked_prompt)
+        if masked_text is None:
             continue
-        prompt = unmask_call_ids(prompt)
-        text = unmask_call_ids(text)
+        prompt = unmask_call_ids(masked_prompt)
+        text = unmask_call_ids(masked_text)
         offered_tools = TOOLS if conversation.tools else []
         message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
         differs = tuple(_differing_parts(conversation.answer, message))

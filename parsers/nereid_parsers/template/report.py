@@ -307,13 +307,11 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
         value = getattr(part, declared.name)
         if value == _default_of(declared):
             continue
-        if is_dataclass(value):
+        values = value if isinstance(value, tuple) else (value,)
+        if values and is_dataclass(values[0]):  # The field contains one or more inner parts.
             yield f"{indent}  {declared.name}:"
-            yield from part_lines(value, indent + "    ")
-        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
-            yield f"{indent}  {declared.name}:"
-            for item in value:
-                yield from part_lines(item, indent + "    ")
+            for inner_part in values:
+                yield from part_lines(inner_part, indent + "    ")
         else:
             shown = value.value if isinstance(value, Enum) else value
             yield f"{indent}  {declared.name}: {shown!r}"

@@ -171,15 +171,13 @@ def compare_call_presence(renderer: CallRenderer) -> str:
     """
     text = renderer.text_of_calls(*ONE_CALL)
     is_rendered = FIRST_TOOL in text and FIRST_KEY in text and FIRST_VALUE in text
-    finding = "The template does not render the call."
-    if is_rendered:
-        finding = f"The call is written as {unmask_call_ids(text)!r}."
+    rendered_call = f"The call is written as {unmask_call_ids(text)!r}."
     renderer.turn.prober.record(
         "T1 call presence",
         "The message has a call instead of content.",
         Conversation(AssistantMessage(CONTENT_TEXT), tools=True),
         conversation_with_calls(*ONE_CALL),
-        finding,
+        rendered_call if is_rendered else "The template does not render the call.",
     )
     return text if is_rendered else ""
 
@@ -194,8 +192,9 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     two_calls = conversation_with_calls(*TWO_CALLS)
     text = renderer.text_of_calls(*TWO_CALLS)
     is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
-    finding = "A message can have several calls."
-    if not is_parallel:
+    if is_parallel:
+        finding = "A message can have several calls."
+    else:
         why = prober.refusals.get(two_calls, "the template does not render the second call")
         finding = f"A message can have only one call: {why}"
     prober.record(
@@ -262,9 +261,10 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     if not content or not name:
         return ContentBeforeCall(is_rendered=False)
     inner_headers = _headers_between(between, turn.header.strip())
-    finding = "Content is written before the call."
     if inner_headers:
         finding = "Content and calls are written as separate turns."
+    else:
+        finding = "Content is written before the call."
     call_only = conversation_with_calls(*ONE_CALL)
     turn.prober.record(
         "T8 content before a call", "The message has content.", call_only, with_content, finding
@@ -362,13 +362,12 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
     `close` is the closing text of the section, without the markers that end the turn. If the
     section is invalid, append the reason to `undecided`.
     """
-    open_marker = calls.markup.open
-    if not open_marker.strip():
-        # Without an opening marker there is no section, so `close` is not its closing marker.
-        open_marker = ""
-        close = ""
+    markup = calls.markup
     try:
-        return ToolSection(calls.calls, open_marker, close.rstrip(), calls.markup.separator)
+        if not markup.open.strip():
+            # Without an opening marker there is no section, so `close` is not a closing marker.
+            return ToolSection(calls.calls, separator=markup.separator)
+        return ToolSection(calls.calls, markup.open, close.rstrip(), markup.separator)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None

@@ -81,8 +81,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     marker = opening.strip()
     if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
         # Each argument starts with the same marker, so this marker does not identify a tool call.
-        opening = ""
-        before_name = markup.item_open
+        opening, before_name = "", markup.item_open
     return tuple(
         Call(body, open=opening, head=head, close=markup.item_close, id=call_id)
         for head, call_id in _spellings_of_head(_head_pattern(before_name, after_name))

@@ -93,9 +93,9 @@ def _read_object_or_array(
     closing = texts.one_call[single.end :]
     if array_format.markup.open.strip() == opening.strip():
         # The markers surround all tool calls together. So a single tool call has no markers.
-        opening = ""
-        closing = ""
-    object_call = Call(JsonObject(keys), open=opening, close=closing)
+        object_call = Call(JsonObject(keys))
+    else:
+        object_call = Call(JsonObject(keys), open=opening, close=closing)
     return CallFormat(array_format.form, (*array_format.calls, object_call), array_format.markup)
 
 

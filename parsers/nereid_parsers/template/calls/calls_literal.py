@@ -58,18 +58,20 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
     `</calls>` that contains a list in brackets.
     """
-    opening = markup.open + markup.item_open
-    closing = markup.close
-    without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
-    bodies: tuple[PythonCalls, ...] = (without_brackets,)
-    if opening.rstrip().endswith("[") and closing.lstrip().startswith("]"):
+    before = markup.open + markup.item_open
+    after = markup.close
+    plain = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
+    if before.rstrip().endswith("[") and after.lstrip().startswith("]"):
         # The brackets belong to the body. The rest of the two texts are the section's markers.
-        opening = opening.rstrip().removesuffix("[")
-        closing = closing.lstrip().removeprefix("]")
+        opening = before.rstrip().removesuffix("[")
+        closing = after.lstrip().removeprefix("]")
         # Inside a section, some models write the calls without the brackets of the list.
-        bodies = (replace(without_brackets, open="[", close="]"), without_brackets)
+        bodies = [replace(plain, open="[", close="]"), plain]
+    else:
+        opening, closing = before, after
+        bodies = [plain]
     if closing.strip():
-        calls = tuple(Call(body) for body in bodies)
+        calls = tuple(map(Call, bodies))
         return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
     # Without a closing marker there is no section, so the opening marker starts the tool calls.
     call = Call(bodies[0], open=opening)

@@ -141,7 +141,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
     may_open = not is_open and not start.has_reasoned
-    return ReasoningGate(opening, closing, is_open, may_open)
+    return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
 
 def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:

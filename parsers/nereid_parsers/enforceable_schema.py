@@ -67,7 +67,7 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
-    return _rewrite(schema, schema, frozenset(), 0)
+    return _rewrite(schema, root=schema, inlined=frozenset(), depth=0)
 
 
 def is_enforced_multiple(schema: Schema) -> bool:

@@ -253,7 +253,8 @@ def _combine(
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
     ends = tuple(dict.fromkeys(end for entry in entries for end in entry.ends))
-    return Format(label, _layout(label, reasoning, tools), policy, ends, sources=sources)
+    layout = _layout(label, reasoning, tools)
+    return Format(label, layout, policy=policy, ends=ends, sources=sources)
 
 
 def _layout(
@@ -279,7 +280,7 @@ def _layout(
             raise _not_combinable(label, tools_name)
         return tool_part
     content = reasoning.content if reasoning is not None else None
-    return Sections(reasoning_part, content, tool_part)
+    return Sections(reasoning=reasoning_part, content=content, tools=tool_part)
 
 
 def _not_combinable(label: str, name: str) -> FormatError:

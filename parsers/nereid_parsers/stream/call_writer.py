@@ -134,7 +134,7 @@ class CallWriter:
         """Append the event for the start of the tool call. Give the tool call the next index."""
         self.last_index += 1
         call_id = self._call_id or self._new_id()
-        self._events.append(ToolCallStart(self.last_index, call_id, self._name))
+        self._events.append(ToolCallStart(self.last_index, id=call_id, name=self._name))
 
     def write(self, text: str) -> None:
         """Add JSON text to the arguments of the tool call."""

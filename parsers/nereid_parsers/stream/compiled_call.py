@@ -78,7 +78,7 @@ class CompiledCall:
         if body_start < 0:
             return body_start
         call_id = _fill_in_id(self._id_template, fields)
-        return Head(end, fields.get("name", ""), call_id)
+        return Head(end, name=fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
         """Return the start of the body after a head, or NEED_MORE or NO_MATCH.
@@ -167,7 +167,12 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
-    return CompiledTags(call.body, head, tuple(stop_markers), tuple(markers_between_calls))
+    return CompiledTags(
+        call.body,
+        head,
+        stop_markers=tuple(stop_markers),
+        markers_between_calls=tuple(markers_between_calls),
+    )
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -282,4 +287,4 @@ class CompiledHeader:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
                 return body_start
-        return Head(end, fields.get("name", ""), fields.get("id", ""))
+        return Head(end, name=fields.get("name", ""), call_id=fields.get("id", ""))

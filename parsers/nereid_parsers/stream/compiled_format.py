@@ -246,7 +246,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_bare: bool) -> CompiledC
         by_head.pop(trigger, None)  # The tool call with its marker has precedence.
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, forms, by_trigger, bare)
-    return CompiledCalls(forms, by_trigger, by_head, bare, kinds)
+    return CompiledCalls(all=forms, by_trigger=by_trigger, by_head=by_head, bare=bare, kinds=kinds)
 
 
 def _forms_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:

@@ -93,7 +93,7 @@ class Machine:
         has no events. If the prompt is not known, the first text may be reasoning or content. It is
         then delayed in the state UNCLASSIFIED, if the format or the policy allows both.
         """
-        if start.stage is None:
+        if start.stage is None:  # The prompt ends inside the header of a message.
             self._enter(State.HEADER)
         elif start.prefill:
             self._forget_prompt(self.feed(start.prefill))

@@ -73,6 +73,13 @@ class OpenCall:
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
         """Classify text of the body, if no tool call is open at the end of this text.
 
+        There are three cases:
+
+        - A tool call of a list has ended in this text. The text after this tool call is undecided,
+          because it is either the start of another tool call or content.
+        - The only tool call has ended, or the body is complete. The text belongs to the tool call.
+        - No tool call has started yet. The text is undecided.
+
         Args:
             start: The position in the buffer at which the text starts.
             was_open: Whether a tool call was open before this text.
@@ -80,8 +87,6 @@ class OpenCall:
         text = self._buffer.text
         end = self._buffer.pos
         if self._body.last_call_end is not None:
-            # A tool call of a list has ended. The text after this tool call is undecided, because
-            # it is either the start of another tool call or content.
             call_end = self._body.last_call_end
             self._write_ended_call(text[start:call_end])
             self._text.hold_undecided(text[call_end:end])

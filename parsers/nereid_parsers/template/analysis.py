@@ -132,10 +132,10 @@ def analyze_checkpoint_template(
     template = CompiledTemplate(jinja_source, Budget())
     prober = Prober(
         template,
-        bos_token or BOS_TOKEN,
-        eos_token or EOS_TOKEN,
-        template_kwargs or {},
-        frozenset(added_tokens),
+        bos=bos_token or BOS_TOKEN,
+        eos=eos_token or EOS_TOKEN,
+        kwargs=template_kwargs or {},
+        added_tokens=frozenset(added_tokens),
     )
     if template.changes_lists:
         prober.undecided.append(
@@ -255,7 +255,7 @@ def _make_format(
     reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
     openings = turn_markers(turn, [marker.strip() for marker in reasoning_markers])
     try:
-        layout = Sections(part, wrapper, tools.part)
+        layout = Sections(reasoning=part, content=wrapper, tools=tools.part)
         return replace(plain, name="inferred", layout=layout, turn=openings)
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")

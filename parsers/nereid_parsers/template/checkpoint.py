@@ -248,12 +248,14 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
         return ChosenFormat(chosen, "chosen", why)
     content = chosen_layout.content or file_layout.content
     if tools is None:
-        layout = Sections(chosen_layout.reasoning, content, file_layout.tools)
+        layout = Sections(
+            reasoning=chosen_layout.reasoning, content=content, tools=file_layout.tools
+        )
     else:
         # The chosen tool calls may belong to a family whose reasoning is known, see
         # `ToolEntry.reasoning`. That reasoning is used if the files show no reasoning.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning
-        layout = Sections(reasoning_part, content, chosen_layout.tools)
+        layout = Sections(reasoning=reasoning_part, content=content, tools=chosen_layout.tools)
     fmt = Format(
         f"{chosen.name}+{file_format.format.name}",
         layout,

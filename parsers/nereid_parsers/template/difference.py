@@ -152,7 +152,10 @@ def difference(left: str, right: str, split: Split = tokens) -> Difference:
     right_rest = right.removeprefix(prefix)
     suffix = common_suffix(left_rest, right_rest, split)
     return Difference(
-        prefix, left_rest.removesuffix(suffix), right_rest.removesuffix(suffix), suffix
+        prefix,
+        left=left_rest.removesuffix(suffix),
+        right=right_rest.removesuffix(suffix),
+        suffix=suffix,
     )
 
 

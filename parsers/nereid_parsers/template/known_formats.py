@@ -205,7 +205,11 @@ def _markup_of(call: Call) -> _Markup:
     elif isinstance(call.body, TaggedArguments):
         around_arguments = (call.body.open.strip(), call.body.close.strip())
     return _Markup(
-        type(call.body), call.open.strip(), call.head.strip(), call.close.strip(), around_arguments
+        body_type=type(call.body),
+        open=call.open.strip(),
+        head=call.head.strip(),
+        close=call.close.strip(),
+        around_arguments=around_arguments,
     )
 
 

@@ -154,7 +154,9 @@ class Prober:
         """
         left_text = unmask_call_ids(self.render(left) or "")
         right_text = unmask_call_ids(self.render(right) or "")
-        self.comparisons.append(Comparison(name, changed, left_text, right_text, finding))
+        self.comparisons.append(
+            Comparison(name, changed, left=left_text, right=right_text, finding=finding)
+        )
 
     # ---- the form of the input -------------------------------------------------------------------
 

@@ -145,7 +145,8 @@ def compare_reasoning_presence(
         return ReasoningMarkup(part, inner_headers=inner_headers)
     after_closing = around.between.removeprefix(closing)
     before_content = after_closing.replace(header, "") if inner_headers else after_closing
-    return ReasoningMarkup(part, content_wrapper(before_content, around.after), inner_headers)
+    wrapper = content_wrapper(before_content, around.after)
+    return ReasoningMarkup(part, wrapper=wrapper, inner_headers=inner_headers)
 
 
 class _TextAroundReasoning(NamedTuple):

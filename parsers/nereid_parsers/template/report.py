@@ -136,7 +136,8 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
     """Return the report on a format, and on the analysis that inferred this format."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
-    return Report(title, why, fmt, analysis, samples, _constraint(fmt, proofs))
+    constraint = _constraint(fmt, proofs)
+    return Report(title, why, fmt, analysis=analysis, samples=samples, constraint=constraint)
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
@@ -151,7 +152,8 @@ def _sample(fmt: Format, proof: Proof) -> Sample:
     parser.feed(proof.text)
     parser.finish()
     prompt_end = proof.prompt[-PROMPT_END_CHARS:]
-    return Sample(proof.name, prompt_end, tuple(_join_spans(spans)), proof.differs)
+    joined_spans = tuple(_join_spans(spans))
+    return Sample(proof.name, prompt_end, spans=joined_spans, differs=proof.differs)
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -66,7 +66,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
         "response_template",
-        Sections(reasoning, wrapper, tools),
+        Sections(reasoning=reasoning, content=wrapper, tools=tools),
         ends=ends,
         turn=_literals(spec, "start_anchor"),
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),

@@ -367,7 +367,9 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
         if not markup.open.strip():
             # Without an opening marker there is no section, so `close` is not a closing marker.
             return ToolSection(calls.calls, separator=markup.separator)
-        return ToolSection(calls.calls, markup.open, close.rstrip(), markup.separator)
+        return ToolSection(
+            calls.calls, open=markup.open, close=close.rstrip(), separator=markup.separator
+        )
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None

@@ -157,15 +157,16 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
 
     Example of matching text: `{"name": "f", "arguments": {}}`.
     """
-    if isinstance(body, JsonObject):
-        return _object_node(body.keys, tool)
-    if isinstance(body, JsonArguments):
-        return json_schema(tool.parameters)
-    if isinstance(body, TaggedArguments):
-        return tagged_arguments(body, tool)
-    if isinstance(body, NestedTags):
-        return nested_arguments(body, tool)
-    assert isinstance(body, BareKeyArguments)
+    match body:
+        case JsonObject(keys=keys):
+            return _object_node(keys, tool)
+        case JsonArguments():
+            return json_schema(tool.parameters)
+        case TaggedArguments():
+            return tagged_arguments(body, tool)
+        case NestedTags():
+            return nested_arguments(body, tool)
+    assert isinstance(body, BareKeyArguments)  # The caller handles lists of tool calls.
     return bare_key_arguments(body, tool)
 
 

@@ -106,19 +106,19 @@ class CompiledCall:
 
         `is_confirmed` means that a marker or an earlier tool call shows that this is a tool call.
         """
-        body = self.call.body
-        if isinstance(body, JsonArguments):
-            return JsonArgumentsReader(writer, head)
-        if isinstance(body, JsonObject):
-            return ObjectReader(writer, body.keys, is_confirmed=is_confirmed)
-        if isinstance(body, JsonArray):
-            return ArrayReader(writer, body.keys, is_confirmed=is_confirmed)
-        if isinstance(body, PythonCalls):
-            return PythonCallsReader(writer, body, is_confirmed=is_confirmed)
-        if isinstance(body, BareKeyArguments):
-            return BareKeyReader(writer, head, body.quote)
-        if isinstance(body, NestedTags):
-            return NestedReader(writer, head, body.mark, stop_marker=self.closing_markers[0])
+        match self.call.body:
+            case JsonArguments():
+                return JsonArgumentsReader(writer, head)
+            case JsonObject(keys=keys):
+                return ObjectReader(writer, keys, is_confirmed=is_confirmed)
+            case JsonArray(keys=keys):
+                return ArrayReader(writer, keys, is_confirmed=is_confirmed)
+            case PythonCalls() as python_calls:
+                return PythonCallsReader(writer, python_calls, is_confirmed=is_confirmed)
+            case BareKeyArguments(quote=quote):
+                return BareKeyReader(writer, head, quote)
+            case NestedTags(mark=mark):
+                return NestedReader(writer, head, mark, stop_marker=self.closing_markers[0])
         assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
 

@@ -144,14 +144,15 @@ class ReasoningReader:
         if not marker:
             return None
         kind = self._format.reasoning_kinds[marker]
-        if kind is MarkerKind.INTERRUPT:
-            return self._read_interrupt(marker)
-        if kind is MarkerKind.START_MESSAGE:
-            return self._headers.start(marker)
-        if kind is MarkerKind.WRAP_CONTENT:
-            return self._read_content_opening(marker)
-        if kind is MarkerKind.OPEN_REASONING:
-            return self._read_second_opening(marker)
+        match kind:
+            case MarkerKind.INTERRUPT:
+                return self._read_interrupt(marker)
+            case MarkerKind.START_MESSAGE:
+                return self._headers.start(marker)
+            case MarkerKind.WRAP_CONTENT:
+                return self._read_content_opening(marker)
+            case MarkerKind.OPEN_REASONING:
+                return self._read_second_opening(marker)
         # The marker ends the reasoning, the message or the model's turn.
         self._text.write_markup(self._buffer.take(len(marker)))
         if kind is MarkerKind.CLOSE_REASONING:

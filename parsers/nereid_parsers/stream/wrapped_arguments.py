@@ -37,9 +37,8 @@ def unwrap(arguments: str) -> str | None:
         outer = loads(arguments)
         if not isinstance(outer, dict) or len(outer) != 1:
             return None
-        [(key, inner)] = outer.items()
-        if isinstance(inner, str):
-            inner = loads(inner)
+        [(key, value)] = outer.items()
+        inner = loads(value) if isinstance(value, str) else value
     except ValueError:
         return None
     if key not in _WRAPPER_KEYS or not isinstance(inner, dict):
@@ -123,7 +122,8 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._state = _State.KEY
         after_brace = visible[1:]
-        return text.removesuffix(after_brace) + self._read_key(after_brace)
+        blanks_and_brace = text.removesuffix(after_brace)
+        return blanks_and_brace + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that is no longer delayed.

@@ -218,8 +218,8 @@ def _user_header(without_prompt: str) -> str:
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
     """
-    before_question, _, _ = without_prompt.rpartition(USER_TEXT)
-    before_question = before_question[-_MAX_USER_HEADER:]
+    all_before_question, _, _ = without_prompt.rpartition(USER_TEXT)
+    before_question = all_before_question[-_MAX_USER_HEADER:]
     user_words = list(_USER_WORD.finditer(before_question))
     if not user_words:
         return ""

@@ -157,12 +157,13 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
     True
     """
     pieces = []
+    rest = text
     for word in words:
-        piece, separator, text = text.partition(word)
-        if not separator:
+        piece, found_word, rest = rest.partition(word)
+        if not found_word:
             return None
         pieces.append(piece)
-    return [*pieces, text]
+    return [*pieces, rest]
 
 
 # ---- the digits that number the tool calls ------------------------------------------------------

@@ -83,7 +83,7 @@ def sequence(*parts: Node) -> Node:
 
 
 def _elements(node: Node) -> list[Node]:
-    """Return the elements of a sequence, or a list with `node` if it is not a sequence."""
+    """Return the elements of a sequence. For any other node, return a list with this node."""
     return list(node["elements"]) if node["type"] == "sequence" else [node]
 
 

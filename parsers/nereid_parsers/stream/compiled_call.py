@@ -219,7 +219,7 @@ def _ends_with_marker(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a tool call, which is composed of the fields in the tool call's head.
+    """Compose the id of a tool call from the fields in the tool call's head, and return the id.
 
     The result is "" if a field is missing. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns

@@ -290,7 +290,7 @@ def _has_tag_in_head(call: Call) -> bool:
 
 
 def _group_by_trigger(forms: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict from each marker to the forms of a tool call that start with this marker.
+    """Return a dict that contains, for each marker, the forms of a tool call that start with it.
 
     Example: `{"<tool_call>": (form,)}`. Each spelling that `blank_variants` returns for a marker
     is a key.

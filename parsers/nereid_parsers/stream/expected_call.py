@@ -130,7 +130,7 @@ class CallStarts:
         return ExpectedCall(self._calls.bare, opening, is_confirmed=False)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
-        """Return the tool call without a marker that may directly follow another tool call.
+        """Return the tool call that may start, without a marker, directly after another tool call.
 
         Example: after `{"name": "f", ..}`, the text `{"name": "g", ..}` is another tool call. The
         result is None if the unread text does not start like a tool call.

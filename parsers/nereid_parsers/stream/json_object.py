@@ -396,7 +396,7 @@ def _match_object_start(text: str, pos: int) -> int:
 
 @lru_cache(maxsize=256)
 def _declared_roles(keys: Keys) -> dict[str, _Role]:
-    """Return a dict from each path of keys that the format declares to its role.
+    """Return the role of each path of keys that the format declares, as a dict.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

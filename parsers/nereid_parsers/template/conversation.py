@@ -138,7 +138,7 @@ ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The field `content` of a message without content, for each value of `InputForm.empty_content`.
+# The members of a message that represent empty content, for each `InputForm.empty_content`.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -200,7 +200,7 @@ class InputForm:
         return messages
 
     def _call_with_result(self) -> list[dict[str, Any]]:
-        """Return an assistant message with the tool call number 0, and a message with its result.
+        """Return two messages: a tool call with the number 0, and the result of this call.
 
         >>> [message["role"] for message in InputForm()._call_with_result()]
         ['assistant', 'tool']

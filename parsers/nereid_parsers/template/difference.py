@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two renderings of a template that differ in one thing, and what the difference shows.
+    """Two renderings of similar conversations, and the conclusion from their difference.
 
     Attributes:
         name: The label of the comparison, such as "R1 reasoning presence".

@@ -70,7 +70,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Return the prompt for each setting of the switches that the template renders."""
+    """Return pairs of switches and rendered prompt, one for each setting that can be rendered."""
     prompts = []
     for switches in prober.thinking_switches():
         text = prober.render(Conversation(generation_prompt=True, switches=switches))
@@ -163,7 +163,7 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
 
 
 def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
-    """Return the shortest of the common prefixes of `text` and each rendering.
+    """Return the shortest prefix that `text` has in common with one of the renderings.
 
     >>> _shortest_common_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'

@@ -32,7 +32,7 @@ def is_thinking_marker(marker: str) -> bool:
 
 
 def last_opening(before: str) -> str:
-    r"""Return the marker that opens reasoning, from the text before the reasoning.
+    r"""Return the marker that opens reasoning. `before` is the text before the reasoning.
 
     The marker may consist of several markers and words without white space between them. If words
     follow the last marker after white space, then these words open the reasoning.

@@ -147,7 +147,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether `smaller` has the effect of `prompt`, but only some of its switches."""
+    """Return whether `smaller` has the same effect as `prompt`, and sets no other switches."""
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}
     return some_switches <= all_switches and smaller.after_header == prompt.after_header

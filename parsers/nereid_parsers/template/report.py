@@ -42,7 +42,7 @@ def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """The parts of a conversation that a template can render.
+    """The features of conversations that a template supports.
 
     Attributes:
         content: Whether the template renders content.

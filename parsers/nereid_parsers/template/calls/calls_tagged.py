@@ -161,7 +161,7 @@ def _number_close(after_number: str, after_string: str) -> str:
 
 
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
-    r"""Return the pattern of an opening tag that contains the type of the value, or None.
+    r"""Return the pattern of an opening tag in which the type of the value is a field, or None.
 
     Return None if the two tags differ in more than one word, or if the word shows no type.
 

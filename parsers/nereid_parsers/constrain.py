@@ -65,7 +65,7 @@ _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 class ReasoningState(Enum):
     """The state of the reasoning at the start of the constrained text.
 
-    OPEN      The prompt opens the reasoning, so the constrained text starts inside it.
+    OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
     POSSIBLE  The model may open the reasoning.
     ENDED     The prompt already contains reasoning that has been closed.
     EXCLUDED  The structural tag describes only the text after the reasoning.
@@ -241,7 +241,7 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
     """Return the structural-tag nodes for the markers of empty content before tool calls.
 
     Some templates write such empty content. Example of matching text: `<response></response>`. The
-    opening marker is optional, because the prompt may contain it.
+    opening marker is optional, because the prompt may contain this marker.
     """
     if wrapper is None or not wrapper.open.strip():
         return []

@@ -169,9 +169,9 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
 def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
     """Return the forms in which the model may write a number, a boolean or null.
 
-    Such a value contains no special characters, so it is never quoted: of the openings `<p>` and
-    `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if another
-    form does not name the type, so that the grammar stays small.
+    Such a value contains no special characters, so the value is never quoted: of the openings `<p>`
+    and `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if
+    another form does not name the type, so that the grammar stays small.
     """
     untyped = tuple(form for form in forms if "{type}" not in form.open)
     candidates = untyped or forms

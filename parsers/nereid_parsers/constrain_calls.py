@@ -98,7 +98,7 @@ def trigger_of(section: ToolSection) -> str:
     without a marker and with the default keys.
 
     Raises:
-        ConstraintError: A tool call has no marker, so it cannot be distinguished from content.
+        ConstraintError: A tool call without a marker cannot be distinguished from content.
     """
     if section.opens:
         return section.open.strip()

@@ -180,8 +180,8 @@ class Messages:
     """The layout of a sequence of messages.
 
     Each message consists of `start`, a header, `header_end` and a body. One of the markers in
-    `ends` may close the body. The generation prompt ends with `start` or inside a body. If it ends
-    with `start`, the output starts inside a header.
+    `ends` may close the body. The generation prompt ends with `start` or inside a body. If the
+    prompt ends with `start`, the output starts inside a header.
 
     Attributes:
         start: The marker before each header.

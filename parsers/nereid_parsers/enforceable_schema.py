@@ -132,10 +132,11 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
     """Return a part of an `allOf` without the keywords `$ref` and `allOf`.
 
-    A `$ref` is replaced by the definition that it names. An `allOf` inside the part is merged.
+    A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
+    merged.
 
     Raises:
-        _CannotMergeError: The part is recursive, or it refers to another document.
+        _CannotMergeError: The part is recursive, or refers to another document.
     """
     if part is True:  # This schema accepts every value, as the schema {} does.
         return _Resolved({}, inlined)
@@ -153,7 +154,7 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
 def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
     """Merge a schema with the definition that its keyword `$ref` names.
 
-    Return the schema unchanged if it has no such keyword.
+    Without this keyword, return the schema unchanged.
 
     Raises:
         _CannotMergeError: The definition contains the reference again, or does not exist.

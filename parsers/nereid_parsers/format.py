@@ -142,7 +142,7 @@ class Format(FormatData):
 
         Raises:
             ConstraintError: The request is invalid, or no structural tag of this format expresses
-                it.
+                the request.
         """
         request = Request.of(
             tools, tool_choice, response_format, parallel_tool_calls=parallel_tool_calls

@@ -110,8 +110,8 @@ def get_format(
     Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
     Args:
-        name: A reasoning name, a tool name, or a name that is both. If it is both, the format
-            contains both parts.
+        name: A reasoning name, a tool name, or a name that is both. In the last case, the format
+            contains the reasoning and the tool calls.
         reasoning: The name of the reasoning part. If this name is missing, the format has the
             reasoning that the entry of the tool calls declares, or none.
         tools: The name of the tool calls.

@@ -42,7 +42,7 @@ class BodyReader:
         status: The state of the body.
         last_call_end: The position, in the text of the last `read`, at which a tool call of a list
             ended. None if no tool call of a list ended in this text. The text after this position
-            is content if it is not another tool call.
+            is content, unless this text is another tool call.
         is_final: Whether no more text follows.
         is_verbatim: Whether the arguments are the model's own text. False if the reader composes
             the JSON text of the arguments.

@@ -104,7 +104,7 @@ class CallReader:
 
         Returns:
             Whether the caller must remove `marker` from the content. The result is True if `marker`
-            closes the tool section, or if it directly follows the markup of a tool call.
+            closes the tool section, or if `marker` directly follows the markup of a tool call.
         """
         if self._is_in_section and marker in self._section_closes:
             self._is_in_section = False

@@ -245,8 +245,8 @@ class CallWriter:
         """Restart the numbering of tool calls at the end of the prompt.
 
         The prompt may contain the beginning of the message. Tool calls that have ended there are
-        forgotten, so that the next tool call gets the index 0. If a tool call is open, it gets the
-        index 0 instead.
+        forgotten, so that the next tool call gets the index 0. If a tool call is open, the open
+        tool call gets the index 0 instead.
 
         Args:
             events: All events of the prompt. The list is not changed.

@@ -204,9 +204,9 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
     """Return the markers that may start a tool call inside the reasoning.
 
     These are the declared markers, and all opening markers of tool calls and tool sections.
-    Example: `["<tool_call>"]`. If the closing marker of the reasoning also closes tool calls, it
-    does not show whether a tool call is a part of the reasoning. In this case, only the declared
-    markers are returned.
+    Example: `["<tool_call>"]`. If the closing marker of the reasoning also closes tool calls, this
+    marker does not show whether a tool call is a part of the reasoning. In this case, only the
+    declared markers are returned.
     """
     declared = list(reasoning.interrupted_by)
     closes = set(_visible(reasoning.closes))

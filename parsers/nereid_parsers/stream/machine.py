@@ -90,8 +90,8 @@ class Machine:
         """Enter the state in which the output starts.
 
         If the prompt already contains the beginning of the message, this beginning is parsed, but
-        has no events. If the prompt is not known, the first text may be reasoning or content. It is
-        then delayed in the state UNCLASSIFIED, if the format or the policy allows both.
+        has no events. If the prompt is not known, the first text may be reasoning or content. This
+        text is then delayed in the state UNCLASSIFIED, if the format or the policy allows both.
         """
         if start.stage is None:  # The prompt ends inside the header of a message.
             self._enter(State.HEADER)

@@ -149,8 +149,9 @@ class PythonCallsReader(StepReader):
     def _end_call(self, pos: int) -> int:
         """End the tool call whose text ends at `pos`, and return `pos`.
 
-        The text that follows is confirmed to be another tool call if it looks like one. If the
-        format declares neither a closing bracket nor a separator, the body ends here too.
+        If the text that follows looks like a tool call, this text is confirmed to be another tool
+        call. If the format declares neither a closing bracket nor a separator, the body ends here
+        too.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()

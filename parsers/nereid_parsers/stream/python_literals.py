@@ -129,8 +129,9 @@ class LiteralReader:
     def read(self, text: str, pos: int, is_final: bool) -> int:
         """Read `text` from `pos` on, and set `status`. `take_json` returns the JSON text.
 
-        Return the position up to which the text was read. If it is not the end of the text, the
-        caller passes the rest again, together with more text. `is_final` means that none follows.
+        Return the position up to which the text was read. If this position is not the end of the
+        text, the caller passes the rest again, together with more text. `is_final` means that none
+        follows.
         """
         size = len(text)
         while pos < size and self.status is MORE:

@@ -97,7 +97,7 @@ class ReasoningReader:
         """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
 
         Args:
-            is_reasoning: Whether the text is to be read as reasoning. If not, it is content.
+            is_reasoning: Whether the text is to be read as reasoning. If not, the text is content.
         """
         self._buffer.push_back(self._take_stored_text())
         return self.start_opened() if is_reasoning else State.CONTENT
@@ -315,10 +315,10 @@ class ReasoningReader:
     def _may_open(self, marker: str) -> bool:
         """Return whether an opening marker in the content starts reasoning.
 
-        The marker starts reasoning at the start of the message. It also starts reasoning directly
-        after another marker, and if it is a special token, unless the policy is CALLS_FIRST.
-        Examples: in `<think>Hm` and `</tool_call><think>Hm`, the marker starts reasoning. In
-        `Write <think> first.`, the marker is content.
+        The marker starts reasoning at the start of the message. With policies other than
+        CALLS_FIRST, the marker also starts reasoning directly after another marker, and anywhere if
+        the marker is a special token. Examples: in `<think>Hm` and `</tool_call><think>Hm`, the
+        marker starts reasoning. In `Write <think> first.`, the marker is content.
         """
         if not self.has_reasoned and not self._has_output():
             return True

@@ -174,7 +174,7 @@ class TextWriter:
     def hold_blanks(self, blanks: str) -> None:
         """Store white space between two markers.
 
-        If there is undecided text, the white space becomes a part of it.
+        If there is undecided text, the white space becomes a part of the undecided text.
         """
         if not blanks:
             return
@@ -186,7 +186,8 @@ class TextWriter:
     def drop_blanks(self) -> None:
         """Remove the stored white space from the output, because a marker follows.
 
-        White space after content is remembered, because it is restored if more content follows.
+        White space after content is stored in `_removed_blanks`, and restored if more content
+        follows.
         """
         blanks = self._take_blanks()
         if self.has_text and self._is_last_text_content:

@@ -19,7 +19,7 @@ _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 def may_be_wrapped(function: str, tools: Tools) -> bool:
     """Return whether a superfluous object may enclose the arguments of `function`.
 
-    This is the case if the tool declares its arguments, and none of them has one of the names in
+    This is the case if the tool declares its arguments, and no argument has a name that is in
     `_WRAPPER_KEYS`. Example: `{"arguments": {"city": "x"}}` can only be an extra object if the only
     declared argument is `city`.
     """
@@ -113,7 +113,7 @@ class WrapperFilter:
         """Look for the opening brace in `text`. Return the text that is no longer delayed.
 
         Examples: a few blanks give "", because the brace may follow. The text `{` gives `{`. The
-        text `[` is not the start of an object, so it is returned, and the filter stops.
+        text `[` is not the start of an object, so `[` is returned, and the filter stops.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_BLANKS:
@@ -128,7 +128,7 @@ class WrapperFilter:
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that is no longer delayed.
 
-        Examples: `"arg` gives "", because it may become `"arguments"`. The complete key
+        Examples: `"arg` gives "", because this text may become `"arguments"`. The complete key
         `"arguments"` gives "" too, and all text that follows is delayed. The text `"age` is
         returned, and the filter stops.
 

@@ -177,7 +177,7 @@ def _recognise(
 ) -> TemplateAnalysis:
     """Return the analysis of a template whose format is given in known_formats.py.
 
-    The report shows the comparisons, although the format is not inferred from them.
+    The report shows the comparisons, although the format is not inferred from these comparisons.
 
     Args:
         turn: The header and the end of the model's turn, and the prober.

@@ -108,7 +108,7 @@ class Conversation:
     `user_replies`).
 
     Attributes:
-        answer: The last assistant message. If None, the model is about to write it.
+        answer: The last assistant message. If None, the model is about to write this message.
         generation_prompt: Whether to render with the generation prompt.
         tools: Whether to offer tools.
         after_tool_result: Whether a tool call and its result precede the answer.

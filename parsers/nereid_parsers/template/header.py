@@ -194,8 +194,8 @@ def _drop_empty_block(header: str) -> str:
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning from the end of `header`.
 
-    If all prompts and answers contain the marker, it seems to belong to the header. The closing
-    marker directly after the header of an answer shows that the marker opens a block.
+    If all prompts and answers contain the marker, the marker seems to belong to the header. The
+    closing marker directly after the header of an answer shows that the marker opens a block.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])

@@ -40,7 +40,7 @@ class QuarantineEntry:
     Attributes:
         model: The models that have the template.
         reason: Why comparisons cannot infer the format.
-        matches: Takes the source of a template and returns whether it is this template.
+        matches: A function that returns whether a source is the source of this template.
         make_layout: Returns the layout of the format.
     """
 

@@ -246,7 +246,7 @@ def _check_size(size: int, max_size: int) -> None:
 def size_of(value: object, max_size: int, depth: int = 0) -> int:
     """Return the approximate number of characters that a value would have as text.
 
-    A list that a value contains twice counts twice, because it would be written twice.
+    A list that a value contains twice counts twice, because a template would write the list twice.
 
     >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)

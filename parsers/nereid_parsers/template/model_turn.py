@@ -70,7 +70,7 @@ class ModelTurn:
         prompts: The generation prompts, one for each setting of the switches that the template
             renders. The first one is the default.
         end_markers: The markers that end a turn: `("<|im_end|>",)`. Empty until `compare_content`
-            has found them.
+            has found the markers.
         trailing_text: The text that the template writes after the last message: `"<|im_end|>\n"`.
     """
 

@@ -175,8 +175,8 @@ def empty_pairs(text: str) -> list[tuple[str, str]]:
 def named_pair(literal: str) -> tuple[str, str] | None:
     """Return the two markers of reasoning that a string constant of the template mentions.
 
-    The constant contains both markers, or it consists of the closing marker alone. In the second
-    case, the opening marker is derived from the closing marker.
+    The constant contains both markers, or consists of the closing marker alone. In the second case,
+    the opening marker is derived from the closing marker.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     ('<think>', '</think>')

@@ -75,7 +75,8 @@ def _find_conversation(turn: ModelTurn) -> Conversation | None:
     """Return a conversation whose answer has reasoning that the template renders, or None.
 
     Try all kinds of answers, settings of the switches and places of the reasoning. Set
-    `InputForm.reasoning` of the prober's form to the place from which the template renders it.
+    `InputForm.reasoning` of the prober's form to the place from which the template renders
+    reasoning.
     """
     prober = turn.prober
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]

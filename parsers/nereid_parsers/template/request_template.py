@@ -120,9 +120,9 @@ def _has_text(part: object) -> bool:
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates expect it: without null members, and with the reasoning.
 
-    Templates read the reasoning under one of two names, so the message contains both. Example:
-    `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking` and
-    `reasoning_content` are "Hm". A `thinking` that the client sends is not overwritten.
+    Templates read the reasoning under one of two names, so the message contains both names.
+    Example: `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking`
+    and `reasoning_content` are "Hm". A `thinking` that the client sends is not overwritten.
     """
     prepared = {name: value for name, value in message.items() if value is not None}
     for name in _REASONING_FIELDS:

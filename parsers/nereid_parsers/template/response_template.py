@@ -182,7 +182,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     """Convert the declaration of the field `tool_calls` into a tool section.
 
     The field contains all tool calls in one array if it declares `transform_each`, or if it neither
-    repeats nor declares a `transform`. Otherwise it contains one tool call.
+    repeats nor declares a `transform`. Otherwise the field contains one tool call.
     """
     closes = _literals(field, "close")
     close = closes[0] if closes else ""
@@ -270,8 +270,8 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
         field: The declaration of the field `tool_calls`.
         start: The start of the tool call.
         close: The marker after the tool call.
-        is_array: Whether JSON that contains the names is an array of tool calls. Otherwise it is
-            one object.
+        is_array: Whether JSON that contains the names is an array of tool calls. Otherwise the JSON
+            is one object.
     """
     body = _body(field, has_name_in_head="{name}" in start.head, is_array=is_array)
     if isinstance(body, JsonObject | JsonArray):

@@ -280,7 +280,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
     Args:
         between: The text between the content and the name of the function.
-        header: The header of the model's turn. If it is not in `between`, the result is ().
+        header: The header of the model's turn. If `between` does not contain it, the result is ().
     """
     if not header or header not in between:
         return ()
@@ -294,8 +294,8 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     Append a sentence about the result to the list `undecided` of the prober.
 
     Returns:
-        The section, or None if the template does not offer the tools, if it renders a part of a
-        tool call, or if no section is known.
+        The section, or None if the template does not offer the tools, renders a part of a tool
+        call, or contains the markers of no registered section.
     """
     prober = renderer.turn.prober
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""

@@ -91,8 +91,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
     """Return pairs of patterns: for the text before the body, and for the id of the tool call.
 
-    Some templates render the id that they get. The prefix "functions." comes from the probe
-    conversation, and a model may write a shorter id or the name alone.
+    Some templates render the id that the conversation contains. The prefix "functions." comes from
+    the probe conversation, and a model may write a shorter id or the name alone.
 
     >>> _spellings_of_head("<call>functions.{name}:{number}")
     [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),

@@ -227,8 +227,8 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
     """Return the roles of the keys, in the order of the keys in the rendered tool call.
 
-    A constraint must use this order. The id is omitted if it is the last key, because a constraint
-    cannot choose an id after the arguments.
+    A constraint must use this order. If the id is the last key, the id is omitted, because a
+    constraint cannot choose an id after the arguments.
 
     >>> roles = {"function": "name", "args": "arguments", "call_id": "id"}
     >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, roles)
@@ -288,8 +288,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 def _markup_of_two_named(text: str) -> ListMarkup | None:
     """Return the markup around and between two tool calls that consist of a name and JSON.
 
-    Return None if JSON does not follow both names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
-    `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
+    Return None if one of the two names is not followed by JSON. Example: `<c>f{..}</c>,
+    <c>g{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
     """
     first = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     second = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from nereid_backend.errors import ConfigError
 from nereid_backend.settings_schema import (
     SIZE_IN_BYTES,
+    AutoSwitch,
     CheckpointPath,
     Device,
     Dtype,
@@ -96,9 +97,10 @@ class EngineConfig:
     several times as fast on a CPU. An output layer with shared weights then needs its memory
     twice."""
 
-    compile_forward: bool = False
-    """Whether the forward pass is compiled, which makes the first start at least half a minute
-    longer. Not tested on GPUs."""
+    compile_forward: AutoSwitch = "auto"
+    """Whether the forward pass is compiled, once for each model and machine: `true` (before the
+    server starts), `false` or `auto`. `auto` compiles in the background, but only on CPUs and for
+    models above 64 MiB. Not tested on GPUs."""
 
     measure_attention: bool = False
     """Whether attention libraries are measured at load and used where they are faster. Not tested

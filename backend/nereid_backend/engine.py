@@ -87,6 +87,7 @@ class Engine:
         self._runner = loaded.runner
         self._images = loaded.images
         self._place_images = loaded.place_images
+        self._swap = loaded.swap
         self._processor: ChatProcessor | TextProcessor | None = None
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
@@ -156,6 +157,10 @@ class Engine:
         """
         if self._ranks is not None:
             self._ranks.check()
+        if self._swap is not None:
+            self._swap.advance()
+            if self._swap.is_done:
+                self._swap = None
         self._start_prepared()
         updates = self._loop.step()
         if self._disk is not None:
@@ -242,7 +247,7 @@ class Engine:
         try:
             self.load_lora(name, path)
         except RequestError as error:
-            self._hook.remove()
+            self.close()
             detail = str(error).removeprefix("lora_path: ").removeprefix("lora_name: ")
             raise ConfigError(f"lora_adapters: {detail}") from error
 
@@ -311,6 +316,14 @@ class Engine:
         """Return whether the next call of `step` would compute tokens, return updates or fail."""
         has_lost_rank = self._ranks is not None and self._ranks.has_lost_rank
         return self._scheduler.has_work() or has_lost_rank
+
+    def is_swapping(self) -> bool:
+        """Return whether the next call of `step` would check or use a compiled forward pass.
+
+        `has_work` ignores this work, because it belongs to no request. A caller that has no
+        requests can call `step`, so that the check does not delay later requests.
+        """
+        return self._swap is not None and self._swap.is_ready
 
     def generate(
         self,
@@ -394,6 +407,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the other threads and processes, and unregister the engine from transformers."""
+        if self._swap is not None:
+            self._swap.close()
         if self._disk is not None:
             self._disk.close()
         if self._guides is not None:

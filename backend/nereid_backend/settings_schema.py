@@ -28,6 +28,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetPydanticSchema,
+    PlainValidator,
     TypeAdapter,
     ValidationError,
 )
@@ -74,8 +75,9 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
 
 
 # ---- the types of settings
-#
-# The text of a ValueError in a validator completes the sentence "the value must be ...".
+
+# A validator reports a wrong value with a ValueError. The text of this error is the end of the
+# sentence "the value must be ...".
 
 
 def _check_checkpoint(path: str) -> str:
@@ -113,6 +115,15 @@ def _parse_adapters(value: object) -> object:
     raise ValueError("pairs such as name=/path, separated by commas")
 
 
+def _parse_switch(value: object) -> object:
+    """Return True, False or "auto". The texts "true" and "false" become True and False."""
+    switch = {"true": True, "false": False}.get(str(value).lower(), value)
+    if isinstance(switch, bool) or switch == "auto":
+        return switch
+    raise ValueError("true, false or auto")
+
+
+AutoSwitch = Annotated[bool | Literal["auto"], PlainValidator(_parse_switch)]
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
 LoraAdapters = Annotated[dict[str, str], BeforeValidator(_parse_adapters)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -177,7 +188,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        # The location of a positional argument is its index.
+        # For a positional argument, pydantic gives the index of the argument instead of its name.
         [location] = problem["loc"]
         name = setting_names(kind)[location] if isinstance(location, int) else location
         if problem["type"] == "unexpected_keyword_argument":

@@ -60,5 +60,8 @@ class StepEngine(Protocol):
     def has_work(self) -> bool:
         """Return whether `step` has work to do."""
 
+    def is_swapping(self) -> bool:
+        """Return whether `step` has work that belongs to no request."""
+
     def stats(self) -> EngineStats:
         """Return the present load of the engine, and its counters since the start."""

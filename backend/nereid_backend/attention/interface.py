@@ -48,9 +48,9 @@ class AttentionHook:
             function is registered under this name, so models build no attention mask.
     """
 
-    def __init__(self) -> None:
-        """Register the function under a new name."""
-        self.name = f"nereid_paged_{next(_numbers)}"
+    def __init__(self, name: str | None = None) -> None:
+        """Register the function under `name`. By default, the name is new."""
+        self.name = name or f"nereid_paged_{next(_numbers)}"
         self._forward: AttentionForward | None = None
         AttentionInterface.register(self.name, self._call)
 

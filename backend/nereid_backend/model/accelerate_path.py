@@ -54,10 +54,7 @@ def use_compiled_forward(
                 f"forward path {chosen.spec.name}"
             )
         compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
-        test_path = chosen.spec.build(chosen.trial.sizes)
-        assert isinstance(test_path, PackedPath)
-        test_path.use(compiled)
-        check_path(test_path, chosen.trial, checkpoint.model.dtype)
+        check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         _check_device(
             checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
@@ -66,9 +63,18 @@ def use_compiled_forward(
         if checkpoint.device.type == "cuda":
             use_fused_norms(checkpoint, chosen, progress)
         return None
+    compiled.confirm()
     path.use(compiled)
     progress("the forward pass is compiled")
     return compiled
+
+
+def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
+    """Return a new forward path for the test sequences that uses a compiled forward pass."""
+    path = chosen.spec.build(chosen.trial.sizes)
+    assert isinstance(path, PackedPath)
+    path.use(compiled)
+    return path
 
 
 def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress) -> None:
@@ -151,7 +157,9 @@ def use_piecewise_graphs(  # noqa: PLR0913 - as above
     capture: GraphCapture,
     progress: Progress,
 ) -> None:
-    """Replay each step with prefills from several CUDA graphs if the logits remain correct.
+    """Replay steps with prefills from CUDA graphs if the logits remain correct.
+
+    Each such step is replayed from several graphs.
 
     The arguments are those of `use_decode_graphs`.
     """
@@ -188,7 +196,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Use the attention libraries that are faster than the project's kernels.
+    """Replace the project's attention kernels by libraries where the libraries are faster.
 
     Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
     """
@@ -224,7 +232,8 @@ def _check_piecewise_graphs(
     path.use(compiled)
     failures: list[str] = []
     path.pieces = path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
-    # A step of the check has fewer tokens than the smallest graph, so this graph is enough.
+    # Only the smallest graph is captured. The check needs no other graph, because each of its steps
+    # has fewer tokens than the smallest graph.
     path.pieces.capture_all(TOKEN_COUNTS[:1])
     check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=sizes.stored != "auto")
     if path.pieces.num_replays == 0:
@@ -254,9 +263,9 @@ def _check_graphs(
     failures: list[str] = []
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, failures.append)
     path.graphs = graphs
-    # In the first round, each step whose graph is captured also runs without the graph, and this
-    # run stores the step's keys and values. In the second round, all decodes are replayed, so that
-    # the replays store the keys and values.
+    # The first round captures the graphs. Each capture also computes the step without the graph,
+    # which stores correct keys and values. Such keys and values could hide an error of the replays.
+    # The second round therefore starts with an empty cache and only replays the graphs.
     is_rounded = sizes.stored != "auto"
     for _ in range(2):
         path.empty()

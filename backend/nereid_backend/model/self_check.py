@@ -9,6 +9,7 @@ pass with its own attention. The check compares the logits. A path with wrong lo
 import random
 import re
 from collections import abc
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,23 +30,23 @@ from nereid_backend.runner import ForwardPath
 # The number of tokens of each test prompt, and the number of tokens that follow each prompt.
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
-# The largest number of tokens in one step of the check. It is small, so that prompts are divided
-# into chunks.
+# The largest number of tokens in one step of the check. Two prompts have more tokens, so that the
+# check also computes prompts in several chunks.
 _BUDGET = 8
 # One prompt is longer than the model's sliding window in order to test the window. The prompt has
 # at most this number of tokens, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
-# The number of tokens by which a prompt that tests a window is longer than the window.
+# A prompt that tests a sliding window has this number of tokens more than the window.
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
 # causes 1e-6 in float32 and 0.01 to 0.04 in bfloat16. In a mixture of experts, rounding can
 # assign other experts to many tokens; the difference in bfloat16 is then 0.13.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-# The largest accepted difference if the KV cache stores 8-bit numbers. Integers cause differences
-# of 0.01 to 0.08, and floating point numbers cause 0.07 to 0.2. If rounding changes the experts of
-# many tokens, the difference is 0.3. This check can accept more, because the same forward path has
-# already passed the check without 8-bit numbers.
+# The accepted difference is larger if the KV cache stores 8-bit numbers. In the tests, 8-bit
+# integers caused differences of 0.01 to 0.08, and 8-bit floating point numbers 0.07 to 0.2. If
+# rounding changed the experts of many tokens, the difference was 0.3. Wrong masks and positions are
+# detected earlier: the same forward path must first pass the check without 8-bit numbers.
 _ROUNDED_TOLERANCE = 0.5
 
 
@@ -95,7 +96,9 @@ def make_trial(
 
 @torch.inference_mode()
 def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
-    """Return sequences that transformers' generate appends to random prompts, and their logits.
+    """Return test sequences whose tokens and logits come from transformers' generate.
+
+    The prompts are random.
 
     Some models compute other logits in one pass over a whole sequence than token by token, or fail
     to compute such a pass. This trial is for these models. If generate raises an error, perhaps
@@ -112,7 +115,10 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 def _generated(
     checkpoint: Checkpoint, prompts: list[tuple[list[int], int]], block_size: int
 ) -> Trial:
-    """Generate a few tokens for each prompt with transformers. Return the sequences and logits."""
+    """Let transformers' generate continue the prompts, and return the tokens and their logits.
+
+    `prompts` has the same form as `Trial.sequences`. The tokens after each prompt are ignored.
+    """
     model: Any = checkpoint.model
     sequences = []
     parts = []
@@ -156,7 +162,10 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
 
 
 def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan:
-    """Return a plan that computes a whole sequence, and its last `num_logits` logits."""
+    """Return a plan that computes a whole sequence in one step.
+
+    The step returns the logits of the last `num_logits` tokens.
+    """
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
     sequence.row = 0
     sequence.num_prompt_tokens = prompt_len
@@ -171,7 +180,6 @@ def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan
     return StepPlan([chunk], len(tokens))
 
 
-@torch.inference_mode()
 def check_path(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> float:
@@ -190,7 +198,24 @@ def check_path(
     Raises:
         UnfitError: if the difference is larger than rounding can explain.
     """
-    logits = _run(path, trial)
+    steps = check_in_steps(path, trial, dtype, is_rounded=is_rounded)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            difference: float = end.value
+            return difference
+
+
+@torch.inference_mode()
+def check_in_steps(
+    path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
+) -> Generator[None, None, float]:
+    """Do the work of `check_path` in small parts: yield after each step of the forward path.
+
+    The generator returns and raises what `check_path` returns and raises.
+    """
+    logits = yield from _run(path, trial)
     if logits.shape != trial.expected.shape:
         raise UnfitError(
             f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
@@ -198,9 +223,9 @@ def check_path(
         )
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
-        # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
-        # token. Such a row is no error. A wrong forward path changes most rows of a sequence, so
-        # the median of each sequence is compared.
+        # Rounding can make a mixture-of-experts model choose other experts for a few tokens. Large
+        # differences of these tokens are accepted. A wrong forward path changes the logits of most
+        # tokens. Only such a path changes the median of a sequence much.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
@@ -216,7 +241,7 @@ def check_path(
 def _sequences(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
-    """Return random sequences as pairs of token ids and the number of prompt tokens.
+    """Return random sequences, each as a pair (token ids, number of prompt tokens).
 
     The first prompt is longer than the windows of the layers. Windows with more than about
     `_LONGEST_PROMPT` tokens are too long to test. Example: for a window of 64 tokens, the prompts
@@ -253,8 +278,8 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
     }
 
 
-def _run(path: ForwardPath, trial: Trial) -> Tensor:
-    """Compute the test sequences with a forward path, step by step.
+def _run(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
+    """Compute the test sequences with a forward path, and yield after each step.
 
     Returns:
         The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
@@ -277,6 +302,7 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
                 chunk.sequence.token_ids.append(tokens[next_index])
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
+        yield
     return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])
 
 

@@ -34,6 +34,7 @@ from nereid_backend.model.activation_memory import measure_activations
 from nereid_backend.model.adaptable_layers import find_adaptable_layers
 from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath, choose_path
+from nereid_backend.model.forward_swap import ForwardSwap, use_fast_forward
 from nereid_backend.model.limits import (
     MemoryPlan,
     attention_window_of,
@@ -71,6 +72,7 @@ class Loaded:
             returns the adapters of all unfinished requests.
         images: how the model computes prompts with images.
         place_images: moves the images of a prompt to the device of the model.
+        swap: the compilation that runs in the background; None if there is none.
     """
 
     runner: Runner
@@ -82,6 +84,7 @@ class Loaded:
     make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
     images: ImageSupport
     place_images: Callable[[ImageInputs], ImageInputs]
+    swap: ForwardSwap | None
 
 
 class StageClock:
@@ -191,7 +194,10 @@ def load(
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, chosen, progress)
     compiled = None
-    if config.compile_forward:
+    swap = None
+    if config.compile_forward == "auto":
+        swap = use_fast_forward(config, path, checkpoint, hook, chosen, progress)
+    elif config.compile_forward:
         compiled = use_compiled_forward(path, checkpoint, hook, chosen, progress)
     clock.end("compile")
     if config.cuda_graphs:
@@ -213,6 +219,7 @@ def load(
         ),
         opened.images,
         partial(place_images, device=device, dtype=checkpoint.model.dtype),
+        swap,
     )
 
 

@@ -35,7 +35,7 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
     size = config.tensor_parallel_size
     is_set = {
         "weight_dtype": config.weight_dtype != "auto",
-        "compile_forward": config.compile_forward,
+        "compile_forward": config.compile_forward is True,
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),

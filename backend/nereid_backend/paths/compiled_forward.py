@@ -10,6 +10,7 @@ the weights but reads those of the loaded model.
 The code was made for CPUs and is tested there. On a GPU it has never run.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -18,7 +19,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,16 @@ _EXAMPLE_TOKENS = 7
 _EXAMPLE_LOGITS = 3
 # Tensors that a model's code creates from constants are small. A tensor with more elements probably
 # depends on the checkpoint.
-_MAX_LITERAL_ELEMENTS = 65536
+MAX_LITERAL_ELEMENTS = 65536
 # torch's compiler writes the values of vectors with at most this number of elements into the
 # library. Two checkpoints can therefore share a library only if these values are equal in both
 # checkpoints.
 _MAX_INLINED_ELEMENTS = 8
 _LIBRARY_FILE = "model.pt2"
 _LITERALS_FILE = "literals.safetensors"
+# The file has one byte for each check of the library that did not succeed.
+_CHECKS_FILE = "failed_checks"
+_MAX_FAILED_CHECKS = 3
 _NO_PARAMETER = (
     "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
     "model"
@@ -75,14 +78,16 @@ _SOURCES = (
 class CompiledForward:
     """The compiled forward pass of a model, as returned by `compile_forward`."""
 
-    def __init__(self, run: Callable[..., Tensor]) -> None:
+    def __init__(self, run: Callable[..., Tensor], folder: Path | None = None) -> None:
         """Wrap a compiled function.
 
         Args:
             run: computes logits from input_ids, position_ids and logits_index; shapes as in
                 StepBatch.
+            folder: the folder of the library that contains the function, if there is one.
         """
         self._run = run
+        self._folder = folder
 
     def __call__(self, batch: StepBatch, attention: PagedForward) -> Tensor:
         """Compute a step and return its logits, [num_logits, vocab_size].
@@ -93,6 +98,12 @@ class CompiledForward:
         with serving(attention):
             logits = self._run(*(_at_least(tensor, _MIN_ROWS) for tensor in rows))
         return logits[: batch.num_logits]
+
+    def confirm(self) -> None:
+        """Record on disk that the logits of the library are correct; see `_count_check`."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / _CHECKS_FILE).unlink(missing_ok=True)
 
 
 def compile_forward(
@@ -110,26 +121,76 @@ def compile_forward(
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    traced = _TracedModel(model)
-    device = model.device
-    shims = _shims(is_native) if device.type == "cpu" else {}
-    folder = cache_folder() / "compiled" / _fingerprint(model, shims)
-    if not (folder / _LIBRARY_FILE).is_file():
+    folder = library_folder(model, is_native=is_native)
+    if not has_library(folder):
         progress(
             f"compiling the forward pass of {type(model).__name__}. This takes at least half a "
             f"minute, once for this machine and this model. The result is stored in {folder}"
         )
-        _build(traced, hook, folder, shims)
+        build_library(model, hook, folder, is_native=is_native)
+    return load_library(model, folder)
+
+
+def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
+    """Return the folder for the library of a model. The folder may not exist yet.
+
+    The arguments are those of `compile_forward`.
+    """
+    return cache_folder() / "compiled" / _fingerprint(model, _shims(model.device, is_native))
+
+
+def has_library(folder: Path) -> bool:
+    """Return whether a folder contains a complete library."""
+    return (folder / _LIBRARY_FILE).is_file()
+
+
+def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
+    """Load the library in `folder`, and let it read the weights of the model.
+
+    The caller must check the logits of the library and then call `CompiledForward.confirm`.
+
+    Raises:
+        UnfitError: if several checks of the library did not succeed.
+        Exception: of any class, if the library is damaged or does not fit to the model.
+    """
+    _count_check(folder)
+    device = model.device
     # By default, the library takes locks, because several threads may call it. A call that takes
     # locks cannot be captured into a CUDA graph. The engine calls the library from one thread, so
-    # the locks are turned off.
-    run = torch._inductor.aoti_load_package(
-        str(folder / _LIBRARY_FILE),
-        run_single_threaded=True,
-        device_index=-1 if device.index is None else device.index,
+    # the locks are turned off. The public function `aoti_load_package` would take 1.4 s longer,
+    # because it compares the processor with the processor of the compilation; the name of `folder`
+    # depends on the processor. The result of `aoti_load_package` also takes longer in each call.
+    library = torch._C._aoti.AOTIModelPackageLoader(
+        str(folder / _LIBRARY_FILE), "model", True, 1, -1 if device.index is None else device.index
     )
-    _bind_tensors(run, _load_literals(folder / _LITERALS_FILE, device) | _tensors(traced))
-    return CompiledForward(run)
+    tensors = _tensors(_TracedModel(model))
+    _bind_tensors(library, _load_literals(folder / _LITERALS_FILE, device) | tensors)
+
+    def run(*inputs: Tensor) -> Tensor:
+        [logits] = library.boxed_run(list(inputs))
+        return logits
+
+    return CompiledForward(run, folder)
+
+
+def _count_check(folder: Path) -> None:
+    """Count the check of a library that begins now, until `CompiledForward.confirm` is called.
+
+    A broken library could crash the process. The server would then start the engine again, which
+    would load the same library.
+
+    Raises:
+        UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
+    """
+    file = folder / _CHECKS_FILE
+    if file.is_file() and file.stat().st_size >= _MAX_FAILED_CHECKS:
+        raise UnfitError(
+            f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
+            "Delete this folder to compile the model again"
+        )
+    # The folder of another user cannot be written.
+    with contextlib.suppress(OSError), file.open("ab") as opened:
+        opened.write(b".")
 
 
 def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - untyped
@@ -142,7 +203,9 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
     if unknown := [name for name in names if name not in tensors]:
         raise UnfitError(_NO_PARAMETER.format(name=unknown[0]))
     constants = {name: tensors[name] for name in names}
-    library.load_constants(constants, check_full_update=True, user_managed=True)
+    # The arguments after the tensors are use_inactive=False, check_full_update=True (the code gets
+    # all its tensors), and user_managed=True (the tensors are not copied).
+    library.load_constants(constants, False, True, True)
 
 
 class _TracedModel(nn.Module):
@@ -166,7 +229,7 @@ class _TracedModel(nn.Module):
         return logits if self._selects_logits else logits[logits_index]
 
 
-def _shims(is_native: bool) -> Shims:
+def _shims(device: torch.device, is_native: bool) -> Shims:
     """Return the operators that compiled code calls in C instead of Python.
 
     Each operator is mapped to the C declaration of a function.
@@ -175,6 +238,8 @@ def _shims(is_native: bool) -> Shims:
     KV cache. Compiled code therefore calls them only if the cache has this layout (is_native);
     otherwise, it calls the Python implementation of the operator.
     """
+    if device.type != "cpu":
+        return {}
     operators = torch.ops.nereid
     handle = "AtenTensorHandle"
     shims: Shims = {}
@@ -197,11 +262,20 @@ def _shims(is_native: bool) -> Shims:
     return shims
 
 
-def _build(traced: _TracedModel, hook: AttentionHook, folder: Path, shims: Shims) -> None:
-    """Compile a model and store the library in `folder`."""
+def build_library(
+    model: PreTrainedModel, hook: AttentionHook, folder: Path, *, is_native: bool
+) -> None:
+    """Compile a model and store the library in `folder`.
+
+    The other arguments are those of `compile_forward`.
+
+    Raises:
+        Exception: of any class, if torch cannot trace or compile the model's code.
+    """
+    traced = _TracedModel(model)
     num_tokens = torch.export.Dim("num_tokens", min=_MIN_ROWS)
     num_logits = torch.export.Dim("num_logits", min=_MIN_ROWS)
-    tokens = torch.arange(_EXAMPLE_TOKENS, device=traced.model.device)
+    tokens = torch.arange(_EXAMPLE_TOKENS, device=model.device)
     example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
     with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
         program = torch.export.export(
@@ -221,7 +295,7 @@ def _build(traced: _TracedModel, hook: AttentionHook, folder: Path, shims: Shims
             package_path=str(finished / _LIBRARY_FILE),
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
-                "aot_inductor.custom_ops_to_c_shims": shims,
+                "aot_inductor.custom_ops_to_c_shims": _shims(model.device, is_native),
                 # With more threads, torch would start a pool of processes, which would keep running
                 # after the compilation.
                 "compile_threads": 1,
@@ -258,7 +332,7 @@ def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> di
     for name, tensor in constants.items():
         if name in model_tensors:
             continue
-        if not isinstance(tensor, Tensor) or tensor.numel() > _MAX_LITERAL_ELEMENTS:
+        if not isinstance(tensor, Tensor) or tensor.numel() > MAX_LITERAL_ELEMENTS:
             raise UnfitError(_NO_PARAMETER.format(name=name))
         literals[name] = tensor.detach().clone().contiguous()
     return literals
@@ -342,7 +416,7 @@ def _target_hardware(device: torch.device) -> list[str]:
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
     """Suppress the warnings that torch gives about its own code."""
     with warnings.catch_warnings():

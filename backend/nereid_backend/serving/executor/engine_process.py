@@ -44,10 +44,13 @@ class EngineService:
 
     def __init__(self, engine: StepEngine, send: Send) -> None:
         self.info = engine.info
-        self.has_work = engine.has_work
         self._engine = engine
         self._send = send
         self._stats_due = 0.0
+
+    def has_work(self) -> bool:
+        """Return whether the engine computes tokens, or checks a compiled forward pass."""
+        return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:
         """Load the grammar libraries, and send the first statistics."""

@@ -251,6 +251,10 @@ class ScriptedEngine:
         """Return whether a request runs or waits."""
         return bool(self._requests or self._queue)
 
+    def is_swapping(self) -> bool:
+        """Return False, because the engine compiles no forward pass."""
+        return False
+
     def step(self) -> list[RequestUpdate]:
         """Return the next tokens of each sequence whose delay has passed."""
         now = time.monotonic()

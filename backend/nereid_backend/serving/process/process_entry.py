@@ -6,7 +6,7 @@
 FD is the inherited end of a socket pair. The first message to a child process contains its
 settings, and the message ["stop"] ends it. Every child process sends:
 
-    ["progress", line]                       the start of a slow operation of loading
+    ["progress", line]                       a line for the log about a slow operation
     ["ready", info]  ["failed", message]     the result of loading
     ["refused", id, kind of error, message]  a request was refused
     ["fatal", message]                       the process ends for this reason

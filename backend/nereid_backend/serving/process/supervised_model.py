@@ -199,7 +199,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 messages = self._receive(wait_s)
                 self._take_arrivals()
                 for kind, *values in messages:
-                    self.handle(kind, values)
+                    if kind == "progress":
+                        tensors.progress(*values)
+                    else:
+                        self.handle(kind, values)
                 wait_s = self.serve()
                 self.publish_metrics()
             except EngineDiedError as error:

@@ -279,6 +279,16 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
         time.sleep(0.05)
 
 
+def test_a_line_of_the_running_engine_reaches_the_log(start, capsys):
+    model = start(ENDLESS)
+    capsys.readouterr()
+    model.child.receive = lambda *_, **__: [["progress", "the forward pass is compiled"]]
+    deadline = time.monotonic() + 10
+    while not (output := capsys.readouterr().out) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "nereid: the forward pass is compiled\n" in output
+
+
 def test_an_adapter_call_without_a_path_or_for_an_unknown_name_is_refused(start):
     model = start(ENDLESS)
     refused = adapter_request(model, load_lora="a")

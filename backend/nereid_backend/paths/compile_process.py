@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that compiles a forward pass. background_compilation.py starts this process.
+
+    python -m nereid_backend.paths.compile_process FD FOLDER
+
+FD is the inherited end of a connection, and FOLDER is the folder for the library. Messages:
+
+    engine -> process   the bytes that `pack_skeleton` returns
+    process -> engine   the reason why there is no library, as UTF-8; empty after a success
+
+The process has the lowest priority, and a limit of memory. It leads a process group, which contains
+the C++ compiler. The group is killed when the engine closes its end of the connection or dies.
+"""
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+# The lowest priority. If another process needs the same CPU, this process gets a fiftieth of it.
+_NICENESS = 19
+# The address space that the compilation may need in addition to the libraries and the model. A
+# compilation of 36 layers needs about 2 GB.
+_MAX_BYTES = 6 * 2**30
+
+
+def main() -> None:
+    """Compile the model that the engine sends, and send the result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    # If the memory of the machine is exhausted, Linux kills this process before the engine.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    try:
+        message = connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    threading.Thread(target=_end_with_engine, args=(connection,), daemon=True).start()
+    reason = ""
+    try:
+        with _only_one(folder.parent):
+            _compile(message, folder)
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the engine must learn why
+        from nereid_backend.errors import first_line
+
+        reason = first_line(error) or type(error).__name__
+    with contextlib.suppress(OSError):
+        connection.send_bytes(reason.encode())
+    # Exit without Python's cleanup, which takes a second, and without waiting for the thread.
+    os._exit(0)
+
+
+def _compile(message: bytes, folder: Path) -> None:
+    """Compile the model of `message`, and store the library in `folder`.
+
+    Raises:
+        Exception: of any class, if torch cannot trace or compile the model's code.
+    """
+    # Imported here, so that a process that waits for another compilation needs little memory.
+    import torch
+
+    from nereid_backend.attention.interface import AttentionHook
+    from nereid_backend.paths.compiled_forward import build_library, has_library
+    from nereid_backend.paths.model_skeleton import unpack_skeleton
+
+    if has_library(folder):
+        return  # Another process has compiled the same model.
+    model, attention, is_native, num_threads = unpack_skeleton(message)
+    limit = _virtual_bytes() + _MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # The compiler writes the number of threads into the code.
+    torch.set_num_threads(num_threads)
+    build_library(model, AttentionHook(attention), folder, is_native=is_native)
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine compiles a forward pass in the background.
+
+    The operating system releases the lock when the process ends. If the folder does not support
+    locks, several processes compile at the same time.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / "background.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _end_with_engine(connection: Connection) -> None:
+    """Wait until the engine has closed the connection, then kill this process and the compiler."""
+    # The engine sends no second message, so the end of the connection is the next event.
+    with contextlib.suppress(EOFError, OSError):
+        connection.poll(None)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _virtual_bytes() -> int:
+    """Return the size of the address space of this process in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a model without its large weights to another process of this machine.
+
+The other process compiles the model's code. The compiler needs the shapes of the weights, but not
+their values. In the received model, a large tensor therefore has the right shape and uninitialised
+values. The operating system provides the memory of such a tensor only when a program writes to it,
+so the received model needs almost no memory. Small tensors keep their values, because the compiler
+may write them into the code.
+"""
+
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import init_hf_modules
+
+from nereid_backend.paths.compiled_forward import MAX_LITERAL_ELEMENTS
+from nereid_backend.paths.model_call import UnfitError
+
+
+class Skeleton(NamedTuple):
+    """A model, and the settings that influence its compilation.
+
+    Attributes:
+        model: the model.
+        attention: the name under which the engine has registered its attention in transformers.
+        is_native: whether attention uses the CPU kernels; see `compile_forward`.
+        num_threads: the number of CPU threads that the engine uses.
+    """
+
+    model: PreTrainedModel
+    attention: str
+    is_native: bool
+    num_threads: int
+
+
+def pack_skeleton(skeleton: Skeleton) -> bytes:
+    """Return the message that describes a model to `unpack_skeleton`.
+
+    Raises:
+        UnfitError: if a part of the model cannot be sent to another process.
+    """
+    message = io.BytesIO()
+    try:
+        _SkeletonPickler(message, pickle.HIGHEST_PROTOCOL).dump(skeleton)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        # pickle raises these three classes if an object refers to a local function, for example.
+        raise UnfitError(f"the model cannot be sent to another process ({error})") from error
+    return message.getvalue()
+
+
+def unpack_skeleton(message: bytes) -> Skeleton:
+    """Return the model of a message that `pack_skeleton` has created.
+
+    The message must come from this machine's engine, because unpacking can execute any code.
+    """
+    # Models with Python files of their own are imported from the folder of such files.
+    init_hf_modules()  # type: ignore[no-untyped-call]
+    skeleton: Skeleton = pickle.loads(message)
+    return skeleton
+
+
+class _SkeletonPickler(pickle.Pickler):
+    """A pickler that omits the values of large tensors."""
+
+    def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
+        """Return how `value` is restored. Only tensors differ from the default of pickle."""
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if type(value) not in (Tensor, nn.Parameter):
+            raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
+        # The number of elements from the first to the last one in memory. An expanded tensor has
+        # more elements than its memory.
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        )
+        extent = extent if value.numel() else 0
+        data = None
+        if extent <= MAX_LITERAL_ELEMENTS:
+            memory = value.detach().as_strided((extent,), (1,))
+            data = memory.view(torch.uint8).numpy().tobytes()
+        is_parameter = isinstance(value, nn.Parameter)
+        shape, stride = tuple(value.shape), value.stride()
+        return _restore_tensor, (shape, stride, value.dtype, is_parameter, extent, data)
+
+
+def _restore_tensor(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    is_parameter: bool,
+    extent: int,
+    data: bytes | None,
+) -> Tensor:
+    """Return a tensor with these properties.
+
+    Args:
+        shape: the shape.
+        stride: the distances of elements in memory, for each dimension.
+        dtype: the data type.
+        is_parameter: whether the tensor is a parameter of a module.
+        extent: the number of elements in memory.
+        data: the bytes of these elements; None if the values do not matter.
+    """
+    memory = torch.empty(extent, dtype=dtype)
+    if data:
+        memory.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    tensor = memory.as_strided(shape, stride)
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor

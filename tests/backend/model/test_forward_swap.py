@@ -1,0 +1,261 @@
+import time
+
+import pytest
+import torch
+from backend.tiny_models import VOCAB_SIZE
+from nereid_backend import ConfigError, Engine, EngineConfig, SamplingParams
+from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
+from nereid_backend.linear import native_linear
+from nereid_backend.model import forward_swap
+from nereid_backend.paths import compiled_forward
+from nereid_backend.paths.compiled_forward import CompiledForward
+from nereid_backend.paths.model_call import UnfitError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPT = [5, 9, 11, 4]
+
+
+class Compilation:
+    """A compilation whose outcome the test chooses."""
+
+    last: "Compilation"
+
+    def __init__(self, message, folder):
+        self.message, self.folder, self.outcome, self.is_closed = message, folder, None, False
+        Compilation.last = self
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture(autouse=True)
+def compilation(request, tmp_path, monkeypatch):
+    """A machine that compiles all models in the background, and has compiled none yet."""
+    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(forward_swap, "MIN_WEIGHTS_BYTES", 0)
+    if not request.node.get_closest_marker("long"):
+        monkeypatch.setattr(forward_swap, "BackgroundCompilation", Compilation)
+
+
+def use_library(monkeypatch, run):
+    """Let every library compute the logits of a step with `run(model, batch, attention)`."""
+    steps = []
+
+    class Library(CompiledForward):
+        def __init__(self, model):
+            super().__init__(run)
+            self._model = model
+
+        def __call__(self, batch, attention):
+            steps.append(len(batch.input_ids[0]))
+            return run(self._model, batch, attention)
+
+    monkeypatch.setattr(forward_swap, "load_library", lambda model, _: Library(model))
+    return steps
+
+
+@pytest.fixture
+def engine(checkpoint):
+    lines = []
+    config = EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB", max_num_seqs=4)
+    engine = Engine(config, progress=lines.append)
+    engine.lines = lines
+    yield engine
+    engine.close()
+
+
+def own_code(engine):
+    """Return a function that computes a step with the model's own code."""
+    path = engine._runner._path
+    return lambda _, batch, attention: path._run_model(batch, attention)
+
+
+def test_the_engine_swaps_in_a_checked_library_between_two_steps(engine, monkeypatch, caplog):
+    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    steps = use_library(monkeypatch, own_code(engine))
+    assert not engine.is_swapping()
+
+    engine.add_request("a", PROMPT, GREEDY)
+    found = []
+    while engine.has_work():
+        for update in engine.step():
+            found += update.new_token_ids
+        if len(found) == 3:
+            assert steps == []
+            Compilation.last.outcome = ""
+            assert engine.is_swapping()
+    assert found == expected
+    assert not engine.is_swapping()
+    assert "the forward pass is compiled and used from now on" in engine.lines[-1]
+    assert caplog.text == ""
+    # The check computes the three prompts of the test in chunks, next to the engine's own steps.
+    assert max(steps) == 8
+    assert engine._runner._path._compiled is not None
+
+
+def test_an_engine_without_requests_checks_the_library_when_it_is_called(engine, monkeypatch):
+    steps = use_library(monkeypatch, own_code(engine))
+    Compilation.last.outcome = ""
+    num_calls = 0
+    while engine.is_swapping():
+        assert not engine.has_work()
+        assert engine.step() == []
+        num_calls += 1
+    # Each call computes at most one step of the check.
+    assert len(steps) <= num_calls
+    assert engine._runner._path._compiled is not None
+    before = len(steps)
+    engine.generate([PROMPT], GREEDY)
+    assert len(steps) > before
+
+
+def zeros(_, batch, __):
+    return torch.zeros(batch.num_logits, VOCAB_SIZE)
+
+
+def crash(*_):
+    raise ValueError("a broken library\nand its stack")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "run", "reason"),
+    [
+        ("the compilation was killed", None, "the compilation was killed"),
+        ("", zeros, "its logits differ from the logits of the unmodified model"),
+        ("", crash, "a broken library"),
+    ],
+)
+def test_a_failure_is_logged_once_and_serving_continues(
+    engine, monkeypatch, caplog, outcome, run, reason
+):
+    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    use_library(monkeypatch, run)
+    Compilation.last.outcome = outcome
+    assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
+    [record] = [record for record in caplog.records if record.name == forward_swap.__name__]
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert message.startswith(f"The forward pass is not compiled: {reason}")
+    assert "\n" not in message
+    assert not engine.is_swapping()
+
+
+def test_a_missing_library_is_a_failure(engine, caplog):
+    Compilation.last.outcome = ""
+    engine.generate([PROMPT], GREEDY)
+    assert "The forward pass is not compiled: " in caplog.text
+
+
+def test_the_start_names_the_forward_pass_in_use(engine):
+    assert "the model's own code computes the forward pass, until" in engine.lines[-1]
+
+
+def test_close_ends_the_compilation(engine):
+    engine.close()
+    assert Compilation.last.is_closed
+
+
+def test_an_engine_that_cannot_start_ends_the_compilation(checkpoint):
+    with pytest.raises(ConfigError):
+        Engine(EngineConfig(str(checkpoint("llama")), lora_adapters={"a": "/missing"}))
+    assert Compilation.last.is_closed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        (
+            "find_compiler",
+            KernelBuildError("no C++ compiler was found"),
+            "no C++ compiler was found",
+        ),
+        (
+            "available_memory",
+            2**30,
+            "1.0 GiB of memory are free, and a compilation may need 3.0 GiB",
+        ),
+        ("BackgroundCompilation", OSError("too many processes"), "too many processes"),
+        ("pack_skeleton", UnfitError("the model has a lambda"), "the model has a lambda"),
+    ],
+)
+def test_a_machine_that_cannot_compile_says_so_in_one_line(
+    checkpoint, monkeypatch, name, value, reason
+):
+    def replacement(*_):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(forward_swap, name, replacement)
+    lines = []
+    engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append)
+    engine.close()
+    assert lines[-1] == f"the forward pass is not compiled, because {reason}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "min_bytes"),
+    [({"compile_forward": False}, 0), ({"compile_forward": "auto"}, 10**9)],
+)
+def test_nothing_is_compiled_for_small_models_or_if_it_is_turned_off(
+    checkpoint, monkeypatch, settings, min_bytes
+):
+    monkeypatch.setattr(forward_swap, "MIN_WEIGHTS_BYTES", min_bytes)
+    monkeypatch.delattr(Compilation, "last", raising=False)
+    lines = []
+    Engine(EngineConfig(str(checkpoint("llama")), **settings), lines.append).close()
+    assert not hasattr(Compilation, "last")
+    assert not any("compil" in line for line in lines)
+
+
+def test_a_library_on_disk_is_used_from_the_start(checkpoint, monkeypatch):
+    uses = []
+    monkeypatch.setattr(forward_swap, "has_library", lambda _: True)
+    monkeypatch.setattr(forward_swap, "use_compiled_forward", lambda *_: uses.append(1))
+    engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"))
+    engine.close()
+    assert uses == [1]
+    assert not engine.is_swapping()
+
+
+def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
+    confirmed = CompiledForward(zeros, tmp_path)
+    for _ in range(2):
+        compiled_forward._count_check(tmp_path)
+    confirmed.confirm()
+    for _ in range(3):
+        compiled_forward._count_check(tmp_path)
+    with pytest.raises(UnfitError, match=f"the last 3 checks .* in {tmp_path} did not succeed"):
+        compiled_forward._count_check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("true", True), ("False", False), ("", "auto")]
+)
+def test_the_setting_is_read_from_text(checkpoint, text, value):
+    settings = {"model": str(checkpoint("llama")), "compile_forward": text}
+    assert EngineConfig.from_settings(settings).compile_forward == value
+
+
+def test_another_value_of_the_setting_is_refused(checkpoint):
+    expected = "compile_forward: the value must be true, false or auto, but it is 'always'."
+    with pytest.raises(ConfigError, match=expected):
+        EngineConfig(str(checkpoint("llama")), compile_forward="always")
+
+
+@pytest.mark.long  # because compiling takes half a minute
+@pytest.mark.skipif(
+    not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no vectors for kernels"
+)
+def test_another_process_compiles_the_model_and_the_next_engine_loads_it(engine, checkpoint):
+    expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    deadline = time.monotonic() + 300
+    while engine._runner._path._compiled is None and time.monotonic() < deadline:
+        assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
+    assert engine._runner._path._compiled is not None
+    assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
+
+    lines = []
+    other = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append)
+    other.close()
+    assert lines[-1] == "the forward pass is compiled"

@@ -125,11 +125,12 @@ class ObjectReader(StepReader):
         if self._outer_keys:
             self._outer_keys.pop()
             return pos + 1
-        # An unconfirmed tool call starts only with its arguments. If the outermost object ends
-        # without arguments, the object is content.
-        is_call = self.writer.is_open or (self._is_confirmed and self._start_call())
-        if not is_call:
-            return self._reject(pos)
+        if not self.writer.is_open:
+            # An unconfirmed tool call starts only with its arguments. If the outermost object ends
+            # without arguments, the object is content.
+            can_start = self._is_confirmed and self._start_call()
+            if not can_start:
+                return self._reject(pos)
         if not self._has_arguments:
             self.writer.write("{}")
         self.writer.end()

@@ -145,13 +145,13 @@ class StringReader:
         char = text[pos + 1]
         num_digits = _NUM_HEX_DIGITS.get(char, 0)
         digits = text[pos + 2 : pos + 2 + num_digits]
-        if num_digits and _HEX_DIGITS.issuperset(digits):
-            is_complete = len(digits) == num_digits
-            if not is_complete and not is_final:
-                return pos
-            if is_complete and int(digits, 16) <= _MAX_CODE_POINT:
-                self._output.append(_json_char(int(digits, 16)))
-                return pos + 2 + num_digits
+        is_hex = num_digits > 0 and _HEX_DIGITS.issuperset(digits)
+        is_complete = len(digits) == num_digits
+        if is_hex and not is_complete and not is_final:
+            return pos
+        if is_hex and is_complete and int(digits, 16) <= _MAX_CODE_POINT:
+            self._output.append(_json_char(int(digits, 16)))
+            return pos + 2 + num_digits
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
         return pos + 2
 

@@ -22,6 +22,7 @@ from nereid_parsers.template.conversation import (
     USER_TEXT,
     AssistantMessage,
     Conversation,
+    InputForm,
     Switches,
 )
 from nereid_parsers.template.difference import (
@@ -80,13 +81,16 @@ class ModelTurn:
     end_markers: tuple[str, ...] = ()
     trailing_text: str = ""
 
-    def text_after_header(self, conversation: Conversation) -> str | None:
+    def text_after_header(
+        self, conversation: Conversation, form: InputForm | None = None
+    ) -> str | None:
         r"""Return the text after the header of the model's turn in a rendered conversation.
 
         Return None if the template refuses to render the conversation. Example: the rendering
-        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n".
+        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n". For the arguments
+        see `Prober.render`.
         """
-        text = self.prober.render(conversation)
+        text = self.prober.render(conversation, form)
         if text is None:
             return None
         has_result = conversation.after_tool_result and RESULT_TEXT in text

@@ -61,22 +61,24 @@ class ReasoningFindings:
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders, and the effects of switches.
 
-    The markers of reasoning are not yet determined. `_find_conversation` also changes the form of
-    the prober.
+    The markers of reasoning are not yet determined. The prober's form gets the place from which the
+    template renders reasoning.
     """
-    conversation = _find_conversation(turn)
-    fields = () if conversation is None else _rendered_fields(turn, conversation)
-    return ReasoningFindings(
-        conversation=conversation, fields=fields, switches=_effects_of_switches(turn)
-    )
+    switches = _effects_of_switches(turn)
+    rendered = _find_conversation(turn)
+    if rendered is None:
+        return ReasoningFindings(switches=switches)
+    conversation, place = rendered
+    turn.prober.form = replace(turn.prober.form, reasoning=place)
+    fields = _rendered_fields(turn, conversation)
+    return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)
 
 
-def _find_conversation(turn: ModelTurn) -> Conversation | None:
-    """Return a conversation whose answer has reasoning that the template renders, or None.
+def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
+    """Return a conversation whose reasoning the template renders, and the place of the reasoning.
 
-    Try all kinds of answers, settings of the switches and places of the reasoning. Set
-    `InputForm.reasoning` of the prober's form to the place from which the template renders
-    reasoning.
+    All kinds of answers, settings of the switches and places of the reasoning are tried. The place
+    is a value of `InputForm.reasoning`. Return None if the template renders no reasoning.
     """
     prober = turn.prober
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
@@ -84,12 +86,11 @@ def _find_conversation(turn: ModelTurn) -> Conversation | None:
     if any("blocks" in literal for literal in prober.template.literals):
         places.append(BLOCKS)
     for answer, switches, place in product(_ANSWERS, settings or [NO_SWITCHES], places):
-        prober.form = replace(prober.form, reasoning=place)
+        form = replace(prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
-        text = turn.text_after_header(conversation)
+        text = turn.text_after_header(conversation, form)
         if text is not None and _is_rendered(answer, text):
-            return conversation
-    prober.form = replace(prober.form, reasoning=ALL_REASONING_FIELDS)
+            return conversation, place
     return None
 
 

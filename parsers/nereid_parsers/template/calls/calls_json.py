@@ -154,7 +154,9 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_at = text.find(name)
-    for start in range(max(name_at, 0)):  # The JSON starts before the name.
+    if name_at < 0:
+        return None
+    for start in range(name_at):  # The JSON starts before the name.
         if text[start] not in "{[":
             continue
         try:

@@ -192,7 +192,7 @@ class Engine:
         token_ids = self._check_request(request_id, prompt_token_ids, params)
         sequence = self._make_sequence(request_id, token_ids, params)
         if images is not None:
-            sequence.images = self._accept_images(images)
+            sequence.images = self._accept_images(token_ids, images)
         is_reading = self._disk is not None and self._disk.begin(sequence)
         if _needs_guide(params):
             future = self._load_guides().prepare(params, sequence.stop_token_ids)
@@ -391,11 +391,11 @@ class Engine:
                 self._processor = ChatProcessor(folder, self._images.config)
         return self._processor.prepare(messages)
 
-    def _accept_images(self, images: ImageInputs) -> ImageInputs:
+    def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
         """Return the images of a prompt on the device of the model.
 
         Raises:
-            RequestError: if the model accepts no images.
+            RequestError: if the model accepts no images, or cannot process these images.
         """
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
@@ -403,7 +403,9 @@ class Engine:
             # The blocks of this sequence contain no keys and values, so no other prompt may use
             # them, also not for the text before the first image.
             images = replace(images, first_token=0)
-        return self._place_images(images)
+        images = self._place_images(images)
+        self._images.check(token_ids, images)
+        return images
 
     def close(self) -> None:
         """Stop the other threads and processes, and unregister the engine from transformers."""
@@ -430,6 +432,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the present load of the engine, and its counters since the start."""
         cache, lookup = self._scheduler.cache, self._scheduler.lookup
+        features = self._images.features
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
             num_requests_waiting=self._scheduler.num_waiting,
@@ -440,6 +443,7 @@ class Engine:
             num_prefix_cache_hits=cache.num_hit_tokens if cache else 0,
             num_proposed_tokens=lookup.num_proposed if lookup else 0,
             num_accepted_tokens=lookup.num_accepted if lookup else 0,
+            num_image_encodings=features.num_encoded if features else 0,
         )
 
     def check(self) -> None:

@@ -113,6 +113,7 @@ class EngineStats(NamedTuple):
         num_prefix_cache_hits: the number of tokens that were found in the prefix cache.
         num_proposed_tokens: the number of draft tokens that were proposed.
         num_accepted_tokens: the number of draft tokens that were accepted.
+        num_image_encodings: the number of times that the image encoder was run.
     """
 
     num_requests_running: int
@@ -124,6 +125,7 @@ class EngineStats(NamedTuple):
     num_prefix_cache_hits: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_image_encodings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

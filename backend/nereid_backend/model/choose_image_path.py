@@ -23,6 +23,7 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
 from nereid_backend.checkpoint import Checkpoint, Progress
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import NereidError, first_line
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.self_check import Trial, check_path
@@ -31,6 +32,7 @@ from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.runner import ForwardPath
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
+from nereid_backend.vision.check_prompt import PromptCheck
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_tensors import place_images
 from nereid_backend.vision.load_processor import has_processor
@@ -56,6 +58,7 @@ class ImageSupport:
         config: the config of the model.
         add: adds the support for images to the forward path of texts, and returns the new path.
         features: the cache of image features; None if images are refused.
+        check: raises a RequestError if the model cannot process a prompt with its images.
     """
 
     name: str
@@ -63,6 +66,7 @@ class ImageSupport:
     config: PretrainedConfig
     add: Callable[[ForwardPath], ForwardPath]
     features: FeatureCache | None = None
+    check: Callable[[list[int], ImageInputs], None] = lambda token_ids, images: None  # noqa: ARG005
 
     @property
     def shares_blocks(self) -> bool:
@@ -109,7 +113,13 @@ def choose_image_path(
             continue
         detail = f" ({'; '.join(reasons)})" if reasons else ""
         progress(f"images: {name}{detail}")
-        return ImageSupport(name, "", config, add, features)
+        # The counter must not contain the test images.
+        features.num_encoded = 0
+        check = PromptCheck(checkpoint.model, features, attention)
+        if name == "generated":
+            # transformers' generate prepares the images in its own way, which is not checked.
+            return ImageSupport(name, "", config, add, features)
+        return ImageSupport(name, "", config, add, features, check)
     reason = (
         "no way to compute images gives the same logits as transformers' generate: "
         f"{'; '.join(reasons)}"
@@ -140,9 +150,12 @@ def _candidates(
     yield "packed", packed
     yield (
         "single",
-        lambda path: SplitPath(path, SinglePath(checkpoint, uses_cache=True), attention),
+        lambda path: SplitPath(path, SinglePath(checkpoint, uses_cache=True), features, attention),
     )
-    yield "generated", lambda path: SplitPath(path, GeneratedPath(checkpoint), attention)
+    yield (
+        "generated",
+        lambda path: SplitPath(path, GeneratedPath(checkpoint), features, attention),
+    )
 
 
 @torch.inference_mode()

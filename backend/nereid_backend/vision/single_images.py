@@ -12,6 +12,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.paths.model_call import join_logits
 from nereid_backend.runner import ForwardPath
+from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
 
 # Arguments with one value for each token.
@@ -78,16 +79,24 @@ class GeneratedPath:
 class SplitPath:
     """Combines two forward paths: one for sequences with images, and one for other sequences."""
 
-    def __init__(self, text: ForwardPath, images: ForwardPath, attention: OwnAttention) -> None:
+    def __init__(
+        self,
+        text: ForwardPath,
+        images: ForwardPath,
+        features: FeatureCache,
+        attention: OwnAttention,
+    ) -> None:
         """Create a path.
 
         Args:
             text: the forward path of sequences without images.
             images: the forward path of sequences with images. It uses the model's own attention.
+            features: the cache of image features.
             attention: the switch between the attention implementations of the model.
         """
         self._text = text
         self._images = images
+        self._features = features
         self._attention = attention
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -100,9 +109,24 @@ class SplitPath:
         parts: dict[bool, Tensor] = {}
         if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
-        with self._attention.used():
-            parts[True] = self._images.forward(_select(plan, has_images, is_image=True))
+        parts[True] = self._image_logits(_select(plan, has_images, is_image=True))
         return _interleave(plan, has_images, parts)
+
+    def _image_logits(self, plan: StepPlan) -> Tensor:
+        """Return the logits of sequences with images.
+
+        Each call of the forward path has one chunk, so that the cache of image features knows to
+        which images the features belong.
+        """
+        logits = []
+        with self._attention.used():
+            for chunk in plan.chunks:
+                images = chunk.sequence.images
+                assert images is not None
+                one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
+                with self._features.serving(images.digest):
+                    logits.append(self._images.forward(one))
+        return torch.cat(logits)
 
     def clear(self, sequence: Sequence) -> None:
         """Overwrite the state of a sequence; see `ForwardPath.clear`."""

@@ -37,6 +37,7 @@ _COUNTERS = {
     "num_preemptions_total": "Preemptions: a running request loses its KV cache blocks",
     "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix cache",
     "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache",
+    "image_encodings_total": "Runs of the image encoder; known images need none",
     "spec_decode_num_draft_tokens_total": "Draft tokens that speculative decoding proposed",
     "spec_decode_num_accepted_tokens_total": "Draft tokens that the model accepted",
     "requests_disconnected_total": "Requests whose client disconnected before the end",
@@ -50,6 +51,7 @@ _ENGINE_COUNTERS = {
     "num_preemptions": "num_preemptions_total",
     "num_prefix_cache_queries": "prefix_cache_queries_total",
     "num_prefix_cache_hits": "prefix_cache_hits_total",
+    "num_image_encodings": "image_encodings_total",
     "num_proposed_tokens": "spec_decode_num_draft_tokens_total",
     "num_accepted_tokens": "spec_decode_num_accepted_tokens_total",
 }

@@ -1,0 +1,195 @@
+"""A real server with a tiny vision-language model answers chats with images on every API."""
+
+import base64
+import io
+import json
+import time
+
+import httpx
+import pytest
+from backend.vision import image_types
+from backend.vision.image_archs import picture
+from e2e.gauges_page import gauge_of
+from fakes.live_frontend import wait_for
+
+from loadtest.server.served import ALONE, Served
+
+pytestmark = pytest.mark.triton
+
+# The template prints one placeholder for each image, and the functions in the format of Hermes.
+_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call functions: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+Answer with <tool_call>
+{"name": <name>, "arguments": <arguments>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}<image_token>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_TOOL = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    },
+}
+
+
+def png(seed: int) -> str:
+    """Return a PNG file of random pixels in base64."""
+    file = io.BytesIO()
+    picture(seed, 60, 40).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def data_url(seed: int) -> str:
+    return f"data:image/png;base64,{png(seed)}"
+
+
+def image_part(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def question(*urls: str) -> list[dict]:
+    """Return a message with images and a text."""
+    parts = [*map(image_part, urls), {"type": "text", "text": "What is this?"}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = image_types.save("qwen2_vl", tmp_path_factory.mktemp("checkpoint"), "small")
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    environment = {"NEREID_KV_CACHE_MEMORY": "64MiB", "NEREID_MAX_MODEL_LEN": "2048"}
+    arguments = [*ALONE, "--served-model-name=tiny"]
+    with Served(model=folder, environment=environment, arguments=arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    """Send a request to the server, and return the status and the JSON of the answer."""
+
+    def send(path, **body):
+        body = {"model": "tiny", "temperature": 0, **body}
+        answer = httpx.post(f"{server.openai_url}{path}", json=body, timeout=60)
+        return answer.status_code, answer.json()
+
+    return send
+
+
+@pytest.fixture(scope="module")
+def ask(post):
+    """Send a chat completion, and return the choice and the usage."""
+
+    def send(messages, **body):
+        body = {"max_tokens": 8, "messages": messages, **body}
+        status, answer = post("/chat/completions", **body)
+        assert status == 200, answer
+        return answer["choices"][0], answer["usage"]
+
+    return send
+
+
+def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
+    gauge = gauge_of(server.metrics_port)
+    before = gauge("generation_tokens_total")
+    first, usage = ask(question(data_url(21)))
+    second, again = ask(question(data_url(21)))
+    _, other = ask(question(data_url(22)))
+    assert second["message"] == first["message"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
+    num_tokens = sum(each["completion_tokens"] for each in (usage, again, other))
+    wait_for(lambda: gauge("generation_tokens_total") == before + num_tokens)
+    wait_for(lambda: gauge("image_encodings_total") >= 2)
+    assert gauge("image_encodings_total") == 2
+
+
+def test_the_three_apis_give_the_same_answer(post, ask):
+    choice, usage = ask(question(data_url(1)))
+    text, num_tokens = choice["message"]["content"], usage["prompt_tokens"]
+    assert text
+
+    source = {"type": "base64", "media_type": "image/png", "data": png(1)}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
+    messages = [{"role": "user", "content": blocks}]
+    status, answer = post("/messages", max_tokens=8, messages=messages)
+    assert status == 200, answer
+    assert answer["content"][0]["text"] == text
+
+    items = [
+        {"type": "input_image", "image_url": data_url(1)},
+        {"type": "input_text", "text": "What is this?"},
+    ]
+    answer_input = [{"role": "user", "content": items}]
+    status, answer = post("/responses", max_output_tokens=8, input=answer_input)
+    assert status == 200, answer
+    assert answer["output"][0]["content"][0]["text"] == text
+    assert answer["usage"]["input_tokens"] == num_tokens
+
+
+def test_images_of_earlier_turns_and_several_images_are_read(ask):
+    one = ask(question(data_url(3)))[1]["prompt_tokens"]
+    text = ask([{"role": "user", "content": "What is this?"}])[1]["prompt_tokens"]
+    per_image = one - text
+    assert per_image > 3
+    messages = question(data_url(3), data_url(4))
+    messages[0]["content"].insert(1, {"type": "text", "text": "and"})
+    assert ask(messages)[1]["prompt_tokens"] == one + per_image + len("and")
+    turns = [*question(data_url(3)), {"role": "assistant", "content": "x"}, *question(data_url(5))]
+    assert ask(turns)[1]["prompt_tokens"] > one + per_image
+
+
+def test_a_function_is_called_beside_an_image(ask):
+    choice, _ = ask(
+        question(data_url(6)),
+        tools=[{"type": "function", "function": _TOOL}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+    )
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint"
+    assert json.loads(call["function"]["arguments"])["colour"] in ("red", "blue")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "file"])
+def test_remote_and_local_urls_are_refused(post, scheme):
+    messages = question(f"{scheme}://127.0.0.1:9/image.png")
+    status, answer = post("/chat/completions", max_tokens=8, messages=messages)
+    assert status == 400, answer
+    assert f"the URL has the scheme {scheme}" in answer["error"]["message"]
+    assert "data:image/png;base64" in answer["error"]["message"]
+
+
+def test_a_broken_image_is_refused_and_the_server_continues(post, ask):
+    for content in ("iVBORw0KGgo=", "!"):
+        started = time.monotonic()
+        messages = question(f"data:image/png;base64,{content}")
+        status, answer = post("/chat/completions", max_tokens=8, messages=messages)
+        assert status == 400, answer
+        assert time.monotonic() - started < 10
+    assert ask(question(data_url(7)))[0]["message"]["content"]
+
+
+def test_a_prompt_that_the_model_cannot_process_ends_only_its_request(post, ask):
+    """Two images without a token between them: the model's code cannot compute their positions."""
+    messages = question(data_url(1), data_url(2))
+    for _ in range(4):  # more often than max_step_failures
+        status, answer = post("/chat/completions", max_tokens=8, messages=messages)
+        assert status == 400, answer
+        assert "the model cannot process the images of this prompt" in answer["error"]["message"]
+    assert ask(question(data_url(7)))[0]["message"]["content"]

@@ -22,7 +22,7 @@ class ToolSchema:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Convert one member of the OpenAI tools list. Raise ConstraintError without a name."""
+        """Convert a member of the OpenAI tools list. Raise ConstraintError if it has no name."""
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:

@@ -190,7 +190,7 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict in which each marker has the meaning `kind`. White space is stripped.
+    """Return a dict that maps each marker, stripped of white space, to the meaning `kind`.
 
     Each spelling that `blank_variants` returns for a marker is a key.
     """
@@ -278,7 +278,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _has_tag_in_head(call: Call) -> bool:
-    """Return whether the head starts with a tag that identifies a tool call without other markers.
+    """Return whether the first tag of the head alone identifies a tool call.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
@@ -290,7 +290,7 @@ def _has_tag_in_head(call: Call) -> bool:
 
 
 def _group_by_trigger(forms: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict that contains, for each marker, the forms of a tool call that start with it.
+    """Return a dict that maps each marker to the forms of a tool call that start with this marker.
 
     Example: `{"<tool_call>": (form,)}`. Each spelling that `blank_variants` returns for a marker
     is a key.

@@ -397,7 +397,7 @@ def _match_object_start(text: str, pos: int) -> int:
 
 @lru_cache(maxsize=256)
 def _declared_roles(keys: Keys) -> dict[str, _Role]:
-    """Return the role of each path of keys that the format declares, as a dict.
+    """Return a dict that maps each declared path of keys to its role.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

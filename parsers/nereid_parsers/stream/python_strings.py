@@ -158,7 +158,7 @@ class StringReader:
 
 @lru_cache(maxsize=64)
 def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
-    """Return a regex that finds a quote, an escape sequence, or a text that ends inside a quote.
+    """Return a regex that finds a quote, an escape sequence, or an incomplete quote at the end.
 
     Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`.
     """

@@ -340,7 +340,7 @@ class ReasoningReader:
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether a closing marker in the content is removed. Other markers are content.
+        """Return whether the parser removes a closing marker from the content.
 
         Before the first content and the first tool call, the marker is removed. The policy
         CALLS_FIRST allows only one such marker. Later, the marker is removed in two cases: another

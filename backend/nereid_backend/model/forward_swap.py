@@ -29,7 +29,12 @@ from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.self_check import check_in_steps
 from nereid_backend.paths.background_compilation import BackgroundCompilation
-from nereid_backend.paths.compiled_forward import has_library, library_folder, load_library
+from nereid_backend.paths.compiled_forward import (
+    has_library,
+    library_folder,
+    load_library,
+    read_trace_error,
+)
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.packed import PackedPath
@@ -133,8 +138,10 @@ class ForwardSwap:
         )
 
 
-def _reason_against_compilation() -> str | None:
-    """Return why this machine cannot compile a forward pass in the background, or None."""
+def _reason_against_compilation(folder: Path) -> str | None:
+    """Return why the library in `folder` cannot be compiled in the background, or None."""
+    if error := read_trace_error(folder):
+        return f"an earlier attempt failed ({error}). To try again, delete {folder}"
     try:
         find_compiler()
     except KernelBuildError as error:
@@ -180,7 +187,7 @@ def use_fast_forward(
     if has_library(folder):
         use_compiled_forward(path, checkpoint, hook, chosen, progress)
         return None
-    reason = _reason_against_compilation()
+    reason = _reason_against_compilation(folder)
     if reason is None:
         try:
             swap = ForwardSwap(path, checkpoint, hook, chosen, folder, progress)

@@ -16,9 +16,11 @@ import contextlib
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +30,7 @@ _NICENESS = 19
 # The address space that the compilation may need in addition to the libraries and the model. A
 # compilation of 36 layers needs about 2 GB.
 _MAX_BYTES = 6 * 2**30
+_LEFTOVER_AGE_S = 3600
 
 
 def main() -> None:
@@ -67,17 +70,35 @@ def _compile(message: bytes, folder: Path) -> None:
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
-    from nereid_backend.paths.compiled_forward import build_library, has_library
+    from nereid_backend.paths.compiled_forward import (
+        TraceError,
+        build_library,
+        has_library,
+        write_trace_error,
+    )
     from nereid_backend.paths.model_skeleton import unpack_skeleton
 
     if has_library(folder):
         return  # Another process has compiled the same model.
+    _remove_leftovers(folder.parent)
     model, attention, is_native, num_threads = unpack_skeleton(message)
     limit = _virtual_bytes() + _MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     # The compiler writes the number of threads into the code.
     torch.set_num_threads(num_threads)
-    build_library(model, AttentionHook(attention), folder, is_native=is_native)
+    try:
+        build_library(model, AttentionHook(attention), folder, is_native=is_native)
+    except TraceError as error:
+        write_trace_error(folder, error)
+        raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete the temporary folders of compilations that were killed more than an hour ago."""
+    for path in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

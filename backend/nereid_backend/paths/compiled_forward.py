@@ -33,6 +33,7 @@ from nereid_backend.attention.cpu.cpu_build import processor
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import TracedForward, serving
 from nereid_backend.cache_folder import cache_folder
+from nereid_backend.errors import first_line
 from nereid_backend.linear import grouped_linear, native_linear
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
@@ -61,6 +62,7 @@ _LITERALS_FILE = "literals.safetensors"
 # The file has one byte for each check of the library that did not succeed.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
+_TRACE_ERROR_FILE = "trace_error.txt"
 _NO_PARAMETER = (
     "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
     "model"
@@ -73,6 +75,10 @@ _SOURCES = (
     "attention/torch_operator.py",
     "attention/cpu/cpu_shim.cpp",
 )
+
+
+class TraceError(UnfitError):
+    """torch cannot trace the model's code. Another attempt would fail for the same reason."""
 
 
 class CompiledForward:
@@ -142,6 +148,21 @@ def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
 def has_library(folder: Path) -> bool:
     """Return whether a folder contains a complete library."""
     return (folder / _LIBRARY_FILE).is_file()
+
+
+def write_trace_error(folder: Path, error: TraceError) -> None:
+    """Record in the folder of a library that there will be no library."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
+
+
+def read_trace_error(folder: Path) -> str | None:
+    """Return the error that `write_trace_error` has recorded, or None."""
+    try:
+        return (folder / _TRACE_ERROR_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
@@ -270,20 +291,25 @@ def build_library(
     The other arguments are those of `compile_forward`.
 
     Raises:
-        Exception: of any class, if torch cannot trace or compile the model's code.
+        TraceError: if torch cannot trace the model's code.
+        Exception: of any class, if torch cannot compile the trace.
     """
     traced = _TracedModel(model)
     num_tokens = torch.export.Dim("num_tokens", min=_MIN_ROWS)
     num_logits = torch.export.Dim("num_logits", min=_MIN_ROWS)
     tokens = torch.arange(_EXAMPLE_TOKENS, device=model.device)
     example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
-    with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
-        program = torch.export.export(
-            traced,
-            example,
-            dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
-            strict=False,
-        )
+    try:
+        with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
+            program = torch.export.export(
+                traced,
+                example,
+                dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
+                strict=False,
+            )
+    except Exception as error:
+        # The model's code and torch can raise any exception here.
+        raise TraceError(first_line(error)) from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The library is compiled in a temporary folder and then moved, because another process may
     # compile the same model at the same time.

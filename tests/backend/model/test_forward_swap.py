@@ -8,7 +8,7 @@ from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
 from nereid_backend.linear import native_linear
 from nereid_backend.model import forward_swap
 from nereid_backend.paths import compiled_forward
-from nereid_backend.paths.compiled_forward import CompiledForward
+from nereid_backend.paths.compiled_forward import CompiledForward, TraceError
 from nereid_backend.paths.model_call import UnfitError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -191,6 +191,16 @@ def test_a_machine_that_cannot_compile_says_so_in_one_line(
     engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append)
     engine.close()
     assert lines[-1] == f"the forward pass is not compiled, because {reason}"
+
+
+def test_a_model_that_cannot_be_traced_is_not_compiled_again(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr(forward_swap, "library_folder", lambda *_, **__: tmp_path / "library")
+    compiled_forward.write_trace_error(tmp_path / "library", TraceError("odd code"))
+    lines = []
+    Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append).close()
+    assert lines[-1].startswith(
+        "the forward pass is not compiled, because an earlier attempt failed (odd code). To try"
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ from nereid_client.middleware.client_keys import KeyFile
 from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
 from nereid_client.middleware.running_requests import RunningRequests
+from nereid_client.middleware.shared_budget import SharedBudget
 from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.middleware.tracing import Traces
+from nereid_client.middleware.usage import Usages
 from nereid_client.openapi import openapi_schema
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
@@ -64,6 +66,9 @@ from nereid_client.routes import (
 from nereid_client.settings import Settings
 from nereid_client.several_models.frontend_models import create_contexts
 from nereid_client.triton_backend import Backend
+from nereid_client.workers.forwarding import RunsElsewhereError, forward_to_worker
+from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.shared_limits import RequestsOfWorkers, UsagesOfWorkers, open_database
 
 _DESCRIPTION = """\
 The OpenAI API for a language model, an embedding model and a reranker on a Triton server, with the
@@ -83,13 +88,19 @@ _ROUTERS = [
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    make_backend: Callable[[], Backend] | None = None,
+    worker: WorkerPlace | None = None,
+) -> FastAPI:
     """Create the ASGI application.
 
     Args:
         settings: the settings of the frontend.
         make_backend: creates the backend when the event loop is running. By default, the backend is
             the Triton server at `settings.grpc_url`.
+        worker: the place of this process among several frontend processes. None if this is the only
+            frontend process.
     """
 
     @asynccontextmanager
@@ -105,6 +116,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             app.state.gate,
             settings.request_timeout_s,
             app.state.metrics,
+            worker,
         )
         async with pooling_lifespan(app), batches_lifespan(app):
             yield
@@ -120,19 +132,33 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         description=_DESCRIPTION,
         lifespan=lifespan,
     )
-    gate = app.state.gate = Gate(settings.max_concurrent_requests)
+    running, usages = _limit_state(settings, worker)
+    app.state.worker = worker
+    gate = app.state.gate = Gate(running)
     app.state.running_requests = RunningRequests()
     app.state.metrics = RequestMetrics(num_running=lambda: gate.num_requests)
     for router in _ROUTERS:
         app.include_router(router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
+    app.add_exception_handler(RunsElsewhereError, forward_to_worker)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    key_file = KeyFile(Path(settings.api_key_file)) if settings.api_key_file else None
+    key_file = None
+    if settings.api_key_file:
+        key_file = KeyFile(Path(settings.api_key_file), usages=usages)
     app.state.key_file = key_file
     _add_middleware(app, settings, key_file)
     app.openapi = functools.partial(_openapi, app)  # type: ignore[method-assign]
     return app
+
+
+def _limit_state(settings: Settings, worker: WorkerPlace | None) -> tuple[SharedBudget, Usages]:
+    """Return the counts of running requests, and the used amounts of the limits of API keys."""
+    limit = settings.max_concurrent_requests
+    if worker is None:
+        return SharedBudget(limit), Usages()
+    database = open_database(worker.requests_path)
+    return RequestsOfWorkers(limit, database, worker.number), UsagesOfWorkers(database)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -148,7 +174,7 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.max_body_bytes,
-        max_total_bytes=settings.max_total_body_bytes,
+        max_total_bytes=settings.max_total_body_bytes // settings.frontend_workers,
         timeout_s=settings.receive_timeout_s,
         metrics=metrics,
     )

@@ -107,6 +107,9 @@ class Settings:
     port: Annotated[int, Field(ge=0, le=65535)] = 9000
     """The port on which the frontend listens."""
 
+    frontend_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """The number of processes that run the frontend on its port."""
+
     grpc_url: _Text = "127.0.0.1:8001"
     """The address `host:port` of the Triton server's gRPC endpoint."""
 

@@ -51,6 +51,7 @@ _ENGINE_FLAGS = {
 # Triton server.
 _FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
+    "--frontend-workers": ("frontend_workers", "N"),
     "--max-concurrent-requests": ("max_concurrent_requests", "N"),
     "--request-timeout": ("request_timeout_s", "S"),
     "--unread-timeout": ("unread_timeout_s", "S"),

@@ -10,13 +10,14 @@ import collections
 import contextlib
 import json
 import time
+from contextlib import AbstractContextManager
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
-from nereid_client.middleware.client_keys import ANONYMOUS, Client, current_client
+from nereid_client.middleware.client_keys import ANONYMOUS, Client, current_client, limit_error
 from nereid_client.middleware.request_metrics import RequestMetrics, is_from_supervisor
 from nereid_client.middleware.shared_budget import SharedBudget
 
@@ -48,15 +49,19 @@ class Gate:
     """Counts the requests that run, and rejects new ones at the limit or while draining.
 
     Args:
-        limit: the setting max_concurrent_requests.
+        running: counts the requests that run. Its limit is the setting max_concurrent_requests.
 
     Attributes:
         is_draining: whether the server is about to stop and accepts no new requests.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._running = SharedBudget(limit)
+    def __init__(self, running: SharedBudget) -> None:
+        self._running = running
         self.is_draining = False
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Prevent other processes from admitting requests inside the `with` block."""
+        return self._running.transaction()
 
     @property
     def num_requests(self) -> int:
@@ -66,12 +71,10 @@ class Gate:
     def enter(self, client: Client = ANONYMOUS) -> None:
         """Count a request that starts to run."""
         self._running.add(client.share, 1)
-        client.num_requests += 1
 
     def leave(self, client: Client = ANONYMOUS) -> None:
         """Count the end of a request."""
         self._running.remove(client.share, 1)
-        client.num_requests -= 1
 
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
         """Return the error for a client's new request, or None if the limits allow the request."""
@@ -94,6 +97,13 @@ class Gate:
                 code="rate_limit_exceeded",
                 headers=_RETRY_AFTER,
                 limit="max_concurrent_requests",
+            )
+        num_own = self._running.used_by(client.share) if client.max_concurrent else 0
+        if client.max_concurrent and num_own >= client.max_concurrent:
+            return limit_error(
+                f"{num_own} requests with this API key are running, but the limit is "
+                f"{client.max_concurrent} (max_concurrent_requests of the key)",
+                1,
             )
         return None
 
@@ -201,17 +211,19 @@ class AdmissionControl:
         client = current_client.get()
         key = (client.share, scope["path"])
         throttle = self._throttles.get(key)
-        rejection = self._gate.rejection(client) or client.rejection(now)
-        if rejection is None and throttle:
-            rejection = throttle.rejection(now)
+        with self._gate.transaction():
+            rejection = self._gate.rejection(client) or client.rejection(now)
+            if rejection is None and throttle:
+                rejection = throttle.rejection(now)
+            if rejection is None:
+                client.count_request(now)
+                self._gate.enter(client)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
             await error_response(rejection, scope)(scope, receive, send)
             return
         if throttle:
             throttle.record_admission(now)
-        client.count_request(now)
-        self._gate.enter(client)
         try:
             await self._app(scope, receive, self._observed(key, send, now))
         finally:

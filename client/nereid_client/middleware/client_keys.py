@@ -18,13 +18,13 @@ import time
 import tomllib
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from nereid_client.errors import ApiError
+from nereid_client.middleware.usage import Usages
 from nereid_client.settings import SettingsError
 
 _CHECK_EVERY_S = 1.0
@@ -57,36 +57,25 @@ class KeyEntry(BaseModel):
         return bytes.fromhex(self.key_sha256) if self.key_sha256 else _digest(self.key)
 
 
-@dataclass
-class Usage:
-    """The amount that a client has used of a limit for each minute.
-
-    Attributes:
-        amount: the used amount at the time `at`. The amount decreases with time.
-        at: a time of time.monotonic().
-    """
-
-    amount: float = 0.0
-    at: float = -math.inf
-
-
-@dataclass
 class Bucket:
     """A limit for each minute, as a token bucket.
 
-    Attributes:
+    Args:
         per_minute: the amount that can be used at once, and the amount that becomes available again
             in each minute. 0 means no limit.
-        usage: the used amount.
+        usages: stores the used amount.
+        key: the key of the used amount in `usages`.
     """
 
-    per_minute: int
-    usage: Usage = field(default_factory=Usage)
+    def __init__(self, per_minute: int, usages: Usages | None = None, key: str = "") -> None:
+        self.per_minute = per_minute
+        self._usages = usages or Usages()
+        self._key = key
 
     def take(self, amount: int, now: float) -> None:
         """Use an amount. The used amount can exceed the limit."""
         if self.per_minute:
-            self.usage = Usage(self._used(now) + amount, now)
+            self._usages.add(self._key, amount, self.per_minute, now)
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
         """Return the seconds until at least `amount` is available.
@@ -95,19 +84,14 @@ class Bucket:
         """
         if not self.per_minute:
             return 0.0
-        return max(0.0, (self._used(now) + amount - self.per_minute) * 60 / self.per_minute)
+        used = self._usages.used(self._key, self.per_minute, now)
+        return max(0.0, (used + amount - self.per_minute) * 60 / self.per_minute)
 
     def change_limit(self, per_minute: int, now: float) -> None:
         """Use another limit from now on. The used amount does not change."""
         if per_minute != self.per_minute:
-            self.usage = Usage(self._used(now), now)
+            self.take(0, now)  # from now on, the used amount decreases with the new rate
             self.per_minute = per_minute
-
-    def _used(self, now: float) -> float:
-        """Return the used amount at the time `now`."""
-        usage = self.usage
-        passed_s = max(now - usage.at, 0.0)
-        return max(usage.amount - passed_s * self.per_minute / 60, 0.0) if usage.amount else 0.0
 
 
 class Client:
@@ -121,10 +105,12 @@ class Client:
             By default, the client's name.
         priority: the priority of the client's requests to the language model. None if each request
             can set its own priority.
+        usages: stores how many requests and tokens the client has used.
 
     Attributes:
         weight: the client's share while several clients have requests.
-        num_requests: the number of the client's requests that run now.
+        max_concurrent: the largest number of the client's requests that run at the same time. 0
+            means no limit.
     """
 
     def __init__(
@@ -133,12 +119,13 @@ class Client:
         entry: KeyEntry | None = None,
         share: str = "",
         priority: int | None = None,
+        usages: Usages | None = None,
     ) -> None:
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
-        self.num_requests = 0
-        self._requests, self._tokens = Bucket(0), Bucket(0)
+        self._requests = Bucket(0, usages, f"requests of {name}")
+        self._tokens = Bucket(0, usages, f"tokens of {name}")
         self.update(entry or KeyEntry(key="unused"), now=0.0)
 
     def update(self, entry: KeyEntry, now: float) -> None:
@@ -149,28 +136,22 @@ class Client:
             now: the current time of time.monotonic().
         """
         self.weight = entry.weight
-        self._max_concurrent = entry.max_concurrent_requests
+        self.max_concurrent = entry.max_concurrent_requests
         self._requests.change_limit(entry.requests_per_minute, now)
         self._tokens.change_limit(entry.tokens_per_minute, now)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return the error for a new request, or None if the client's limits allow it."""
-        if self._max_concurrent and self.num_requests >= self._max_concurrent:
-            return _limit_error(
-                f"{self.num_requests} requests with this API key are running, but the limit is "
-                f"{self._max_concurrent} (max_concurrent_requests of the key)",
-                1,
-            )
+        """Return the error for a new request, or None if the limits for each minute allow it."""
         wait_s = self._requests.wait_s(now)
         if wait_s > 0:
-            return _limit_error(
+            return limit_error(
                 "This API key has sent more requests than its limit of "
                 f"{self._requests.per_minute} per minute (requests_per_minute of the key)",
                 wait_s,
             )
         wait_s = self._tokens.wait_s(now)
         if wait_s > 0:
-            return _limit_error(
+            return limit_error(
                 f"This API key has used more tokens than its limit of {self._tokens.per_minute} "
                 "per minute (tokens_per_minute of the key)",
                 wait_s,
@@ -206,13 +187,20 @@ class KeyFile:
     Args:
         path: the file.
         clock: returns a time in seconds that never goes back.
+        usages: stores how many requests and tokens each client has used.
 
     Raises: SettingsError if the file cannot be read.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        usages: Usages | None = None,
+    ) -> None:
         self._path = path
         self._clock = clock
+        self._usages = usages
         self._clients: dict[str, Client] = {}
         self._digests: list[tuple[bytes, Client]] = []
         self._version = self._current_version()
@@ -258,12 +246,12 @@ class KeyFile:
     def _load(self) -> None:
         """Read the key file. A client that was already in the file keeps its `Client` object.
 
-        The number of the client's running requests therefore stays correct.
-
         Raises: SettingsError.
         """
         entries = read_key_file(self._path)
-        self._clients = {name: self._clients.get(name, Client(name)) for name in entries}
+        self._clients = {
+            name: self._clients.get(name) or Client(name, usages=self._usages) for name in entries
+        }
         for name, entry in entries.items():
             self._clients[name].update(entry, self._clock())
         self._digests = [(entry.digest, self._clients[name]) for name, entry in entries.items()]
@@ -310,7 +298,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("latin-1", "replace")).digest()
 
 
-def _limit_error(problem: str, wait_s: float) -> ApiError:
+def limit_error(problem: str, wait_s: float) -> ApiError:
+    """Return the error with the status 429 for a request above a limit of its API key."""
     seconds = max(1, math.ceil(wait_s))
     return ApiError(
         429,

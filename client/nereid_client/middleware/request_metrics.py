@@ -5,21 +5,26 @@ refuses, because the server never receives these.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError
 from nereid_client.json_logs import REQUEST_FIELDS
+from nereid_client.workers.place import is_from_worker
 
 SUPERVISOR_USER_AGENT = "nereid-serve"
 """The user agent of the health checks and first requests that `nereid serve` sends."""
 _log = logging.getLogger(__name__)
 
+# With this variable, prometheus_client stores the metrics of each process in a folder.
+_FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
 _UNKNOWN_ROUTE = "unknown"
 _DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -69,16 +74,18 @@ class RequestMetrics:
             ["client", "kind"],
             registry=self._registry,
         )
-        running = Gauge(
+        self._num_running = num_running
+        self._running = Gauge(
             "nereid_frontend_running_requests",
             "Requests that run now, including responses that run in the background.",
             registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
-        running.set_function(num_running)
         self._server_metrics_up = Gauge(
             "nereid_frontend_server_metrics_up",
             "1 if this page contains the metrics of the Triton server, else 0.",
             registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
 
     def set_server_metrics_up(self, *, is_up: bool) -> None:
@@ -119,15 +126,24 @@ class RequestMetrics:
             self._refused.labels(error.limit, str(error.status)).inc()
 
     def as_text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self._registry)
+        """Return all metrics in the text format of Prometheus.
+
+        With several frontend processes, the counters and histograms are the sums of all processes,
+        also of those that have ended.
+        """
+        self._running.set(self._num_running())
+        if _FILES_VARIABLE not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
 
 
 class CountRequests:
     """Middleware that counts and logs each request with its route and the status of its response.
 
     The requests of `nereid serve`, which checks the frontend several times a second while it
-    starts, are not counted.
+    starts, are not counted. A request that another frontend process forwarded is counted there.
 
     Args:
         app: the application that this middleware calls.
@@ -142,7 +158,7 @@ class CountRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application and count the request when its response ends."""
-        if scope["type"] != "http" or is_from_supervisor(scope):
+        if scope["type"] != "http" or is_from_supervisor(scope) or is_from_worker(scope):
             await self._app(scope, receive, send)
             return
         status: int | None = None

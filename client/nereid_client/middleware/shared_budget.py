@@ -1,6 +1,7 @@
 """A limit that all clients share, so that no single client can use all of it."""
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 
 # A client may use at most _TIMES_THE_REST times the amount that remains free. Example: if the limit
 # is 100, a single client can use 75, because 25 remain free and 75 is 3 times 25. A second client
@@ -13,15 +14,21 @@ class SharedBudget:
 
     Args:
         limit: the largest total.
-
-    Attributes:
-        used: the current total.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.used = 0
+        self._used = 0
         self._by_client: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        """The current total."""
+        return self._used
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Prevent other processes from changing the budget inside a `with` block."""
+        return nullcontext()
 
     def used_by(self, client: str) -> int:
         """Return how much of the resource a client uses now."""
@@ -34,18 +41,18 @@ class SharedBudget:
         whole remaining amount.
         """
         left = self.limit - self.used - amount
-        own = self._by_client[client]
+        own = self.used_by(client)
         has_share = bool(client) and own > 0
         return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
         """Record that a client uses `amount` more."""
-        self.used += amount
+        self._used += amount
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
         """Record that a client has released `amount` units of the resource."""
-        self.used -= amount
+        self._used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:
             del self._by_client[client]

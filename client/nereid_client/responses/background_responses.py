@@ -18,6 +18,7 @@ from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_store import Limits, Store, StoredResponse, size_of
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, unfinished_error
+from nereid_client.workers.place import WorkerPlace
 
 Json = dict[str, Any]
 
@@ -96,13 +97,24 @@ class Responses:
         gate: counts the running responses, so that a server that stops waits for them.
         limit_s: the longest time of a background response in seconds. 0 means no limit.
         metrics: counts the responses that were ended by a limit.
+        worker: the place of this process among several frontend processes, or None.
 
     Attributes:
         store: the stored responses.
     """
 
-    def __init__(self, limits: Limits, gate: Gate, limit_s: float, metrics: RequestMetrics) -> None:
-        self.store = Store(limits)
+    def __init__(
+        self,
+        limits: Limits,
+        gate: Gate,
+        limit_s: float,
+        metrics: RequestMetrics,
+        worker: WorkerPlace | None = None,
+    ) -> None:
+        if worker is None:
+            self.store = Store(limits)
+        else:
+            self.store = Store(limits, path=worker.responses_path, worker=worker.number)
         self._gate = gate
         self._limit_s = limit_s or None
         self._metrics = metrics
@@ -127,7 +139,7 @@ class Responses:
             await asyncio.wait({task})
 
     async def close(self) -> None:
-        """Cancel all running responses, and delete all stored ones."""
+        """Cancel all running responses, and close the store."""
         for run in self.store.running:
             assert isinstance(run, BackgroundResponse)
             await self.cancel(run)

@@ -1,4 +1,4 @@
-"""Stores responses in memory. The store limits the number, the size and the age of responses.
+"""Stores responses. The store limits the number, the size and the age of responses.
 
 A response is stored as the JSON that is sent to clients, so its size in bytes is known.
 """
@@ -8,15 +8,56 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nereid_client.database import Database
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 
 Json = dict[str, Any]
 
 _OVERHEAD_BYTES = 64  # the approximate size of a Python object without its content
+
+# The numbers of the responses are in the order in which the responses ended. The column `worker` is
+# the number of the process that generates a running response. The column is NULL if the response
+# has ended. The triggers update the table `totals`, because counting all rows would take long.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT UNIQUE NOT NULL,
+    owner TEXT NOT NULL,
+    worker INTEGER,
+    num_bytes INTEGER NOT NULL,
+    expires_at REAL,
+    is_background INTEGER,
+    response BLOB,
+    context BLOB,
+    events BLOB
+);
+CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
+CREATE INDEX IF NOT EXISTS responses_by_worker ON responses (worker, number);
+CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response_id TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS items_by_response ON items (response_id);
+CREATE TABLE IF NOT EXISTS totals (
+    is_running INTEGER PRIMARY KEY, count INTEGER NOT NULL, num_bytes INTEGER NOT NULL
+);
+INSERT OR IGNORE INTO totals VALUES (0, 0, 0), (1, 0, 0);
+CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses BEGIN
+    UPDATE totals SET count = count + 1, num_bytes = num_bytes + new.num_bytes
+    WHERE is_running = (new.worker IS NOT NULL);
+END;
+CREATE TRIGGER IF NOT EXISTS response_grown AFTER UPDATE OF num_bytes ON responses BEGIN
+    UPDATE totals SET num_bytes = num_bytes + new.num_bytes - old.num_bytes
+    WHERE is_running = (new.worker IS NOT NULL);
+END;
+CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses BEGIN
+    UPDATE totals SET count = count - 1, num_bytes = num_bytes - old.num_bytes
+    WHERE is_running = (old.worker IS NOT NULL);
+    DELETE FROM items WHERE response_id = old.id;
+END;
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -92,34 +133,53 @@ class Running(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RunningElsewhere:
+    """A background response that another frontend process generates.
+
+    Attributes:
+        worker: the number of the process.
+    """
+
+    worker: int
+
+
 class Store:
     """The stored responses, and the responses that run in the background.
 
     If the store is full, the oldest responses that have ended are deleted. A running response is
     never deleted. If running responses fill the store, a new background response is rejected.
 
+    The responses are in an SQLite database, which several frontend processes can share.
+
     Args:
         limits: the limits of the store.
-        now: returns a time in seconds that never goes back.
-
-    Attributes:
-        num_bytes: the bytes of all responses in the store.
+        now: returns a time in seconds that never goes back, also in other processes.
+        path: the file of the database. By default, the database is in memory.
+        worker: the number of this frontend process.
     """
 
-    def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        now: Callable[[], float] = time.monotonic,
+        path: str = ":memory:",
+        worker: int = 0,
+    ) -> None:
         self._limits = limits
         self._now = now
-        # Maps the id of a response to a pair: the time at which the response expires, and the
-        # response. The responses are in the order in which they ended.
-        self._finished: dict[str, tuple[float, StoredResponse]] = {}
-        self._items: dict[str, str] = {}  # id of an output item -> id of its response
-        # Maps the id of each running response to the response and its present size in bytes.
-        self._running: dict[str, tuple[Running, int]] = {}
+        self._worker = worker
+        self._running: dict[str, Running] = {}  # by id; only those of this process
         self._timer: asyncio.TimerHandle | None = None
-        self.num_bytes = 0
+        self._database = Database(path, _SCHEMA)
 
     def __len__(self) -> int:
-        return len(self._finished) + len(self._running)
+        return self._totals()[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all responses in the store."""
+        return self._totals()[1]
 
     @property
     def is_on(self) -> bool:
@@ -128,8 +188,8 @@ class Store:
 
     @property
     def running(self) -> list[Running]:
-        """The responses that run in the background."""
-        return [run for run, _ in self._running.values()]
+        """The responses that run in the background in this process."""
+        return list(self._running.values())
 
     def begin(self, run: Running, num_bytes: int) -> None:
         """Add a response that starts to run in the background.
@@ -149,47 +209,57 @@ class Store:
                 param="background",
                 limit="max_stored_response_bytes",
             )
-        is_full = len(self._running) >= self._limits.count
-        if is_full or not self._free_space(num_bytes, count=1):
-            raise ApiError(
-                429,
-                f"{len(self._running)} responses run in the background and fill the response store "
-                "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or send "
-                "the request with background=false.",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-                limit="max_stored_responses" if is_full else "max_stored_response_bytes",
+        with self._database.transaction():
+            num_running, _ = self._totals("WHERE is_running")
+            is_full = num_running >= self._limits.count
+            if is_full or not self._free_space(num_bytes, count=1):
+                raise ApiError(
+                    429,
+                    f"{num_running} responses run in the background and fill the response store "
+                    "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or "
+                    "send the request with background=false.",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": "1"},
+                    limit="max_stored_responses" if is_full else "max_stored_response_bytes",
+                )
+            self._database.execute(
+                "INSERT INTO responses (id, owner, worker, num_bytes) VALUES (?, ?, ?, ?)",
+                (run.id, run.owner, self._worker, num_bytes),
             )
-        self._running[run.id] = (run, num_bytes)
-        self.num_bytes += num_bytes
+        self._running[run.id] = run
 
     def reserve(self, run: Running, num_bytes: int) -> None:
         """Reserve `num_bytes` more bytes for a running response.
 
         Raises: ApiError 503 if the store is full.
         """
-        if not self._free_space(num_bytes):
-            raise ApiError(
-                503,
-                f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
-                "(max_stored_response_bytes). Send the request with background=false.",
-                limit="max_stored_response_bytes",
+        with self._database.transaction():
+            if not self._free_space(num_bytes):
+                raise ApiError(
+                    503,
+                    f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
+                    "(max_stored_response_bytes). Send the request with background=false.",
+                    limit="max_stored_response_bytes",
+                )
+            self._database.execute(
+                "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, run.id)
             )
-        _, reserved_bytes = self._running[run.id]
-        self._running[run.id] = (run, reserved_bytes + num_bytes)
-        self.num_bytes += num_bytes
 
     def end(self, run: Running) -> None:
         """Remove a response from the running responses. The caller can then store it with `add`."""
-        _, num_bytes = self._running.pop(run.id)
-        self.num_bytes -= num_bytes
+        del self._running[run.id]
+        self._database.execute("DELETE FROM responses WHERE id = ?", (run.id,))
 
     def add(self, record: StoredResponse) -> bool:
         """Store a response that has ended, and delete the oldest ones if necessary.
 
         Returns: False if the response does not fit into the store.
         """
-        if not self.is_on or not self._free_space(record.num_bytes, count=1):
+        with self._database.transaction():
+            is_added = self.is_on and self._free_space(record.num_bytes, count=1)
+            if is_added:
+                self._insert(record)
+        if not is_added:
             _log.warning(
                 "Response %s is not stored: it has %d bytes and does not fit into the response "
                 "store (max_stored_responses, max_stored_response_bytes)",
@@ -197,43 +267,81 @@ class Store:
                 record.num_bytes,
             )
             return False
-        self._finished[record.id] = (self._now() + self._limits.age_s, record)
-        self._items |= dict.fromkeys(record.items, record.id)
-        self.num_bytes += record.num_bytes
         self._start_timer()
         return True
 
-    def find(self, response_id: str) -> Running | StoredResponse | None:
+    def find(self, response_id: str) -> Running | RunningElsewhere | StoredResponse | None:
         """Return the response with this id, or None if the current client has no such response."""
-        self._delete_expired()
-        found: Running | StoredResponse | None
-        if response_id in self._running:
-            found = self._running[response_id][0]
-        else:
-            _, found = self._finished.get(response_id, (0, None))
-        return found if found is None or found.owner == current_client_name() else None
+        row = self._database.row(
+            "SELECT owner, worker, is_background, response, context, events FROM responses "
+            "WHERE id = ? AND (worker IS NOT NULL OR expires_at > ?)",
+            (response_id, self._now()),
+        )
+        if row is None or row[0] != current_client_name():
+            return None
+        owner, worker, is_background, response, context, events = row
+        if worker is not None:
+            return self._running.get(response_id) or RunningElsewhere(worker)
+        items = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
+        return StoredResponse(
+            id=response_id,
+            response=response,
+            context=context,
+            items=tuple(item_id for (item_id,) in items),
+            events=None if events is None else _split_events(events),
+            is_background=bool(is_background),
+            owner=owner,
+        )
 
     def find_item(self, item_id: str) -> Json | None:
         """Return the output item with this id, or None if no stored response has it."""
-        record = self.find(self._items.get(item_id, ""))
+        row = self._database.row("SELECT response_id FROM items WHERE id = ?", (item_id,))
+        record = self.find(row[0]) if row is not None else None
         if not isinstance(record, StoredResponse):
             return None
         return next(item for item in record.output if item["id"] == item_id)
 
     def delete(self, response_id: str) -> None:
         """Delete a stored response."""
-        _, record = self._finished.pop(response_id)
-        self.num_bytes -= record.num_bytes
-        for item in record.items:
-            self._items.pop(item, None)
+        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def close(self) -> None:
-        """Delete all stored responses."""
-        for response_id in list(self._finished):
-            self.delete(response_id)
+        """Close the database. A database in memory is deleted."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._database.close()
+
+    def _insert(self, record: StoredResponse) -> None:
+        self._database.execute(
+            "INSERT INTO responses (id, owner, num_bytes, expires_at, is_background, response, "
+            "context, events) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                record.id,
+                record.owner,
+                record.num_bytes,
+                self._now() + self._limits.age_s,
+                record.is_background,
+                record.response,
+                record.context,
+                None if record.events is None else b"".join(record.events),
+            ),
+        )
+        for item_id in record.items:
+            self._database.execute(
+                "INSERT OR REPLACE INTO items VALUES (?, ?)", (item_id, record.id)
+            )
+
+    def _totals(self, condition: str = "") -> tuple[int, int]:
+        """Return the number of responses, and the number of their bytes.
+
+        Args:
+            condition: an SQL condition that selects rows of the table `totals`.
+        """
+        count, num_bytes = self._database.rows(
+            f"SELECT TOTAL(count), TOTAL(num_bytes) FROM totals {condition}"
+        )[0]
+        return int(count), int(num_bytes)
 
     def _free_space(self, num_bytes: int, count: int = 0) -> bool:
         """Delete the oldest responses until the store has enough free space.
@@ -245,35 +353,35 @@ class Store:
         Returns: False if the store cannot have enough free space, because running responses
             are never deleted.
         """
-        self._delete_expired()
-        running_bytes = sum(size for _, size in self._running.values())
+        num_running, running_bytes = self._totals("WHERE is_running")
         if (
             running_bytes + num_bytes > self._limits.num_bytes
-            or len(self._running) + count > self._limits.count
+            or num_running + count > self._limits.count
         ):
             return False
+        self._delete_expired()
         while (
             self.num_bytes + num_bytes > self._limits.num_bytes
             or len(self) + count > self._limits.count
         ):
-            self.delete(next(iter(self._finished)))
+            self._database.execute(
+                "DELETE FROM responses WHERE number = "
+                "(SELECT MIN(number) FROM responses WHERE worker IS NULL)"
+            )
         return True
 
     def _delete_expired(self) -> None:
-        now = self._now()
-        while self._finished:
-            response_id, (expires, _) = next(iter(self._finished.items()))
-            if expires > now:
-                return
-            self.delete(response_id)
+        self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
         """Start a timer that deletes the oldest response when that response expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """
-        if self._timer is None and self._finished:
-            expires, _ = next(iter(self._finished.values()))
+        if self._timer is not None:
+            return
+        ((expires,),) = self._database.rows("SELECT MIN(expires_at) FROM responses")
+        if expires is not None:
             delay_s = max(expires - self._now(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
@@ -281,6 +389,22 @@ class Store:
         self._timer = None
         self._delete_expired()
         self._start_timer()
+
+
+def delete_running(path: str, worker: int) -> None:
+    """Delete the running responses of a frontend process that has ended.
+
+    Args:
+        path: the file of the database.
+        worker: the number of the process.
+    """
+    with closing(Database(path, _SCHEMA)) as database:
+        database.execute("DELETE FROM responses WHERE worker = ?", (worker,))
+
+
+def _split_events(events: bytes) -> list[bytes]:
+    r"""Split the text of server-sent events into its events. Each event ends with b"\n\n"."""
+    return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
 
 
 def size_of(events: Sequence[bytes]) -> int:

@@ -5,6 +5,7 @@ from fastapi import APIRouter, Request
 from nereid_client.middleware.running_requests import RunningRequests
 from nereid_client.protocol.abort_request import AbortRequest
 from nereid_client.request_context import read_body, validate
+from nereid_client.workers.forwarding import ask_other_workers
 
 router = APIRouter(tags=["Operation"])
 
@@ -19,4 +20,6 @@ async def abort_request(request: Request) -> dict[str, int]:
     """
     body = validate(AbortRequest, await read_body(request))
     running: RunningRequests = request.app.state.running_requests
-    return {"num_aborted": running.abort(request.state.running_request, body.ids)}
+    num_aborted = running.abort(request.state.running_request, body.ids)
+    answers = await ask_other_workers(request, body.model_dump(exclude_none=True))
+    return {"num_aborted": num_aborted + sum(answer["num_aborted"] for answer in answers)}

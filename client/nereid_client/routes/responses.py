@@ -31,11 +31,12 @@ from nereid_client.responses.chat_translation import RESPONSES_NAMES, chat_reque
 from nereid_client.responses.input_items import check_calls, read_items
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
-from nereid_client.responses.response_store import Store, StoredResponse
+from nereid_client.responses.response_store import RunningElsewhere, Store, StoredResponse
 from nereid_client.responses.truncation import generate_truncated
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
 from nereid_client.triton_backend import Generation
+from nereid_client.workers.forwarding import RunsElsewhereError
 
 router = APIRouter(tags=["Responses"])
 
@@ -204,9 +205,13 @@ def _responses(request: Request) -> Responses:
 def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResponse:
     """Return the response with this id.
 
-    Raises: ApiError 404.
+    Raises:
+        ApiError: 404 if there is no such response.
+        RunsElsewhereError: another frontend process generates the response.
     """
     found = _responses(request).store.find(response_id)
+    if isinstance(found, RunningElsewhere):
+        raise RunsElsewhereError(found.worker)
     if not isinstance(found, BackgroundResponse | StoredResponse):
         raise _not_found(response_id, "response_id")
     return found
@@ -257,11 +262,14 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
     previous_id = responses_request.previous_response_id
     if previous_id is not None:
         previous = store.find(previous_id)
-        if isinstance(previous, BackgroundResponse):
+        if isinstance(previous, BackgroundResponse | RunningElsewhere):
+            status = "in_progress"
+            if isinstance(previous, BackgroundResponse):
+                status = previous.builder.status
             raise ApiError(
                 400,
                 f"previous_response_id must name a response that has ended, but "
-                f"{shown(previous_id)} has the status {previous.builder.status}. Wait until it "
+                f"{shown(previous_id)} has the status {status}. Wait until it "
                 "ends, or cancel it.",
                 param="previous_response_id",
             )

@@ -16,6 +16,7 @@ from nereid_client.middleware import admission_control as admission
 from nereid_client.middleware.admission_control import AdmissionControl, Gate, Throttle
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.middleware.running_requests import RunningRequests
+from nereid_client.middleware.shared_budget import SharedBudget
 from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.settings import Settings
 
@@ -285,14 +286,14 @@ async def test_a_servers_own_503_without_a_time_teaches_nothing():
     async def send(message):
         sent.append(message)
 
-    limited = AdmissionControl(app, Gate(10), RequestMetrics(lambda: 0))
+    limited = AdmissionControl(app, Gate(SharedBudget(10)), RequestMetrics(lambda: 0))
     for _ in range(50):
         await limited({"type": "http", "headers": [], "method": "POST", "path": "/"}, None, send)
     assert {message["body"] for message in sent if "body" in message} == {b"{}"}
 
 
 def test_clients_with_ever_new_names_do_not_fill_the_memory_with_throttles():
-    control = AdmissionControl(None, Gate(1), None)
+    control = AdmissionControl(None, Gate(SharedBudget(1)), None)
     for number in range(3000):
         throttle = control._throttle((f"client-{number}", "/v1/completions"), float(number))
         throttle.record_rejection("full", "1", number - 0.1, float(number))

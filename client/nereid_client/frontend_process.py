@@ -1,0 +1,79 @@
+"""Runs the application of the frontend in this process."""
+
+import gc
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from nereid_client.app import create_app
+from nereid_client.json_logs import uvicorn_log_config
+from nereid_client.middleware.admission_control import Gate
+from nereid_client.middleware.http_protocol import protocol_class
+from nereid_client.settings import Settings
+from nereid_client.triton_backend import Backend
+from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_pool import worker_sockets
+
+# The frontend closes a connection that was idle for this number of seconds. Clients and load
+# balancers should close idle connections earlier. Otherwise, the frontend could close a connection
+# at the moment when a request arrives on it. Example: httpx, which OpenAI's library uses, closes
+# idle connections after 5 s.
+_KEEP_ALIVE_S = 75
+
+
+def run_frontend(
+    settings: Settings,
+    worker: WorkerPlace | None = None,
+    make_backend: Callable[[], Backend] | None = None,
+) -> None:
+    """Run the frontend until SIGINT or SIGTERM. After SIGUSR1, it accepts no new requests.
+
+    Args:
+        settings: the settings of the frontend.
+        worker: the place of this process among several frontend processes, or None.
+        make_backend: creates the backend. By default, the backend is the Triton server.
+
+    Raises: SettingsError.
+    """
+    app = create_app(settings, make_backend, worker)
+    gate: Gate = app.state.gate
+
+    def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
+        gate.is_draining = True
+
+    signal.signal(signal.SIGUSR1, drain)
+    # The objects that exist at the start are needed until the process ends. After the freeze, the
+    # garbage collector ignores them, so that its passes are short and do not delay streams.
+    gc.collect()
+    gc.freeze()
+    _raise_descriptor_limit()
+    log_config: dict[str, Any] = {}
+    if settings.log_format == "json":
+        log_config["log_config"] = uvicorn_log_config(settings.log_level)
+    config = uvicorn.Config(
+        app,
+        http=protocol_class(settings.receive_timeout_s),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        **log_config,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+    )
+    sockets = worker_sockets(worker, settings.host) if worker is not None else None
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets)
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow the largest possible number of file descriptors.
+
+    Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,0 +1,43 @@
+"""The amounts that clients have used of their limits for each minute."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+
+class Usages:
+    """The used amount of each limit. A used amount decreases with time.
+
+    A limit has a key, such as "team-a requests". All times are times of time.monotonic(), in
+    seconds.
+    """
+
+    def __init__(self) -> None:
+        self._stored: dict[str, tuple[float, float]] = {}
+
+    def used(self, key: str, per_minute: int, now: float) -> float:
+        """Return the amount of a limit that is used at the time `now`.
+
+        Args:
+            key: the key of the limit.
+            per_minute: the amount that becomes available again in each minute.
+            now: the current time.
+        """
+        amount, then = self._read(key)
+        passed_s = max(now - then, 0.0)
+        return max(amount - passed_s * per_minute / 60, 0.0) if amount else 0.0
+
+    def add(self, key: str, amount: float, per_minute: int, now: float) -> None:
+        """Increase the used amount of a limit. The parameters are those of `used`."""
+        with self._transaction():
+            self._write(key, self.used(key, per_minute, now) + amount, now)
+
+    def _transaction(self) -> AbstractContextManager[None]:
+        """Prevent other processes from changing amounts inside a `with` block."""
+        return nullcontext()
+
+    def _read(self, key: str) -> tuple[float, float]:
+        """Return the stored amount of a limit, and the time at which it was stored."""
+        return self._stored.get(key, (0.0, -math.inf))
+
+    def _write(self, key: str, amount: float, now: float) -> None:
+        self._stored[key] = (amount, now)

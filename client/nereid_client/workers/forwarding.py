@@ -1,0 +1,167 @@
+"""Requests from one worker to another, over Unix sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httptools
+from fastapi import Request, Response
+
+from nereid_client.errors import ApiError
+from nereid_client.streaming.sse import EventStream
+from nereid_client.workers.place import WorkerPlace, is_from_worker
+
+_READ_BYTES = 64 * 1024
+# Headers that describe the connection to the client, and not the request or the response itself.
+_CONNECTION_HEADERS = {b"connection", b"content-length", b"transfer-encoding", b"keep-alive"}
+
+
+class RunsElsewhereError(Exception):
+    """A request must be forwarded to the worker that generates the response it is about.
+
+    Attributes:
+        worker: the number of the worker.
+    """
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(worker)
+        self.worker = worker
+
+
+async def forward_to_worker(request: Request, error: Exception) -> Response:
+    """Forward a request without a body to another worker, and return the response.
+
+    This function is the handler of the application for RunsElsewhereError.
+
+    Raises: ApiError 503 if the other worker has ended.
+    """
+    if not isinstance(error, RunsElsewhereError):
+        raise error
+    status, headers, body = await _send(place_of(request), error.worker, request, b"")
+    if headers.get("content-type", "").startswith(EventStream.media_type):
+        return EventStream(body, source=body)
+    content = b"".join([part async for part in body])
+    return Response(content, status, media_type=headers.get("content-type"))
+
+
+async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]:
+    """Send a request to all other workers, and return the JSON bodies of the responses.
+
+    A worker that does not answer is left out, because it has ended or has just started.
+
+    Args:
+        request: the request of the client. If another worker sent it, the result is empty.
+        body: the JSON body to send.
+    """
+    place: WorkerPlace | None = request.app.state.worker
+    if place is None or is_from_worker(request.scope):
+        return []
+    answers = []
+    for worker in place.others:
+        try:
+            status, _, parts = await _send(place, worker, request, json.dumps(body).encode())
+        except ApiError:
+            continue
+        content = b"".join([part async for part in parts])
+        if status == 200:
+            answers.append(json.loads(content))
+    return answers
+
+
+def place_of(request: Request) -> WorkerPlace:
+    """Return the place of this worker."""
+    place: WorkerPlace = request.app.state.worker
+    return place
+
+
+class _ResponseReader:
+    """Reads the response of another worker from a connection.
+
+    Attributes:
+        headers: the headers that have arrived. The names are in lower case.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.headers: dict[str, str] = {}
+        self._reader = reader
+        self._writer = writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_headers = self._is_complete = False
+        self._parts: list[bytes] = []
+
+    async def read_status(self) -> int:
+        """Read the status and the headers of the response, and return the status.
+
+        Raises: EOFError if the connection ends before.
+        """
+        while not self._has_headers:
+            await self._read()
+        return int(self._parser.get_status_code())
+
+    async def body(self) -> AsyncGenerator[bytes]:
+        """Yield the body of the response as it arrives. Close the connection at the end."""
+        try:
+            while self._parts or not self._is_complete:
+                if not self._parts:
+                    await self._read()
+                parts, self._parts = self._parts, []
+                if parts:
+                    yield b"".join(parts)
+        except EOFError:
+            return  # the other worker ended, and the client receives an incomplete body
+        finally:
+            self._writer.close()
+
+    async def _read(self) -> None:
+        data = await self._reader.read(_READ_BYTES)
+        if not data:
+            raise EOFError
+        self._parser.feed_data(data)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header. The parser calls this method."""
+        self.headers[name.decode().lower()] = value.decode()
+
+    def on_headers_complete(self) -> None:
+        """Record that all headers have arrived. The parser calls this method."""
+        self._has_headers = True
+
+    def on_body(self, part: bytes) -> None:
+        """Store a part of the body. The parser calls this method."""
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        """Record the end of the response. The parser calls this method."""
+        self._is_complete = True
+
+
+async def _send(
+    place: WorkerPlace, worker: int, request: Request, body: bytes
+) -> tuple[int, dict[str, str], AsyncGenerator[bytes]]:
+    """Send a request to another worker. Return the response's status, headers and body.
+
+    Raises: ApiError 503 if the worker has ended.
+    """
+    scope = request.scope
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    head = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
+    head += [b"%s: %s" % header for header in scope["headers"] if _is_passed_on(header[0])]
+    head += [b"connection: close", b"content-length: %d" % len(body), b"", body]
+    try:
+        reader, writer = await asyncio.open_unix_connection(place.socket_path(worker))
+        writer.write(b"\r\n".join(head))
+        response = _ResponseReader(reader, writer)
+        return await response.read_status(), response.headers, response.body()
+    except (OSError, EOFError):
+        raise ApiError(
+            503,
+            f"The frontend process {worker}, which handles this request, has ended. It is started "
+            "again. Try again in a moment.",
+            code="unavailable",
+            headers={"Retry-After": "1"},
+        ) from None
+
+
+def _is_passed_on(name: bytes) -> bool:
+    return name not in _CONNECTION_HEADERS

@@ -1,0 +1,97 @@
+"""The running requests and the limits of clients, in a database that all workers share.
+
+A worker decides about a request inside one transaction. The limits are therefore as exact as with
+one frontend process.
+"""
+
+import math
+from contextlib import AbstractContextManager, closing
+
+from nereid_client.database import Database
+from nereid_client.middleware.shared_budget import SharedBudget
+from nereid_client.middleware.usage import Usages
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS running (
+    worker INTEGER NOT NULL, client TEXT NOT NULL, amount INTEGER NOT NULL,
+    PRIMARY KEY (worker, client)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS usages (key TEXT PRIMARY KEY, amount REAL NOT NULL, time REAL NOT NULL)
+WITHOUT ROWID;
+"""
+
+
+def open_database(path: str) -> Database:
+    """Open the database, and create its tables unless they exist."""
+    return Database(path, _SCHEMA)
+
+
+def forget_worker(path: str, worker: int) -> None:
+    """Delete the running requests of a worker that has ended."""
+    with closing(open_database(path)) as database:
+        database.execute("DELETE FROM running WHERE worker = ?", (worker,))
+
+
+class RequestsOfWorkers(SharedBudget):
+    """Counts the requests that run in all workers, in total and by client.
+
+    Args:
+        limit: the largest total.
+        database: the database that all workers share.
+        worker: the number of this worker.
+    """
+
+    def __init__(self, limit: int, database: Database, worker: int) -> None:
+        super().__init__(limit)
+        self._database = database
+        self._worker = worker
+
+    @property
+    def used(self) -> int:
+        """The number of requests that run in all workers."""
+        return int(self._database.row("SELECT TOTAL(amount) FROM running")[0])
+
+    def used_by(self, client: str) -> int:
+        """Return the number of a client's requests that run in all workers."""
+        query = "SELECT TOTAL(amount) FROM running WHERE client = ?"
+        return int(self._database.row(query, (client,))[0])
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Prevent other workers from changing the counts inside the `with` block."""
+        return self._database.transaction()
+
+    def add(self, client: str, amount: int) -> None:
+        """Record that `amount` requests of a client have started."""
+        self._database.execute(
+            "INSERT INTO running VALUES (?, ?, ?) "
+            "ON CONFLICT (worker, client) DO UPDATE SET amount = amount + excluded.amount",
+            (self._worker, client, amount),
+        )
+
+    def remove(self, client: str, amount: int) -> None:
+        """Record that `amount` requests of a client have ended."""
+        with self.transaction():
+            self.add(client, -amount)
+            self._database.execute("DELETE FROM running WHERE amount = 0")
+
+
+class UsagesOfWorkers(Usages):
+    """The used amounts of all workers.
+
+    Args:
+        database: the database that all workers share.
+    """
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self._database = database
+
+    def _transaction(self) -> AbstractContextManager[None]:
+        return self._database.transaction()
+
+    def _read(self, key: str) -> tuple[float, float]:
+        row = self._database.row("SELECT amount, time FROM usages WHERE key = ?", (key,))
+        return row or (0.0, -math.inf)
+
+    def _write(self, key: str, amount: float, now: float) -> None:
+        self._database.execute("INSERT OR REPLACE INTO usages VALUES (?, ?, ?)", (key, amount, now))

@@ -1,0 +1,245 @@
+"""Starts several frontend processes (workers) on one port, and restarts a worker that ended."""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nereid_client.console import complain
+from nereid_client.middleware.client_keys import read_key_file
+from nereid_client.responses import response_store
+from nereid_client.settings import Settings, SettingsError
+from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
+from nereid_client.workers import shared_limits
+from nereid_client.workers.place import WorkerPlace
+
+_CHECK_EVERY_S = 0.05
+# After SIGTERM, a worker gives its responses 5 s to end. `nereid serve` waits for 8 s.
+_STOP_TIMEOUT_S = 7.0
+_RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
+_FOLDER_PREFIX = "nereid-frontend-"  # the id of the pool's process follows
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def check_settings(settings: Settings) -> None:
+    """Check the settings that several workers do not support.
+
+    Raises: SettingsError that names the setting and the remedy.
+    """
+    count = settings.frontend_workers
+    if settings.models_file:
+        raise SettingsError(
+            f"frontend_workers is {count}, but it must be 1 with a file that describes several "
+            "models (models_file, --config), because a worker does not know which models the "
+            "other workers use."
+        )
+    if settings.max_total_body_bytes < count * settings.max_body_bytes:
+        raise SettingsError(
+            f"max_total_body_bytes must be at least {count * settings.max_body_bytes}, which is "
+            f"frontend_workers ({count}) times max_body_bytes, but it is "
+            f"{settings.max_total_body_bytes}. Each worker may use an equal part of "
+            "max_total_body_bytes."
+        )
+    if settings.api_key_file:
+        read_key_file(Path(settings.api_key_file))
+
+
+def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.socket:
+    """Return a TCP socket that is bound to an address but does not listen yet.
+
+    Args:
+        host: the address.
+        port: the port. 0 selects a free one.
+        is_shared: whether other sockets of this user may be bound to the same address. The kernel
+            distributes the connections over the sockets that listen.
+
+    Raises: OSError if the address is in use.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+@dataclass
+class _Worker:
+    """One worker.
+
+    Attributes:
+        place: the place of the worker.
+        process: the process that was started last.
+        restarts: counts the restarts.
+        restart_at: the time of the next start, by time.monotonic(). None while the process runs.
+    """
+
+    place: WorkerPlace
+    process: subprocess.Popen[bytes]
+    restarts: Restarts = field(default_factory=lambda: Restarts(_RESTARTS))
+    restart_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"frontend worker {self.place.number}"
+
+
+class WorkerPool:
+    """The workers of a frontend.
+
+    Args:
+        settings: the settings of the frontend.
+        command: the command of a worker.
+    """
+
+    def __init__(self, settings: Settings, command: Sequence[str]) -> None:
+        self._settings = settings
+        self._command = command
+        self._workers: list[_Worker] = []
+        self._stop = threading.Event()
+        self._is_draining = False
+
+    def run(self) -> int:
+        """Run the workers until SIGINT or SIGTERM.
+
+        SIGUSR1 is passed on to all workers, which then accept no new requests.
+
+        Returns: 0 after a signal; the exit code of a worker that could not start; 1 if a worker has
+            ended too often, or if the port is in use.
+
+        Raises: SettingsError.
+        """
+        check_settings(self._settings)
+        host, port = self._settings.host, self._settings.port
+        try:
+            # Without this check, two frontends could share a port by mistake.
+            listening_socket(host, port, is_shared=False).close()
+            reserved = listening_socket(host, port)
+        except OSError as error:
+            complain(f"nereid_client: {host}:{port} cannot be used ({error.strerror or error})")
+            return 1
+        _delete_abandoned_folders()
+        prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
+        with reserved, tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            self._handle_signals()
+            try:
+                return self._run(Path(folder), reserved.getsockname()[1])
+            finally:
+                self._end_all()
+
+    def _run(self, folder: Path, port: int) -> int:
+        """Start the workers, and restart them until a signal or a final failure."""
+        (folder / "metrics").mkdir()
+        count = self._settings.frontend_workers
+        places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
+        # The databases are created before the workers start, so that no two workers create them.
+        _delete_state(places[0])
+        self._workers = [_Worker(place, self._start(place)) for place in places]
+        while not self._stop.wait(_CHECK_EVERY_S):
+            for worker in self._workers:
+                exit_code = self._check(worker)
+                if exit_code is not None:
+                    return exit_code
+        return 0
+
+    def _start(self, place: WorkerPlace) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command, env={**os.environ, **place.environment}, preexec_fn=_die_with_parent
+        )
+
+    def _check(self, worker: _Worker) -> int | None:
+        """Restart a worker that has ended.
+
+        Returns: the exit code of the frontend if the worker may not be restarted, else None.
+        """
+        now = time.monotonic()
+        if worker.restart_at is not None:
+            if now >= worker.restart_at:
+                worker.restart_at = None
+                worker.process = self._start(worker.place)
+            return None
+        code = worker.process.poll()
+        if code is None or self._is_draining:
+            return None
+        socket_path = Path(worker.place.socket_path(worker.place.number))
+        has_started = socket_path.exists()
+        socket_path.unlink(missing_ok=True)
+        _delete_state(worker.place)
+        wait_s = worker.restarts.next_wait_s() if has_started else None
+        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        if wait_s is None:
+            complain(f"nereid: the {worker.name} {ended} and is not started again")
+            return code if code > 0 else 1
+        when = "now" if wait_s == 0 else f"in {wait_s:g} s"
+        restart = worker.restarts.describe()
+        complain(f"nereid: the {worker.name} {ended}; it is started again {when} ({restart})")
+        worker.restart_at = now + wait_s
+        return None
+
+    def _end_all(self) -> None:
+        """Stop all workers, and kill those that do not end in time."""
+        processes = [worker.process for worker in self._workers]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            process.kill()
+            process.wait()
+
+    def _handle_signals(self) -> None:
+        def stop(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
+            self._stop.set()
+
+        def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
+            self._is_draining = True
+            for worker in self._workers:
+                worker.process.send_signal(signal.SIGUSR1)
+
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGUSR1, drain)
+
+
+def _delete_abandoned_folders() -> None:
+    """Delete the folders of pools that were killed. A folder can contain stored responses."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_state(place: WorkerPlace) -> None:
+    """Delete the running requests and responses of a worker that has ended."""
+    shared_limits.forget_worker(place.requests_path, place.number)
+    response_store.delete_running(place.responses_path, place.number)
+
+
+def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
+    """Return the sockets of a worker: the shared TCP port, and the worker's Unix socket."""
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(place.socket_path(place.number))
+    return [listening_socket(host, place.port), local]
+
+
+def _die_with_parent() -> None:
+    """In the child process: ask the kernel to send SIGTERM when the parent process ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

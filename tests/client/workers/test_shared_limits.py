@@ -1,0 +1,55 @@
+"""The limits and responses that several frontend processes share, with two connections."""
+
+import pytest
+from nereid_client.responses.response_store import Limits, Store, StoredResponse, delete_running
+from nereid_client.workers.shared_limits import (
+    RequestsOfWorkers,
+    UsagesOfWorkers,
+    forget_worker,
+    open_database,
+)
+
+
+class Run:
+    """A background response."""
+
+    id, owner = "resp_1", ""
+
+
+def test_a_worker_that_ended_no_longer_counts(tmp_path):
+    path = str(tmp_path / "requests.db")
+    first, second = (RequestsOfWorkers(4, open_database(path), number) for number in (0, 1))
+    first.add("a", 2)
+    second.add("a", 1)
+    assert (first.used, second.used, first.used_by("a"), first.used_by("b")) == (3, 3, 3, 0)
+    forget_worker(path, 0)
+    assert (first.used, second.used) == (1, 1)
+    second.remove("a", 1)
+    assert second.used == 0
+
+
+def test_a_used_amount_decreases_for_all_workers(tmp_path):
+    path = str(tmp_path / "requests.db")
+    first, second = (UsagesOfWorkers(open_database(path)) for _ in range(2))
+    first.add("requests", 60, 60, now=0.0)
+    second.add("requests", 20, 60, now=10.0)
+    assert first.used("requests", 60, now=20.0) == 60
+    assert second.used("requests", 60, now=1000.0) == 0
+
+
+@pytest.mark.anyio
+async def test_the_limits_of_the_response_store_hold_for_all_workers(tmp_path):
+    path = str(tmp_path / "responses.db")
+    limits = Limits(count=3, num_bytes=10_000, age_s=60)
+    stores = [Store(limits, path=path, worker=number) for number in (0, 1)]
+    for number in range(6):
+        assert stores[number % 2].add(StoredResponse(f"r{number}", b"{}", b"[]", ()))
+    assert [stores[0].find(f"r{number}") is None for number in range(6)] == [True] * 3 + [False] * 3
+    stores[0].begin(Run(), 100)
+    assert len(stores[1]) == 3
+    assert stores[1].find("resp_1").worker == 0
+    delete_running(path, 0)
+    assert stores[1].find("resp_1") is None
+    assert stores[1].num_bytes == sum(stores[1].find(f"r{number}").num_bytes for number in (4, 5))
+    for store in stores:
+        store.close()

@@ -1,0 +1,18 @@
+"""The program of one frontend process with the echo model, for tests of several processes."""
+
+import sys
+
+from nereid_client.frontend_process import run_frontend
+from nereid_client.settings import settings_from_flags
+from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_pool import WorkerPool
+
+from fakes.fake_backend import FakeBackend
+
+if __name__ == "__main__":
+    settings = settings_from_flags()
+    place = WorkerPlace.from_environment()
+    if place is None:
+        command = [sys.executable, "-m", "fakes.frontend_worker", *sys.argv[1:]]
+        sys.exit(WorkerPool(settings, command).run())
+    run_frontend(settings, place, FakeBackend)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import grpc
 import numpy as np
+from pydantic_core import from_json
 
 from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
@@ -372,7 +373,7 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     texts: list[bytes] = []
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
         if output.name == "delta":
-            deltas = [cast("Delta", json.loads(string)) for string in decode_strings(raw)]
+            deltas = [cast("Delta", from_json(string)) for string in decode_strings(raw)]
         elif output.name == "text_output" and with_text:
             texts = decode_strings(raw)
     for delta, text in zip(deltas, texts, strict=False):

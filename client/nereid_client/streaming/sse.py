@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,8 +17,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-# JSON is encoded as ASCII, because some clients take U+2028 and U+0085 for the end of a line.
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+# The slow encoder, for texts that pydantic's encoder rejects (see `_encode`).
+_encode_any_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def event(data: Mapping[str, Any]) -> bytes:
@@ -25,7 +26,7 @@ def event(data: Mapping[str, Any]) -> bytes:
 
     Example: {"a": 1} returns b'data: {"a":1}\n\n'.
     """
-    return b"data: " + _encode(data).encode() + b"\n\n"
+    return b"data: " + _encode(data) + b"\n\n"
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
@@ -34,6 +35,18 @@ def named_event(data: Mapping[str, Any]) -> bytes:
     Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
     """
     return f"event: {data['type']}\n".encode() + event(data)
+
+
+def _encode(data: Mapping[str, Any]) -> bytes:
+    r"""Return JSON in ASCII, because some clients take U+2028 and U+0085 for the end of a line.
+
+    pydantic's encoder is several times faster than Python's, but rejects half of a surrogate pair,
+    such as "\ud800".
+    """
+    try:
+        return to_json(data, ensure_ascii=True, inf_nan_mode="null")
+    except PydanticSerializationError:
+        return _encode_any_text(data).encode()
 
 
 class EventStream(Response):

@@ -76,3 +76,18 @@ async def test_the_last_piece_ends_the_body_and_an_error_is_followed_by_its_end(
     assert b"".join(body["body"] for body in bodies) == b"".join(
         [piece async for piece in chat(*items)]
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("line\u2028", r'"line\u2028"'),
+        ("half \ud800 of a pair", r'"half \ud800 of a pair"'),
+        ("\U0001f600", r'"\ud83d\ude00"'),
+        (float("nan"), "null"),
+        (2**70, str(2**70)),
+        (-0.00012345, "-0.00012345"),
+    ],
+)
+def test_an_event_is_ascii_and_valid_json(value, text):
+    assert sse.event({"a": value}) == f'data: {{"a":{text}}}\n\n'.encode()

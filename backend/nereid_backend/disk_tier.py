@@ -234,8 +234,9 @@ class DiskTier:
             if read.is_cancelled:
                 return
             content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
-            # The blocks after a damaged one are useless now. They are read nevertheless, so that
-            # other damaged files are deleted and can be written again.
+            # After a damaged block, no later block of this request can be used. The loop reads the
+            # later blocks only because `DiskStore.read` deletes damaged files. Damaged files are
+            # then replaced by new files.
             is_usable = is_usable and content is not None
             if is_usable and content is not None:
                 read.contents.append(content)

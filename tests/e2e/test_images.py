@@ -11,6 +11,7 @@ from backend.vision import image_types
 from backend.vision.image_archs import picture
 from e2e.gauges_page import gauge_of
 from fakes.live_frontend import wait_for
+from PIL import Image
 
 from loadtest.server.served import ALONE, Served
 
@@ -106,14 +107,14 @@ def ask(post):
 
 def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
     gauge = gauge_of(server.metrics_port)
-    before = gauge("generation_tokens_total")
+    before = gauge("prompt_tokens_total")
     first, usage = ask(question(data_url(21)))
     second, again = ask(question(data_url(21)))
     _, other = ask(question(data_url(22)))
     assert second["message"] == first["message"]
     assert again["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
-    num_tokens = sum(each["completion_tokens"] for each in (usage, again, other))
-    wait_for(lambda: gauge("generation_tokens_total") == before + num_tokens)
+    num_tokens = sum(each["prompt_tokens"] for each in (usage, again, other))
+    wait_for(lambda: gauge("prompt_tokens_total") == before + num_tokens)
     wait_for(lambda: gauge("image_encodings_total") >= 2)
     assert gauge("image_encodings_total") == 2
 
@@ -183,6 +184,17 @@ def test_a_broken_image_is_refused_and_the_server_continues(post, ask):
         assert status == 400, answer
         assert time.monotonic() - started < 10
     assert ask(question(data_url(7)))[0]["message"]["content"]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_large_legal_image_is_answered_soon(ask, kind):
+    """16 million pixels take about one second on an idle machine."""
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((4000, 4000)).convert("RGB").save(file, kind)
+    content = base64.b64encode(file.getvalue()).decode()
+    started = time.monotonic()
+    ask(question(f"data:image/{kind.lower()};base64,{content}"))
+    assert time.monotonic() - started < 10
 
 
 def test_a_prompt_that_the_model_cannot_process_ends_only_its_request(post, ask):

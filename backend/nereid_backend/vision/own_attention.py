@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Module
+from transformers import PreTrainedModel
 
 
 class OwnAttention:
@@ -18,20 +19,30 @@ class OwnAttention:
     def __init__(self, model: Module) -> None:
         """Store the configs of a model and of its parts."""
         configs: dict[int, Any] = {}
+        has_sdpa: dict[int, bool] = {}
         for module in model.modules():
             config = getattr(module, "config", None)
-            if hasattr(config, "_attn_implementation_internal"):
-                configs[id(config)] = config
-        self._configs = list(configs.values())
+            if not hasattr(config, "_attn_implementation_internal"):
+                continue
+            key = id(config)
+            configs[key] = config
+            if isinstance(module, PreTrainedModel):
+                has_sdpa[key] = has_sdpa.get(key, True) and bool(module._supports_sdpa)
+        # The image encoder attends over thousands of patches. With "eager", which writes all
+        # attention weights to memory, 5,000 patches take six times as long as with "sdpa".
+        self._choices = [
+            (config, "sdpa" if has_sdpa.get(key, False) else "eager")
+            for key, config in configs.items()
+        ]
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Use the model's own attention until the context ends."""
-        before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = "eager"
+        before = [config._attn_implementation_internal for config, _ in self._choices]
+        for config, name in self._choices:
+            config._attn_implementation_internal = name
         try:
             yield
         finally:
-            for config, name in zip(self._configs, before, strict=True):
+            for (config, _), name in zip(self._choices, before, strict=True):
                 config._attn_implementation_internal = name

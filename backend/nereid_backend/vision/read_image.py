@@ -109,9 +109,9 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             warnings.simplefilter("ignore")
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_size(image.size, field, limits)
-                image.draft("RGB", image.size)
-                upright = PIL.ImageOps.exif_transpose(image)
-                return _to_rgb(upright)
+                # Without a copy, an image of 16 million pixels needs 48 MB less.
+                PIL.ImageOps.exif_transpose(image, in_place=True)
+                return _to_rgb(image)
     except RequestError:
         raise
     except PIL.Image.DecompressionBombError as error:
@@ -148,13 +148,14 @@ def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
     """Return an image as RGB. Transparent pixels are drawn on white."""
     import PIL.Image
 
-    if image.mode == "RGB":
+    if image.mode == "RGB" and "transparency" not in image.info:
         image.load()
         return image  # type: ignore[no-any-return]
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = PIL.Image.new("RGBA", rgba.size, "white")
-        return PIL.Image.alpha_composite(white, rgba).convert("RGB")
+        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = PIL.Image.new("RGB", rgba.size, "white")
+        white.paste(rgba, mask=rgba.getchannel("A"))
+        return white
     if image.mode.startswith("I;16"):
         # Pillow would cut values above 255 instead of scaling them.
         image = image.point(lambda value: value / 256).convert("L")

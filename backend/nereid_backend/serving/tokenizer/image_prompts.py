@@ -114,14 +114,10 @@ class ImagePrompts:
         self._connection: Connection | None = None
 
     def warm_up(self) -> None:
-        """Start the process in a thread, so that the first request with an image is fast."""
-        threading.Thread(target=self._warm_up, name="image-worker-start", daemon=True).start()
+        """Start the process, so that the first request with an image does not wait for the start.
 
-    def _warm_up(self) -> None:
-        """Start the process, and ignore errors.
-
-        After an error, the first request with an image starts the process again and reports the
-        error.
+        Errors are ignored. After an error, the first request with an image starts the process again
+        and reports the error.
         """
         with self._lock, contextlib.suppress(RequestError, EngineError):
             if self._connection is None:

@@ -113,6 +113,7 @@ class TokenizerModel:
             raise tensors.load_error(error) from error
 
         if self._images is not None:
+            # The engine loads the model at the same time and usually needs longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)

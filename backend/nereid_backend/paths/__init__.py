@@ -9,6 +9,9 @@ single_sequence.py    `single`: all other models, one sequence at a time
 step_batch.py         converts a step plan into tensors
 model_call.py         functions that several paths use
 compiled_forward.py   compiles a model's forward pass
+background_compilation.py, compile_process.py
+                      compiles a forward pass in another process
+model_skeleton.py     sends a model without its weights to this process
 cuda_graphs.py        replays decode steps as CUDA graphs
 piecewise_graphs.py   replays steps with prefills as several CUDA graphs each
 cuda_capture.py       captures CUDA graphs

@@ -9,8 +9,9 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from nereid_backend.paths import background_compilation
+from nereid_backend.paths import background_compilation, compile_process, compiled_forward
 from nereid_backend.paths.background_compilation import BackgroundCompilation
+from nereid_backend.paths.compiled_forward import TraceError
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton, unpack_skeleton
 from torch import nn
@@ -187,3 +188,24 @@ def test_functions_of_modules_are_sent_by_name():
     assert pickle.loads(pickle.dumps(received(layer).activation)).keywords == {
         "approximate": "tanh"
     }
+
+
+# ---- the folder of the libraries
+
+
+def test_old_temporary_folders_are_deleted(tmp_path):
+    for name in ("tmp_old", "tmp_new", "0123456789abcdef"):
+        (tmp_path / name / "library").mkdir(parents=True)
+    two_hours_ago = time.time() - 7200
+    for name in ("tmp_old", "0123456789abcdef"):
+        os.utime(tmp_path / name, (two_hours_ago, two_hours_ago))
+    compile_process._remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0123456789abcdef", "tmp_new"]
+
+
+def test_an_error_of_the_trace_is_recorded(tmp_path):
+    folder = tmp_path / "library"
+    assert compiled_forward.read_trace_error(folder) is None
+    compiled_forward.write_trace_error(folder, TraceError("odd code"))
+    assert compiled_forward.read_trace_error(folder) == "odd code"
+    assert not compiled_forward.has_library(folder)

@@ -99,8 +99,8 @@ class EngineConfig:
 
     compile_forward: AutoSwitch = "auto"
     """Whether the forward pass is compiled, once for each model and machine: `true` (before the
-    server starts), `false` or `auto`. `auto` compiles in the background, but only on CPUs and for
-    models above 64 MiB. Not tested on GPUs."""
+    server starts; not tested on GPUs), `false`, or `auto` (in the background, on CPUs, for models
+    above 64 MiB)."""
 
     measure_attention: bool = False
     """Whether attention libraries are measured at load and used where they are faster. Not tested

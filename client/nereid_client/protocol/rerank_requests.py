@@ -204,6 +204,14 @@ class ScoreRequest(PoolingRequest):
         """The texts of the documents."""
         return _texts_of(self.document_field, getattr(self, self.document_field))
 
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The input tensors of the reranker: the queries and the documents."""
+        return ModelInputs(
+            {"query": self.query_texts, "documents": self.document_texts},
+            {"query": self.query_field, "documents": self.document_field},
+        )
+
 
 class ClassifyRequest(PoolingRequest):
     """The body of `POST /classify`."""

@@ -7,6 +7,11 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings import embedding_output
 from nereid_client.embeddings.embedding_output import Ranked, usage_of
+from nereid_client.embeddings.late_interaction import (
+    choose_scorer,
+    late_interaction,
+    uses_late_interaction,
+)
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
@@ -25,6 +30,9 @@ router = APIRouter(tags=["Embeddings and reranking"])
 @router.post("/rerank", summary="Rerank documents (path without /v1)")
 async def rerank(request: Request) -> Response:
     """Rerank the documents: sort the documents by their relevance to a query.
+
+    A reranker computes the scores, or else an embedding model with one vector for each token, such
+    as ColBERT.
 
     The response has the format of Jina and vLLM, or that of TEI if the body has `texts`. The
     field `format` selects another format.
@@ -69,11 +77,17 @@ async def _rerank(request: Request, default_format: str) -> Response:
         fields["format"] = request.query_params["format"]
     body = validate(RerankRequest, fields)
     response_format = body.format or ("tei" if body.texts is not None else default_format)
-    served = await choose_model(request, body.model, (RERANK,))
-    require_kind(served, "score")
+    served = await choose_scorer(request, body.model)
     require_full_length(served, "max_tokens_per_doc", body.max_tokens_per_doc)
     require_full_length(served, "max_tokens_per_query", body.max_tokens_per_query)
-    outputs = await call_model(request, served, body.model_inputs, body.options())
+    options = body.options()
+    if uses_late_interaction(served):
+        outputs = await late_interaction(
+            request, served, body.model_inputs, truncate=options["truncate"]
+        )
+    else:
+        require_kind(served, "score")
+        outputs = await call_model(request, served, body.model_inputs, options)
     ranked = embedding_output.ranking(
         outputs.arrays["scores"],
         body.ranked_texts,

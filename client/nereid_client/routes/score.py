@@ -5,6 +5,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import Floats, envelope, usage_of
+from nereid_client.embeddings.late_interaction import late_interaction, uses_late_interaction
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
@@ -25,12 +26,18 @@ async def score(request: Request) -> Response:
     """Return the score of each pair of texts, in vLLM's format.
 
     A reranker computes the scores. If none is served, the score is the cosine similarity of the
-    vectors that the embedding model computes.
+    vectors that the embedding model computes. For a model with one vector for each token, such as
+    ColBERT, the score is the sum of the largest similarity of each token of the query (MaxSim).
     """
     body = await read_request(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
     if served.kind == RERANK:
         outputs = await _call_reranker(request, served, body)
+        scores = outputs.arrays["scores"]
+    elif uses_late_interaction(served):
+        outputs = await late_interaction(
+            request, served, body.model_inputs, truncate=body.truncates
+        )
         scores = outputs.arrays["scores"]
     else:
         outputs = await _call_embedder(request, served, body)
@@ -61,16 +68,12 @@ async def _call_reranker(
 ) -> PoolingOutputs:
     """Return the reranker's outputs. The array `scores` has one score for each pair of texts."""
     require_kind(served, "score")
-    inputs = ModelInputs(
-        {"query": body.query_texts, "documents": body.document_texts},
-        {"query": body.query_field, "documents": body.document_field},
-    )
     options = {
         "activation": "none" if body.use_activation is False else None,
         "instruction": body.instruction,
         "truncate": body.truncates,
     }
-    return await call_model(request, served, inputs, options)
+    return await call_model(request, served, body.model_inputs, options)
 
 
 async def _call_embedder(

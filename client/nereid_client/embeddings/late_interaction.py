@@ -1,0 +1,87 @@
+"""Scores of models with one vector for each token, such as ColBERT (late interaction).
+
+The score of a document is the sum, over the tokens of the query, of the largest dot product with a
+token of the document (MaxSim).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from fastapi import Request
+
+from nereid_client.embeddings.embedding_output import Floats, rows_of
+from nereid_client.embeddings.model_choice import call_model, choose_model
+from nereid_client.embeddings.pooling_backend import (
+    EMBEDDING,
+    RERANK,
+    PoolingOutputs,
+    ServedModel,
+)
+from nereid_client.errors import ApiError
+from nereid_client.protocol.embedding_requests import ModelInputs
+
+_PROMPTS = {"query": "query", "documents": "document"}
+"""Maps an input tensor of a reranker to the prompt that precedes its texts."""
+
+
+def uses_late_interaction(served: ServedModel) -> bool:
+    """Return whether a model is meant for late interaction: one vector for each token."""
+    return served.kind == EMBEDDING and served.info.get("kinds", ("",))[0] == "multi_vector"
+
+
+async def choose_scorer(request: Request, name: str | None) -> ServedModel:
+    """Return the reranker with this name, or else an embedding model for late interaction.
+
+    Raises: ApiError 400 or 404 if there is no such model.
+    """
+    try:
+        return await choose_model(request, name, (RERANK,))
+    except ApiError:
+        try:
+            served = await choose_model(request, name, (EMBEDDING,))
+        except ApiError:
+            served = None
+        if served is None or not uses_late_interaction(served):
+            raise
+        return served
+
+
+async def late_interaction(
+    request: Request, served: ServedModel, inputs: ModelInputs, *, truncate: bool | None
+) -> PoolingOutputs:
+    """Return the same outputs as a reranker: `scores` and `num_tokens`.
+
+    Args:
+        request: the HTTP request.
+        served: the embedding model.
+        inputs: the input tensors `query` and `documents` of a reranker. There is one query for all
+            documents, or one query for each document.
+        truncate: whether texts that are too long are cut.
+    """
+    vectors: list[list[Floats]] = []
+    counts = []
+    for tensor, prompt in _PROMPTS.items():
+        texts = ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
+        prompt_name = prompt if prompt in served.info.get("prompts", {}) else None
+        options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
+        outputs = await call_model(request, served, texts, options)
+        vectors.append(rows_of(outputs))
+        counts.append(outputs.arrays["num_tokens"])
+    queries, documents = vectors
+    scores = max_sim(queries * len(documents) if len(queries) == 1 else queries, documents)
+    return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(counts)}, {})
+
+
+def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:
+    """Return the score of each pair of a query and a document.
+
+    Example: for the query vectors [[1, 0], [0, 1]] and the document vectors [[0.5, 0], [0, 0.25]],
+    the score is 0.5 + 0.25 = 0.75.
+
+    Args:
+        queries: for each pair, the vectors of the query, [num_tokens, dimension].
+        documents: for each pair, the vectors of the document, [num_tokens, dimension].
+    """
+    pairs = zip(queries, documents, strict=True)
+    scores = [(query @ document.T).max(axis=1, initial=-np.inf).sum() for query, document in pairs]
+    return np.array(scores, dtype=np.float32)

@@ -1,0 +1,69 @@
+"""/score and /rerank with a model that has one vector for each token (MaxSim)."""
+
+import numpy as np
+import pytest
+from fakes.fake_pooling import FakePooling
+from nereid_client.embeddings.late_interaction import max_sim
+from nereid_client.embeddings.pooling_backend import PoolingOutputs
+
+pytestmark = pytest.mark.anyio
+
+DOCUMENTS = ["abc", "xyz", "cab"]
+
+
+class LetterVectors(FakePooling):
+    """An embedding model in which each letter has its own unit vector. No reranker is served."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds["embedding"] = ["multi_vector"]
+        self.unconfigured = {"rerank"}
+
+    def _embed(self, call):
+        outputs = super()._embed(call)
+        letters = "".join(call.tensors["texts"])
+        vectors = np.eye(26, dtype=np.float32)[[ord(letter) - ord("a") for letter in letters]]
+        return PoolingOutputs({**outputs.arrays, "embeddings": vectors}, {})
+
+
+@pytest.fixture
+def pooling():
+    return LetterVectors()
+
+
+def test_the_score_is_the_sum_of_the_largest_products():
+    random = np.random.default_rng(0)
+    sizes = [(3, 5), (1, 1), (4, 2)]
+    pairs = [(random.normal(size=(m, 8)), random.normal(size=(n, 8))) for m, n in sizes]
+    wanted = [sum(max(q @ d for d in document) for q in query) for query, document in pairs]
+    queries, documents = zip(*pairs, strict=True)
+    np.testing.assert_allclose(max_sim(queries, documents), wanted, rtol=1e-6)
+
+
+async def test_documents_are_ranked_by_their_late_interaction(ask, pooling):
+    answer = (await ask("/v1/rerank", model="tiny-embed", query="ab", documents=DOCUMENTS)).json()
+    found = [(one["index"], one["relevance_score"]) for one in answer["results"]]
+    assert found == [(0, 2.0), (2, 2.0), (1, 0.0)]
+    assert answer["model"] == "tiny-embed"
+    assert answer["usage"]["prompt_tokens"] == 2 + 9
+    assert [call.options.get("prompt_name") for call in pooling.calls] == ["query", "document"]
+
+
+async def test_pairs_are_scored_one_by_one_or_with_one_query(ask):
+    body = {"text_1": ["ab", "zz", "b"], "text_2": DOCUMENTS}
+    answer = (await ask("/score", **body)).json()
+    assert [one["score"] for one in answer["data"]] == [2.0, 2.0, 1.0]
+    answer = (await ask("/v1/score", text_1="z", text_2=DOCUMENTS)).json()
+    assert [one["score"] for one in answer["data"]] == [0.0, 1.0, 0.0]
+
+
+async def test_a_text_that_is_too_long_is_reported_with_its_field(ask):
+    answer = await ask("/rerank", query="a" * 20, documents=["b"])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "query"
+
+
+async def test_a_model_with_one_vector_for_each_text_is_no_reranker(ask, pooling):
+    pooling.kinds["embedding"] = ["dense", "multi_vector"]
+    answer = await ask("/rerank", model="tiny-embed", query="a", documents=["b"])
+    assert answer.status_code in (400, 404)

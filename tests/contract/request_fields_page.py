@@ -1,13 +1,17 @@
-"""Write docs/reference/request-fields.md from the declarations of the request fields.
+"""Write the pages on request fields from the declarations of the fields.
+
+The pages are docs/reference/request-fields.md and docs/history/refused-fields.md.
 
 PYTHONPATH=tests python tests/contract/request_fields_page.py
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from nereid_backend.serving.tokenizer.unsupported_fields import _REFUSALS as BACKEND
 from nereid_client.protocol import refused
 from nereid_client.protocol.common_fields import GenerationRequest, Origin
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
@@ -17,6 +21,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 TARGET = Path(__file__).parents[2] / "docs" / "reference" / "request-fields.md"
+
+REFUSED_TARGET = TARGET.parents[1] / "history" / "refused-fields.md"
+
+REFUSED_HEAD = """# Refused request fields
+
+A request with one of these fields gets status 400. The error message contains the text of the column "Reason". A request with a value of the column "Accepted values", or with `null`, is accepted.
+
+| Field | Refused by | Accepted values | Reason |
+|---|---|---|---|
+"""  # noqa: E501 - one line of the page for each paragraph
 
 HEAD = """# Request fields
 
@@ -155,5 +169,29 @@ def text() -> str:
     return "".join(sections)
 
 
+def refused_text() -> str:
+    """Return the text of the page with the reasons why fields are refused."""
+    tables = (
+        ("all three endpoints", refused.REFUSED),
+        ("all three endpoints", {name: BACKEND[name] for name in refused.REFUSED_BY_BACKEND}),
+        ("chat", refused.REFUSED_IN_CHAT),
+        ("completions", refused.REFUSED_IN_COMPLETIONS),
+        ("responses", REFUSED_IN_RESPONSES),
+        ("tools of responses", REFUSED_IN_TOOLS),
+    )
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for endpoint, table in tables:
+        for name, refusal in table.items():
+            accepted = getattr(refusal, "harmless", None) or getattr(refusal, "accepted", ())
+            values = ", ".join(f"`{json.dumps(value)}`" for value in accepted)
+            found.setdefault((name, values, refusal.reason), []).append(endpoint)
+    rows = (
+        f"| `{name}` | {', '.join(endpoints)} | {values} | {reason} |\n"
+        for (name, values, reason), endpoints in sorted(found.items())
+    )
+    return REFUSED_HEAD + "".join(rows)
+
+
 if __name__ == "__main__":
     TARGET.write_text(text(), encoding="utf-8")
+    REFUSED_TARGET.write_text(refused_text(), encoding="utf-8")

@@ -40,6 +40,8 @@ def backend_fields():
 def test_the_page_is_generated_from_the_declarations():
     page = request_fields_page.TARGET.read_text(encoding="utf-8")
     assert page == request_fields_page.text(), "run tests/contract/request_fields_page.py"
+    page = request_fields_page.REFUSED_TARGET.read_text(encoding="utf-8")
+    assert page == request_fields_page.refused_text(), "run tests/contract/request_fields_page.py"
 
 
 def test_each_field_has_a_meaning():

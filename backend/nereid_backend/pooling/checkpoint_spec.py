@@ -178,7 +178,9 @@ def _read_base(
         config,
         architecture,
         task,
-        prompts={str(name): text for name, text in prompts.items() if isinstance(text, str)},
+        # A refused prompt is listed too, so that clients that look for it get the reason.
+        prompts=dict.fromkeys(refused, "")
+        | {str(name): text for name, text in prompts.items() if isinstance(text, str)},
         default_prompt_name=saved.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(settings.get("do_lower_case")),

@@ -71,6 +71,21 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
         )
 
 
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a chat has no tools of other types than functions, such as custom tools.
+
+    Raises: FieldError that names the first such tool.
+    """
+    for index, tool in enumerate(tools):
+        kind = tool.get("type", "function")
+        if kind != "function" and "function" not in tool:
+            raise FieldError(
+                "tools",
+                f"tools[{index}].type must be function, but the request has {shown(kind)}. A "
+                "custom tool can be sent as a function with one parameter of the type string.",
+            )
+
+
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
     """Check that a tool choice has a known form and names tools of the request.
 

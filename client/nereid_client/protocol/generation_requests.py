@@ -26,7 +26,7 @@ from nereid_client.protocol.common_fields import (
     Origin,
 )
 from nereid_client.protocol.completion_prompts import Prompt, read_prompts
-from nereid_client.protocol.field_checks import check_tool_choice
+from nereid_client.protocol.field_checks import check_tool_choice, check_tools
 from nereid_client.protocol.refused import (
     REFUSED_BY_BACKEND,
     REFUSED_IN_CHAT,
@@ -89,7 +89,8 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
-    def _check_tool_choice(self) -> Self:
+    def _check_tools(self) -> Self:
+        check_tools(self.tools or ())
         if self.tool_choice is not None:
             check_tool_choice(self.tool_choice, self.tools or ())
         return self

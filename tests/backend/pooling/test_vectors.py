@@ -1,6 +1,7 @@
 """Dense modules, Matryoshka dimensions, prompts, sparse and multi-vectors, images."""
 
 import io
+import json
 import random
 
 import numpy as np
@@ -245,6 +246,17 @@ def test_late_interaction_vectors_equal_those_of_sentence_transformers(encoder_o
     wanted = MultiVectorEncoder(str(folder), device="cpu").encode_document(texts)
     for found, rows in zip(embedder.encode_multi(texts), wanted, strict=True):
         np.testing.assert_allclose(found, np.asarray(rows), rtol=0, atol=1e-5)
+
+
+def test_a_query_that_needs_mask_tokens_is_refused_by_name(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    path = folder / "sentence_bert_config.json"
+    settings = {"max_seq_length": 32, "query_expansion": {"token": "<mask>"}}
+    path.write_text(json.dumps(settings))
+    embedder = Embedder(str(folder), num_threads=1)
+    assert "query" in embedder.info.prompts  # so that /score and /rerank ask for this prompt
+    with pytest.raises(RequestError, match="query_expansion"):
+        embedder.encode(["w1"], prompt_name="query")
 
 
 @pytest.fixture(scope="module")

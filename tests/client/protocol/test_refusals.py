@@ -23,6 +23,12 @@ def error_of(response, status):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        (
+            "tools",
+            [{"type": "custom", "custom": {"name": "f"}}],
+            'tools[0].type must be function, but the request has "custom". A custom tool can be '
+            "sent as a function with one parameter of the type string.",
+        ),
         ("max_tokens", 0, "max_tokens must be at least 1, but the request has 0"),
         ("max_tokens", -3, "max_tokens must be at least 1, but the request has -3"),
         ("max_tokens", "5", 'max_tokens must be an integer, but the request has "5"'),

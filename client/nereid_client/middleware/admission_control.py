@@ -36,6 +36,9 @@ _LONGEST_PAUSE_S = 1.0
 # The number of throttles at which unused throttles are deleted. A throttle is unused if it counted
 # no rejection in the last window.
 _MAX_THROTTLES = 1024
+# After a start, `nereid serve` sends the first request to the language model, and at the same time
+# the first request to an embedding model or reranker.
+_MAX_CHECKS = 2
 # The error message of a request that waited too long in the server's queue begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
 
@@ -194,7 +197,7 @@ class AdmissionControl:
         self._app = app
         self._gate = gate
         self._metrics = metrics
-        self._has_check = False
+        self._num_checks = 0
         # A client that overloads the server must not cause the rejection of other clients, so each
         # client has its own throttle for each path.
         self._throttles: dict[tuple[str, str], Throttle] = {}
@@ -204,7 +207,7 @@ class AdmissionControl:
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
-        if is_from_supervisor(scope) and not self._has_check:
+        if is_from_supervisor(scope) and self._num_checks < _MAX_CHECKS:
             await self._check(scope, receive, send)
             return
         now = time.monotonic()
@@ -232,14 +235,14 @@ class AdmissionControl:
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a health check of `nereid serve` to the application without counting the request.
 
-        Only one such request runs at a time without being counted, because any client can send the
-        user agent of `nereid serve`.
+        Only _MAX_CHECKS such requests run at a time without being counted, because any client can
+        send the user agent of `nereid serve`.
         """
-        self._has_check = True
+        self._num_checks += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._has_check = False
+            self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Wrap `send` to detect responses in which the server rejects a request.

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -54,6 +55,25 @@ def refusal(http, path, status=400, **body):
 def workers(served):
     descendants = psutil.Process(served.process.pid).children(recursive=True)
     return [p for p in descendants if "serving.pooling.pooling_worker" in " ".join(p.cmdline())]
+
+
+def test_the_page_of_the_frontend_counts_the_requests_of_both_models(http):
+    def counts():
+        page = http.get("/metrics").text
+        name = "nereid:pooling_requests_total"
+        rows = re.findall(rf"^{name}{{(.*)}} (\S+)$", page, re.MULTILINE)
+        return {
+            model: sum(float(value) for labels, value in rows if f'model_name="{model}"' in labels)
+            for model in ("embedding", "rerank")
+        }
+
+    before = counts()
+    embed(http, ["a", "b"])
+    http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}).raise_for_status()
+    deadline = time.monotonic() + 30
+    while not all(counts()[model] > before[model] for model in before):
+        assert time.monotonic() < deadline, (before, counts())
+        time.sleep(0.2)
 
 
 def test_the_openai_client_gets_the_checkpoints_own_vectors(served, expected):

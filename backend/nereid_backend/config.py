@@ -21,6 +21,9 @@ from nereid_backend.settings_schema import (
     settings_class,
 )
 
+# The default of num_speculative_tokens if speculative decoding is on.
+_DEFAULT_DRAFT_TOKENS = 4
+
 
 @settings_class
 class EngineConfig:
@@ -134,9 +137,18 @@ class EngineConfig:
     sampling_kernel: bool = False
     """Whether one GPU kernel samples all tokens of a step. Its speed has not been measured."""
 
-    num_speculative_tokens: NonNegativeInt = 0
-    """The largest number of draft tokens for each sequence and step, copied from earlier text
-    of the same request. `0` turns speculative decoding off."""
+    speculative_method: Literal["ngram", "draft", "mtp"] | None = None
+    """The source of draft tokens: `ngram` (earlier text of the same request) or `draft` (the model
+    `draft_model`). `mtp` is not supported yet. The default is `draft` if `draft_model` is set, and
+    otherwise `ngram`."""
+
+    draft_model: CheckpointPath | None = None
+    """The folder of a smaller checkpoint with the same vocabulary. It generates draft tokens, which
+    the model verifies."""
+
+    num_speculative_tokens: NonNegativeInt | None = None
+    """The largest number of draft tokens for each sequence and step. `0` turns speculative decoding
+    off. The default is 4 if `speculative_method` or `draft_model` is set, and otherwise 0."""
 
     trust_remote_code: bool = False
     """Whether Python files of the checkpoint may be executed."""
@@ -161,6 +173,7 @@ class EngineConfig:
                 f"({self.max_num_seqs}), but it is {budget}. Each running sequence needs one token "
                 "in every step. Raise max_num_batched_tokens or lower max_num_seqs."
             )
+        self._check_speculation()
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Self:
@@ -175,6 +188,33 @@ class EngineConfig:
         """
         check_names(settings, setting_names(cls))
         return from_texts(cls, settings)
+
+    def _check_speculation(self) -> None:
+        """Raise a ConfigError if the settings of speculative decoding contradict each other."""
+        method = self.speculative_method
+        if method == "mtp":
+            raise ConfigError(
+                "speculative_method: the value mtp is not supported yet, because the engine does "
+                "not load the MTP layers of checkpoints. Use ngram, or use draft with draft_model."
+            )
+        if method == "draft" and self.draft_model is None:
+            raise ConfigError(
+                "speculative_method: the value draft requires the setting draft_model, which is "
+                "not set."
+            )
+        if method == "ngram" and self.draft_model is not None:
+            raise ConfigError(
+                "speculative_method: the value ngram uses no draft model, but draft_model is "
+                f"{self.draft_model!r}. Remove draft_model or set speculative_method=draft."
+            )
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest number of draft tokens for each sequence and step; 0 if there are none."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        is_on = self.speculative_method is not None or self.draft_model is not None
+        return _DEFAULT_DRAFT_TOKENS if is_on else 0
 
     @property
     def prefix_cache_disk_size(self) -> int:

@@ -19,9 +19,11 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.drafter import Drafter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestOutput, RequestUpdate
 from nereid_backend.core.pending_grammars import PendingGrammars
+from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
@@ -88,6 +90,7 @@ class Engine:
         self._images = loaded.images
         self._place_images = loaded.place_images
         self._swap = loaded.swap
+        self._draft = loaded.draft
         self._processor: ChatProcessor | TextProcessor | None = None
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
@@ -103,16 +106,10 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             shares_blocks=loaded.spec.shares_blocks,
             whole_prefill=loaded.spec.whole_prefill,
-            num_speculative_tokens=config.num_speculative_tokens,
+            drafter=_make_drafter(config, loaded, report),
             attention_window=loaded.attention_window,
             num_states=loaded.num_states,
         )
-        if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
-            report(
-                "Speculative decoding (num_speculative_tokens) is off, because the "
-                f"forward path {self.info.path} of {self.info.architecture} cannot remove "
-                "rejected draft tokens."
-            )
         self._adapters = loaded.make_adapter_store(self._scheduler.adapters)
         obstacle = self._async_obstacle()
         if config.async_scheduling and obstacle is not None:
@@ -286,7 +283,8 @@ class Engine:
             params,
             max_total_tokens=max_total_tokens,
             eos_token_ids=self.info.eos_token_ids,
-            # The seed of a request is any integer, but the random numbers need 64 bits.
+            # A client can send any integer as the seed, but the random number generator needs a
+            # seed of 64 bits.
             seed=seed % 2**64,
         )
         if params.lora_name:
@@ -301,7 +299,9 @@ class Engine:
         self._load_guides().warm_up()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request, or only its sequence `index`. The next step reports the end.
+        """Abort a request. If `index` is given, abort only this sequence of the request.
+
+        The next call of `step` returns the last update of each aborted sequence.
 
         The blocks of the request become free immediately. With async_scheduling, they become free
         after the running step. Do nothing if the request is unknown or has ended.
@@ -313,7 +313,10 @@ class Engine:
                 self._disk.cancel(request_id)
 
     def has_work(self) -> bool:
-        """Return whether the next call of `step` would compute tokens, return updates or fail."""
+        """Return whether `step` must be called again.
+
+        This is the case if the next call would compute tokens, return updates or raise an error.
+        """
         has_lost_rank = self._ranks is not None and self._ranks.has_lost_rank
         return self._scheduler.has_work() or has_lost_rank
 
@@ -400,8 +403,9 @@ class Engine:
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         if not self._images.shares_blocks:
-            # The blocks of this sequence contain no keys and values, so no other prompt may use
-            # them, also not for the text before the first image.
+            # This model stores no keys and values in the blocks of a prompt with images. Other
+            # prompts must therefore not reuse these blocks. With first_token=0, this also applies
+            # to the blocks of the text before the first image.
             images = replace(images, first_token=0)
         images = self._place_images(images)
         self._images.check(token_ids, images)
@@ -417,6 +421,8 @@ class Engine:
             self._guides.close()
         if self._ranks is not None:
             self._ranks.close()
+        if self._draft is not None:
+            self._draft.close()
         self._hook.remove()
 
     @property
@@ -431,7 +437,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the present load of the engine, and its counters since the start."""
-        cache, lookup = self._scheduler.cache, self._scheduler.lookup
+        cache, drafter = self._scheduler.cache, self._scheduler.drafter
         features = self._images.features
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
@@ -441,8 +447,9 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_prefix_cache_queries=cache.num_queried_tokens if cache else 0,
             num_prefix_cache_hits=cache.num_hit_tokens if cache else 0,
-            num_proposed_tokens=lookup.num_proposed if lookup else 0,
-            num_accepted_tokens=lookup.num_accepted if lookup else 0,
+            num_drafts=drafter.lengths.num_drafts if drafter else 0,
+            num_proposed_tokens=drafter.lengths.num_proposed if drafter else 0,
+            num_accepted_tokens=drafter.lengths.num_accepted if drafter else 0,
             num_image_encodings=features.num_encoded if features else 0,
         )
 
@@ -456,7 +463,7 @@ class Engine:
 
     def _async_obstacle(self) -> str | None:
         """Return the reason why async scheduling is impossible, or None if it is possible."""
-        if self._scheduler.lookup is not None:
+        if self._scheduler.drafter is not None:
             return "speculative decoding needs the last token before it can propose draft tokens"
         if self._images.name not in ("", "packed"):
             return "images need a forward path that computes one sequence at a time"
@@ -506,7 +513,7 @@ class Engine:
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 
     def _wait_for_preparation(self) -> None:
-        """Wait some milliseconds for a cached prefix on disk or for a grammar."""
+        """Wait a few milliseconds until a prefix is read from disk or a grammar is compiled."""
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
             self._pending_grammars.wait(_GUIDE_WAIT_S)
 
@@ -557,6 +564,21 @@ class Engine:
                     f"{self.info.vocab_size - 1})."
                 )
         return token_ids
+
+
+def _make_drafter(
+    config: EngineConfig, loaded: Loaded, report: Callable[[str], None]
+) -> Drafter | None:
+    """Return the object that proposes draft tokens; None if speculative decoding is off."""
+    if loaded.draft is not None or config.max_draft_tokens == 0:
+        return loaded.draft
+    if loaded.spec.removes_tokens:
+        return PromptLookup(config.max_draft_tokens)
+    report(
+        "Speculative decoding (num_speculative_tokens) is off, because the forward path "
+        f"{loaded.info.path} of {loaded.info.architecture} cannot remove rejected draft tokens."
+    )
+    return None
 
 
 def _needs_guide(params: SamplingParams) -> bool:

@@ -70,6 +70,8 @@ class StepLoop:
         # The number of consecutive failed steps.
         self._num_failures = 0
         self._is_async = is_async
+        # The start of the last step that was not planned ahead, by time.perf_counter().
+        self._start_time = 0.0
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
@@ -91,6 +93,7 @@ class StepLoop:
         if not plan.chunks:
             return self._scheduler.commit(plan, StepResult())
         self._record_start(plan)
+        self._start_time = time.perf_counter()
         try:
             step = self._runner.start(plan)
             self._runner.sample(step, plan)
@@ -113,6 +116,7 @@ class StepLoop:
             updates = self._fail(step.plan, error)
         else:
             self._num_failures = 0
+            self._scheduler.add_time(step.plan, time.perf_counter() - self._start_time)
             updates = self._scheduler.commit(step.plan, result)
         return updates if next_step is None else updates + self._sample_next(next_step, result)
 

@@ -111,7 +111,8 @@ class EngineStats(NamedTuple):
         num_preemptions: the number of preemptions.
         num_prefix_cache_queries: the number of tokens that were looked up in the prefix cache.
         num_prefix_cache_hits: the number of tokens that were found in the prefix cache.
-        num_proposed_tokens: the number of draft tokens that were proposed.
+        num_drafts: the number of drafts that were verified. Each draft has at least one token.
+        num_proposed_tokens: the number of draft tokens that were verified.
         num_accepted_tokens: the number of draft tokens that were accepted.
         num_image_encodings: the number of times that the image encoder was run.
     """
@@ -123,6 +124,7 @@ class EngineStats(NamedTuple):
     num_preemptions: int = 0
     num_prefix_cache_queries: int = 0
     num_prefix_cache_hits: int = 0
+    num_drafts: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     num_image_encodings: int = 0

@@ -10,19 +10,15 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 (Leviathan et al. 2023, arXiv:2211.17192).
 """
 
+from collections import abc
 from dataclasses import dataclass, field
 
+from nereid_backend.core.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
 
 # The number of tokens in an n-gram. The n-gram at the end of a sequence is looked up among the
 # earlier n-grams of the sequence.
 _NGRAM = 3
-# The acceptance rate of a sequence is an exponential moving average. The newest draft has the
-# weight _FORGETTING. If the rate is below _THRESHOLD, no drafts are proposed for the next
-# _RETRY_STEPS steps.
-_FORGETTING = 0.2
-_THRESHOLD = 0.3
-_RETRY_STEPS = 32
 
 
 @dataclass(slots=True)
@@ -33,14 +29,10 @@ class _Index:
         ends: a mapping from each n-gram to the index of the token that follows the last occurrence
             of the n-gram.
         num_indexed: the number of the sequence's n-grams that are in `ends`.
-        acceptance: a moving average of the share of draft tokens that were accepted.
-        pause: the number of steps in which no draft tokens are proposed.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
-    acceptance: float = 1.0
-    pause: int = 0
 
     def add(self, tokens: list[int]) -> None:
         """Index the n-grams that were added since the last call, except the n-gram at the end.
@@ -53,12 +45,7 @@ class _Index:
 
 
 class PromptLookup:
-    """Proposes draft tokens and counts how many of them are accepted.
-
-    Attributes:
-        num_proposed: the number of draft tokens that were proposed for all sequences.
-        num_accepted: the number of draft tokens that were accepted in all sequences.
-    """
+    """Proposes draft tokens from the earlier text of a sequence; see `Drafter`."""
 
     def __init__(self, num_tokens: int) -> None:
         """Create an object without sequences.
@@ -66,10 +53,12 @@ class PromptLookup:
         Args:
             num_tokens: the largest number of draft tokens for one sequence in one step.
         """
-        self.num_proposed = 0
-        self.num_accepted = 0
-        self._num_tokens = num_tokens
+        self.lengths = DraftLengths(num_tokens)
         self._indices: dict[Sequence, _Index] = {}
+
+    def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Prepare the next step; see `Drafter.prepare`."""
+        self.lengths.begin_step(len(sequences))
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return draft tokens that may follow the last token of a sequence, or an empty list.
@@ -82,13 +71,10 @@ class PromptLookup:
             sequence: the sequence.
             limit: the largest number of draft tokens.
         """
-        limit = min(limit, self._num_tokens)
+        limit = min(limit, self.lengths.next_length(sequence))
         if limit <= 0 or len(sequence.token_ids) <= _NGRAM:
             return []
         index = self._indices.setdefault(sequence, _Index())
-        if index.pause > 0:
-            index.pause -= 1
-            return []
         tokens = sequence.token_ids
         index.add(tokens)
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
@@ -100,18 +86,7 @@ class PromptLookup:
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 
-    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Record how many of a sequence's proposed draft tokens were accepted."""
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
-        index = self._indices.get(sequence)
-        if index is None:
-            return
-        share = num_accepted / num_proposed
-        index.acceptance += _FORGETTING * (share - index.acceptance)
-        if index.acceptance < _THRESHOLD:
-            index.pause = _RETRY_STEPS
-
     def forget(self, sequence: Sequence) -> None:
         """Delete the index of a sequence that ended."""
         self._indices.pop(sequence, None)
+        self.lengths.forget(sequence)

@@ -22,10 +22,10 @@ from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.drafter import Drafter
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
-from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.state_snapshots import StateSnapshots
@@ -49,7 +49,7 @@ class Scheduler:
     Attributes:
         pool: the blocks of the KV cache.
         cache: the prefix cache; None if prefix caching is off.
-        lookup: the object that proposes draft tokens; None if speculative decoding is off.
+        drafter: proposes draft tokens; None if speculative decoding is off.
         attention_window: the model's attention window; None if tokens attend to all earlier tokens.
     """
 
@@ -63,7 +63,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         shares_blocks: bool = True,
         whole_prefill: bool = False,
-        num_speculative_tokens: int = 0,
+        drafter: Drafter | None = None,
         attention_window: AttentionWindow | None = None,
         num_states: int = 0,
     ) -> None:
@@ -80,7 +80,8 @@ class Scheduler:
                 recurrent models), sequences never share blocks.
             whole_prefill: if True, a prompt is never divided into chunks and never reuses cached
                 blocks. A prompt that exceeds the token budget is computed in a step of its own.
-            num_speculative_tokens: the largest number of draft tokens for one sequence in one step.
+            drafter: proposes draft tokens; None turns speculative decoding off. A drafter requires
+                shares_blocks=True and whole_prefill=False.
             attention_window: the model's attention window, before which blocks are freed. None if
                 tokens attend to all earlier tokens.
             num_states: the number of recurrent states that fit into the memory, for running
@@ -95,9 +96,8 @@ class Scheduler:
         self.cache: PrefixCache | None = None
         if has_snapshots or (enable_prefix_caching and shares_blocks):
             self.cache = PrefixCache(pool, block_size, attention_window, self._snapshots)
-        self.lookup: PromptLookup | None = None
-        if num_speculative_tokens > 0 and shares_blocks:
-            self.lookup = PromptLookup(num_speculative_tokens)
+        assert drafter is None or shares_blocks, "rejected draft tokens could not be removed"
+        self.drafter = drafter
         self._tables = BlockTables(
             pool,
             block_size,
@@ -114,7 +114,7 @@ class Scheduler:
             requests=self._requests,
             running=self._running,
             pending_plans=self._pending_plans,
-            lookup=self.lookup,
+            drafter=drafter,
             max_num_batched_tokens=max_num_batched_tokens,
             whole_prefill=whole_prefill,
         )
@@ -233,7 +233,7 @@ class Scheduler:
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
         """
-        assert self.lookup is None, (
+        assert self.drafter is None, (
             "A step cannot be planned ahead with speculative decoding, because draft tokens depend "
             "on the last sampled token."
         )
@@ -296,6 +296,18 @@ class Scheduler:
         self._purge(invalid_blocks)
         self._release_ended()
         return updates
+
+    def add_time(self, plan: StepPlan, seconds: float) -> None:
+        """Record the time of the forward pass and of sampling of a step.
+
+        The times determine whether draft tokens save time. Steps with prefills are ignored.
+        """
+        if self.drafter is None:
+            return
+        num_drafts = plan.num_tokens - len(plan.chunks)
+        # All logits of a decode are needed: those of its known token and of its draft tokens.
+        if all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks):
+            self.drafter.lengths.costs.add_step(len(plan.chunks), num_drafts, seconds)
 
     def check(self) -> None:
         """Verify that the block tables, the reference counts and the rows agree.
@@ -366,8 +378,8 @@ class Scheduler:
         num_accepted = common_prefix_len(drafts, new_token_ids)
         # The step has already computed the keys and values of the accepted draft tokens.
         sequence.num_computed_tokens += num_accepted
-        assert self.lookup is not None
-        self.lookup.learn(sequence, len(drafts), num_accepted)
+        assert self.drafter is not None
+        self.drafter.lengths.learn(sequence, len(drafts), num_accepted)
 
     def _end(
         self,
@@ -384,8 +396,8 @@ class Scheduler:
         If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
         until the plan is committed.
         """
-        if self.lookup is not None:
-            self.lookup.forget(sequence)
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
         self._requests.remove(sequence)
         if sequence.row is not None:
             if sequence in self._pending_plans:

@@ -39,9 +39,9 @@ from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.drafter import Drafter
 from nereid_backend.core.fair_queue import fair_shares
 from nereid_backend.core.preemption import cheapest_victim, fair_victim
-from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -57,7 +57,7 @@ class StepPlanner:
         requests: the requests that have not ended, and the waiting queue. Mutated.
         running: the running sequences. Mutated.
         pending_plans: the plans whose steps are not committed.
-        lookup: the object that proposes draft tokens; None if speculative decoding is off.
+        drafter: proposes draft tokens; None if speculative decoding is off.
         max_num_batched_tokens: the largest number of tokens in one step.
         whole_prefill: whether every prompt must be computed in one step. A prompt that exceeds
             `max_num_batched_tokens` is then computed in a step of its own.
@@ -75,7 +75,7 @@ class StepPlanner:
     requests: ActiveRequests
     running: RunningSequences
     pending_plans: PendingPlans
-    lookup: PromptLookup | None
+    drafter: Drafter | None
     max_num_batched_tokens: int
     whole_prefill: bool
     num_preemptions: int = 0
@@ -85,6 +85,8 @@ class StepPlanner:
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
+        if self.drafter is not None:
+            self.drafter.prepare(self.running.sequences)
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         waiting = self.requests.waiting
@@ -146,7 +148,7 @@ class StepPlanner:
             if (
                 start + 1 == len(sequence.token_ids)
                 and self.tables.has_block(sequence, start)
-                and self.lookup is None
+                and self.drafter is None
             ):
                 # Nearly all chunks are decodes that need no new block. For such a decode, this
                 # branch creates the same chunk as `_plan_next_tokens`, but in less time. The
@@ -190,8 +192,8 @@ class StepPlanner:
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
                 return None
-        if self.lookup is not None and num_tokens == num_remaining:
-            self._propose_drafts(self.lookup, sequence, limit - num_tokens)
+        if self.drafter is not None and num_tokens == num_remaining:
+            self._propose_drafts(self.drafter, sequence, limit - num_tokens)
         return _make_chunk(sequence, num_tokens, is_first=False)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
@@ -331,10 +333,10 @@ class StepPlanner:
         self.preempt(victim)
         return victim is not sequence
 
-    def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
+    def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
         num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
-        drafts = lookup.propose(sequence, min(limit, num_allowed))
+        drafts = drafter.propose(sequence, min(limit, num_allowed))
         if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
             sequence.draft_token_ids = drafts
 

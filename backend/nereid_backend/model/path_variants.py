@@ -72,6 +72,11 @@ class PathSpec:
     has_snapshots: bool = False
     is_generated: bool = False
 
+    @property
+    def removes_tokens(self) -> bool:
+        """Whether tokens can be removed from the end of a sequence, such as draft tokens."""
+        return self.shares_blocks and not self.whole_prefill
+
 
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None

@@ -23,6 +23,7 @@ from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.window import AttentionWindow
+from nereid_backend.draft_model import DraftModel
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (
@@ -43,6 +44,7 @@ from nereid_backend.model.limits import (
     plan_memory,
     usable_cpus,
 )
+from nereid_backend.model.load_draft import open_draft
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.model_call import Sizes
@@ -73,6 +75,7 @@ class Loaded:
         images: how the model computes prompts with images.
         place_images: moves the images of a prompt to the device of the model.
         swap: the compilation that runs in the background; None if there is none.
+        draft: the draft model; None if there is none.
     """
 
     runner: Runner
@@ -85,6 +88,7 @@ class Loaded:
     images: ImageSupport
     place_images: Callable[[ImageInputs], ImageInputs]
     swap: ForwardSwap | None
+    draft: DraftModel | None
 
 
 class StageClock:
@@ -171,6 +175,7 @@ def load(
     _warn_about_experiments(config, device, progress)
     opened = open_model(config, hook, progress, clock)
     checkpoint, chosen, spec = opened.checkpoint, opened.chosen, opened.chosen.spec
+    opened_draft = open_draft(config, checkpoint, spec, progress)
     num_tokens = _tokens_per_step(config, device)
     activations = measure_activations(
         checkpoint,
@@ -179,7 +184,9 @@ def load(
         num_seqs=config.max_num_seqs,
         block_size=config.block_size,
     )
-    memory = _plan_memory(config, opened, num_tokens, opened.cache_budget(activations or 0))
+    draft_bytes = opened_draft.bytes_per_token if opened_draft is not None else 0
+    budget = opened.cache_budget(activations or 0)
+    memory = _plan_memory(config, opened, num_tokens, budget, draft_bytes)
     weights_bytes = checkpoint.weights_bytes
     progress(describe_memory(config, memory, weights_bytes, activations, num_tokens, spec.layers))
     sizes = Sizes(
@@ -190,6 +197,9 @@ def load(
         config.kv_cache_dtype,
     )
     path = spec.build(sizes)
+    draft = None
+    if opened_draft is not None:
+        draft = opened_draft.build(config, memory, num_tokens, progress)
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, chosen, progress)
@@ -220,11 +230,12 @@ def load(
         opened.images,
         partial(place_images, device=device, dtype=checkpoint.model.dtype),
         swap,
+        draft,
     )
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
-    """Report that an 8-bit KV cache is experimental on a GPU, if the settings select one."""
+    """Warn that an 8-bit KV cache on a GPU is experimental, if the settings select this cache."""
     if config.kv_cache_dtype != "auto" and device.type != "cpu":
         progress(
             f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
@@ -246,10 +257,12 @@ def _plan_memory(
     opened: OpenedModel,
     num_tokens: int,
     num_bytes: int,
+    draft_bytes: int,
 ) -> MemoryPlan:
     """Determine the size of the KV cache.
 
-    A step computes at most `num_tokens` tokens. The KV cache gets at most `num_bytes` bytes.
+    A step computes at most `num_tokens` tokens. The KV cache gets at most `num_bytes` bytes. The
+    cache of the draft model is a part of the KV cache, and needs `draft_bytes` for each token.
 
     Raises:
         ConfigError: if the memory or the model does not allow the settings.
@@ -257,7 +270,8 @@ def _plan_memory(
     spec = opened.chosen.spec
     itemsize, scale_bytes = opened.checkpoint.model.dtype.itemsize, 0
     if config.kv_cache_dtype != "auto":
-        # Numbers have 8 bits, and each vector has a scale.
+        # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
+        # scale.
         itemsize, scale_bytes = 1, torch.float32.itemsize
     layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in spec.layers)
     attention_window = attention_window_of(spec.layers)
@@ -267,7 +281,7 @@ def _plan_memory(
         max_sequence_blocks = attention_window.max_blocks(num_tokens, config.block_size)
     return plan_memory(
         config,
-        bytes_per_token=spec.bytes_per_token + layer_bytes,
+        bytes_per_token=spec.bytes_per_token + layer_bytes + draft_bytes,
         bytes_per_sequence=spec.bytes_per_sequence,
         limit=opened.chosen.limit,
         num_bytes=num_bytes,

@@ -4,6 +4,7 @@ import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import AGEING_STEPS, Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult
@@ -369,7 +370,7 @@ def test_an_aborted_request_may_still_get_its_guide():
 
 
 def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
-    scheduler = make_scheduler(num_speculative_tokens=3)
+    scheduler = make_scheduler(drafter=PromptLookup(3))
     scheduler.add(make_sequence("a", [2, 3, 4, 5, 6, 2, 3, 4], max_tokens=9))
     commit(scheduler, scheduler.plan(), token=5)
     plan = scheduler.plan()
@@ -383,7 +384,7 @@ def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
 
 
 def test_guessing_stops_for_a_request_that_it_does_not_help():
-    scheduler = make_scheduler(num_blocks=64, num_speculative_tokens=2)
+    scheduler = make_scheduler(num_blocks=64, drafter=PromptLookup(2))
     scheduler.add(make_sequence("a", [2, 3, 4] * 4, max_tokens=100))
     widths = []
     for step in range(60):

@@ -9,6 +9,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core import state_snapshots
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
+from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.window import AttentionWindow
@@ -20,14 +21,14 @@ NUM_STATES = 12
 KINDS = {
     "plain": {"enable_prefix_caching": False},
     "prefix cache": {},
-    "guesses": {"num_speculative_tokens": 3},
+    "guesses": {"drafter": 3},
     "nothing shared": {"shares_blocks": False},
     "snapshots, nothing shared": {"shares_blocks": False, "num_states": NUM_STATES},
     "whole prompts": {"whole_prefill": True},
     "windows": {"attention_window": AttentionWindow(((7, None), (None, 8)))},
     "windows and guesses": {
         "attention_window": AttentionWindow(((5, None),)),
-        "num_speculative_tokens": 3,
+        "drafter": 3,
     },
     "chunks": {"attention_window": AttentionWindow(((None, 8), (None, 4)))},
     "windows, nothing shared": {
@@ -171,12 +172,15 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     # The prompts of the workload are short.
     monkeypatch.setattr(state_snapshots, "_INTERVAL", 2)
     monkeypatch.setattr(state_snapshots, "_MIN_DISTANCE", 1)
+    settings = dict(KINDS[kind])
+    if "drafter" in settings:
+        settings["drafter"] = PromptLookup(settings["drafter"])
     scheduler = Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=13,
-        **KINDS[kind],
+        **settings,
     )
     # Where blocks are given back, sequences may be longer than the pool.
     grows = scheduler.attention_window is None or "whole" in kind
@@ -191,5 +195,5 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
     assert (workload.model.num_copied > 0) == ("nothing" not in kind and "whole" not in kind)
-    if scheduler.lookup is not None:
-        assert scheduler.lookup.num_accepted > 0
+    if scheduler.drafter is not None:
+        assert scheduler.drafter.lengths.num_accepted > 0

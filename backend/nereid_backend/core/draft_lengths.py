@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the number of draft tokens for each sequence and step.
+
+A draft token saves time if it is accepted, and costs time in any case. If each draft token of a
+sequence is accepted with probability p, the token number n of a draft is accepted with probability
+p ** n, because all tokens before it must be accepted, too. An accepted token saves the time of one
+sequence in a step without drafts. A draft should therefore contain the token number n only if
+p ** n is larger than the cost ratio:
+
+    cost ratio = additional time for one draft token / (time of a step without drafts / sequences)
+
+Both numbers are measured. A step with one sequence mostly reads the weights of the model, so the
+cost ratio is small. In a step with many sequences, the cost ratio can exceed 1, and then drafts are
+turned off.
+"""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from nereid_backend.core.sequence import Sequence
+
+# Before the first draft, a draft token counts as accepted with this probability.
+_FIRST_RATE = 0.8
+# A new sequence starts with the rate of all sequences, as if it had been measured with this number
+# of draft tokens.
+_FIRST_WEIGHT = 3.0
+# The counts of a sequence, and those of all sequences together, are multiplied by these factors
+# before a new draft is added. Old drafts therefore lose their weight.
+_DECAY, _OVERALL_DECAY = 0.9, 0.99
+# If drafts do not pay for a sequence, it gets no drafts for a number of steps. Then, a draft of one
+# token is tried. The pause doubles each time, up to the second number.
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+# The cost ratio before it is measured, and the range of measured ratios.
+_FIRST_RATIO = 0.25
+_MIN_RATIO, _MAX_RATIO = 0.02, 4.0
+# The number of measurements of which the median is used.
+_NUM_MEASUREMENTS = 9
+# After this number of steps with drafts, one step without drafts is measured.
+_MEASURE_AFTER = 8
+_MEASURE_EVERY = 64
+
+
+@dataclass(slots=True)
+class _Rate:
+    """The share of draft tokens that were accepted. New drafts have more weight than old drafts.
+
+    Attributes:
+        accepted: the weighted number of accepted draft tokens.
+        verified: the weighted number of accepted draft tokens, and of those rejected draft tokens
+            that all tokens before them were accepted. The draft tokens after a rejected token were
+            not tested.
+    """
+
+    accepted: float
+    verified: float
+
+    @property
+    def value(self) -> float:
+        """The probability with which the next draft token is accepted."""
+        return self.accepted / self.verified
+
+    def add(self, num_proposed: int, num_accepted: int, decay: float) -> None:
+        """Add a draft of `num_proposed` tokens, of which the first `num_accepted` are accepted."""
+        self.accepted = self.accepted * decay + num_accepted
+        self.verified = self.verified * decay + min(num_accepted + 1, num_proposed)
+
+
+@dataclass(slots=True)
+class _History:
+    """The drafts of one sequence.
+
+    Attributes:
+        rate: the share of accepted draft tokens.
+        pause: the number of steps in which the sequence gets no draft.
+        next_pause: the number of steps of the next pause.
+    """
+
+    rate: _Rate
+    pause: int = 0
+    next_pause: int = _FIRST_PAUSE
+
+
+@dataclass(slots=True)
+class _Measured:
+    """The measured times of steps with about the same number of sequences.
+
+    Attributes:
+        plain: the seconds for each sequence in steps without drafts.
+        ratios: the cost ratios of steps with drafts.
+        drafting: the seconds that a draft model took for each draft token.
+        num_since_plain: the number of steps with drafts since the last step without drafts.
+    """
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    drafting: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_MEASUREMENTS))
+    num_since_plain: int = 0
+
+
+class StepCosts:
+    """Measures the cost ratio of draft tokens, by the number of sequences in a step."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, _Measured] = {}
+
+    def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """Add the time of a step that computed one known token of each sequence, and drafts."""
+        measured = self._of(num_sequences)
+        if num_drafts == 0:
+            measured.plain.append(seconds / num_sequences)
+            measured.num_since_plain = 0
+            return
+        measured.num_since_plain += 1
+        if measured.plain:
+            plain = statistics.median(measured.plain)
+            additional = seconds - plain * num_sequences
+            measured.ratios.append(additional / num_drafts / plain)
+
+    def add_drafting(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """Add the time in which a draft model generated `num_drafts` tokens for a step."""
+        self._of(num_sequences).drafting.append(seconds / num_drafts)
+
+    def ratio(self, num_sequences: int) -> float:
+        """Return the cost ratio of a draft token in a step with this number of sequences."""
+        measured = self._of(num_sequences)
+        ratio = statistics.median(measured.ratios) if measured.ratios else _FIRST_RATIO
+        ratio = min(_MAX_RATIO, max(_MIN_RATIO, ratio))
+        if measured.plain and measured.drafting:
+            ratio += statistics.median(measured.drafting) / statistics.median(measured.plain)
+        return ratio
+
+    def needs_plain_step(self, num_sequences: int) -> bool:
+        """Return whether the next step should contain no drafts, so that its time is measured."""
+        measured = self._of(num_sequences)
+        period = _MEASURE_EVERY if measured.plain else _MEASURE_AFTER
+        return measured.num_since_plain >= period
+
+    def _of(self, num_sequences: int) -> _Measured:
+        """Return the measurements for a number of sequences.
+
+        Numbers that differ by less than 13 % share their measurements: 16 and 17, or 64 to 71.
+        """
+        shift = max(0, num_sequences.bit_length() - 4)
+        return self._measured.setdefault(num_sequences >> shift << shift, _Measured())
+
+
+class DraftLengths:
+    """Chooses the lengths of drafts from their measured acceptance and cost.
+
+    Attributes:
+        max_tokens: the largest number of draft tokens for one sequence in one step.
+        costs: the measured cost of draft tokens.
+        num_drafts: the number of drafts that were verified.
+        num_proposed: the number of draft tokens that were verified.
+        num_accepted: the number of draft tokens that were accepted.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Create an object without sequences."""
+        self.max_tokens = max_tokens
+        self.costs = StepCosts()
+        self.num_drafts = 0
+        self.num_proposed = 0
+        self.num_accepted = 0
+        self._histories: dict[Sequence, _History] = {}
+        self._overall = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
+        self._ratio = _FIRST_RATIO
+        self._is_plain_step = False
+
+    def begin_step(self, num_sequences: int) -> None:
+        """Prepare for the next step, which has about `num_sequences` sequences."""
+        if num_sequences > 0:
+            self._ratio = self.costs.ratio(num_sequences)
+            self._is_plain_step = self.costs.needs_plain_step(num_sequences)
+
+    def next_length(self, sequence: Sequence) -> int:
+        """Return the largest number of draft tokens for a sequence in the next step.
+
+        The method must be called once for each step, because the call shortens the pause.
+
+        Example: max_tokens is 4, the cost ratio is 0.25, and 60 % of the draft tokens of the
+        sequence were accepted. The result is 2, because 0.6 ** 2 is above 0.25 and 0.6 ** 3 is not.
+        """
+        history = self._histories.get(sequence)
+        if history is None:
+            rate = self._overall.value
+            history = _History(_Rate(rate * _FIRST_WEIGHT, _FIRST_WEIGHT))
+            self._histories[sequence] = history
+        if history.pause > 0:
+            history.pause -= 1
+            return 0
+        if self._is_plain_step:
+            return 0
+        rate = history.rate.value
+        if rate <= self._ratio:
+            # The pause is over, or this is the first draft of the sequence.
+            return min(1, self.max_tokens)
+        if rate >= 1:
+            return self.max_tokens
+        return min(self.max_tokens, math.ceil(math.log(self._ratio) / math.log(rate)) - 1)
+
+    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Record how many of the draft tokens of a sequence were accepted in a step."""
+        self.num_drafts += 1
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        self._overall.add(num_proposed, num_accepted, _OVERALL_DECAY)
+        history = self._histories.get(sequence)
+        if history is None:
+            return
+        history.rate.add(num_proposed, num_accepted, _DECAY)
+        if history.rate.value > self._ratio:
+            history.next_pause = _FIRST_PAUSE
+            return
+        history.pause = history.next_pause
+        history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Delete the history of a sequence that ended."""
+        self._histories.pop(sequence, None)

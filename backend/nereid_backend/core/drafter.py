@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of the objects that propose draft tokens for speculative decoding."""
+
+from collections import abc
+from typing import Protocol
+
+from nereid_backend.core.draft_lengths import DraftLengths
+from nereid_backend.core.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens for running sequences.
+
+    Attributes:
+        lengths: the lengths, the acceptance and the cost of the drafts.
+    """
+
+    lengths: DraftLengths
+
+    def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Prepare the drafts of the next step. `sequences` are the running sequences."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Return at most `limit` draft tokens that may follow the last token of a sequence.
+
+        The method is called at most once for each sequence and step, after `prepare`.
+        """
+
+    def forget(self, sequence: Sequence) -> None:
+        """Delete the state of a sequence that ended."""

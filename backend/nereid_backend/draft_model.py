@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model that generates draft tokens for the sequences of the large model.
+
+Before each step of the large model, the draft model generates some tokens for all sequences
+together, one token of each sequence in each pass:
+
+    known tokens of the sequence         a b c d
+    pass 1 of the draft model            computes c d, and samples x
+    pass 2                               computes x, and samples y
+    the step of the large model          computes d x y, and samples x z: x is accepted, y is not
+    pass 1 before the next step          computes z
+
+The draft model samples with the sampling parameters and the random numbers of the request, so that
+it often selects the token that the large model selects, too. The answer never depends on the draft
+tokens, because the large model verifies them (sampling/draft_verification.py).
+
+The draft model has its own KV cache, with its own block tables and prefix cache. If the blocks are
+not enough for a sequence, the sequence gets no draft tokens.
+"""
+
+import logging
+import time
+from collections import abc
+from dataclasses import dataclass
+
+import torch
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.draft_lengths import DraftLengths
+from nereid_backend.core.prefix_cache import PrefixCache
+from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.core.updates import common_prefix_len
+from nereid_backend.errors import ModelError
+from nereid_backend.runner import ForwardPath
+from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
+
+logger = logging.getLogger(__name__)
+
+# A sequence gets draft tokens only if the next step computes at most this number of its known
+# tokens. More tokens remain while a prompt is computed, or after a preemption.
+_MAX_REMAINING = 16
+# The time of a pass over more tokens of a sequence does not show what a draft token costs.
+_MAX_TIMED_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """The sizes of the draft model's cache and passes.
+
+    Attributes:
+        num_blocks: the number of blocks of the KV cache.
+        block_size: tokens in one block.
+        max_num_seqs: the largest number of sequences that run at the same time.
+        max_model_len: the largest number of tokens in a sequence of the draft model.
+        max_num_batched_tokens: the largest number of tokens in one pass.
+        max_draft_tokens: the largest number of draft tokens for one sequence in one step.
+        enable_prefix_caching: whether sequences with the same prefix share blocks.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_draft_tokens: int
+    enable_prefix_caching: bool
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The state of a sequence in the draft model.
+
+    Attributes:
+        target: the sequence in the large model.
+        own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
+            tokens of `target`, followed by the draft tokens.
+        num_known: the number of known tokens in `own`.
+        length: the number of draft tokens that are wanted for the next step.
+        is_new: whether the draft model has not computed any token of `own` yet.
+    """
+
+    target: Sequence
+    own: Sequence
+    num_known: int
+    length: int = 0
+    is_new: bool = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """The draft tokens."""
+        return self.own.token_ids[self.num_known :]
+
+    def update(self) -> None:
+        """Replace the draft tokens by the tokens that the large model has accepted or sampled.
+
+        The draft model computes those tokens again that differ from its draft tokens, and always
+        the last token, because sampling needs the logits of the last token.
+        """
+        own = self.own
+        new_tokens = self.target.token_ids[self.num_known :]
+        num_valid = self.num_known + common_prefix_len(self.tokens, new_tokens)
+        own.token_ids[self.num_known :] = new_tokens
+        self.num_known = len(own.token_ids)
+        own.num_computed_tokens = min(own.num_computed_tokens, num_valid, self.num_known - 1)
+
+
+class DraftModel:
+    """Generates draft tokens with a small model; see `Drafter`.
+
+    Attributes:
+        lengths: the lengths, the acceptance and the cost of the drafts.
+    """
+
+    def __init__(self, path: ForwardPath, sizes: DraftSizes, hook: AttentionHook) -> None:
+        """Create a draft model without sequences.
+
+        Args:
+            path: the forward path of the small model.
+            sizes: the sizes of the cache of `path`.
+            hook: the small model's entry in transformers' attention interface.
+        """
+        self._hook = hook
+        self.lengths = DraftLengths(sizes.max_draft_tokens)
+        self._path = path
+        self._sizes = sizes
+        self._sampler = Sampler()
+        pool = BlockPool(sizes.num_blocks)
+        cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
+        self._tables = BlockTables(pool, sizes.block_size, cache)
+        self._free_rows = list(range(sizes.max_num_seqs))
+        self._drafts: dict[Sequence, _Draft] = {}
+        # The draft tokens for the next step.
+        self._proposals: dict[Sequence, list[int]] = {}
+        self._is_broken = False
+
+    def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Generate draft tokens for the next step; see `Drafter.prepare`.
+
+        Mutates: the KV cache of the draft model.
+        """
+        self._proposals = {}
+        if self._is_broken:
+            return
+        self.lengths.begin_step(len(sequences))
+        for target in [target for target in self._drafts if target.row is None]:
+            # The sequence was preempted.
+            self._release(target)
+        drafts = [draft for target in sequences if (draft := self._begin(target)) is not None]
+        if not drafts:
+            return
+        try:
+            self._generate(drafts, len(sequences))
+        except Exception:
+            # Drafting ends here for good, and the requests continue without draft tokens.
+            logger.exception("The draft model failed. The engine continues without draft tokens.")
+            self._is_broken = True
+            self._proposals = {}
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Return the draft tokens of a sequence; see `Drafter.propose`."""
+        return self._proposals.get(sequence, [])[: max(0, limit)]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release the row and the blocks of a sequence that ended."""
+        self.lengths.forget(sequence)
+        if sequence in self._drafts:
+            self._release(sequence)
+
+    def close(self) -> None:
+        """Unregister the draft model from transformers."""
+        self._hook.remove()
+
+    def _begin(self, target: Sequence) -> _Draft | None:
+        """Return the updated draft of a sequence; None if it gets no draft tokens in this step."""
+        num_known = len(target.token_ids)
+        is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
+        if target.num_output_tokens == 0 or not is_decoding or target.images is not None:
+            return None
+        length = min(
+            self.lengths.next_length(target),
+            target.max_total_tokens - num_known - 1,
+            self._sizes.max_model_len - num_known,
+        )
+        if length <= 0:
+            return None
+        draft = self._drafts.get(target) or self._admit(target)
+        if draft is None:
+            return None
+        draft.update()
+        draft.length = length
+        if self._tables.cache is not None:
+            # The draft tokens are not in the cache yet, because they may be rejected.
+            self._tables.cache.add(draft.own)
+        if not self._tables.try_extend(draft.own, num_known + length):
+            self._release(target)
+            return None
+        return draft
+
+    def _admit(self, target: Sequence) -> _Draft | None:
+        """Give a row and blocks of the draft model to a sequence.
+
+        Return None if there are not enough free blocks.
+        """
+        own = Sequence(
+            target.request_id,
+            target.token_ids,
+            target.params,
+            max_total_tokens=target.max_total_tokens,
+        )
+        if not self._tables.try_admit(own, Request([own])):
+            return None
+        own.row = self._free_rows.pop()
+        draft = self._drafts[target] = _Draft(target, own, len(own.token_ids))
+        return draft
+
+    def _release(self, target: Sequence) -> None:
+        """Release the row and the blocks of a sequence in the draft model."""
+        own = self._drafts.pop(target).own
+        assert own.row is not None
+        self._free_rows.append(own.row)
+        self._tables.release(own)
+
+    @torch.inference_mode()
+    def _generate(self, drafts: list[_Draft], num_sequences: int) -> None:
+        """Generate the draft tokens of a step, and store them in `_proposals`.
+
+        Args:
+            drafts: the drafts of the sequences, without draft tokens.
+            num_sequences: the number of sequences in the step.
+        """
+        start = time.perf_counter()
+        is_timed = all(_num_missing(draft) <= _MAX_TIMED_TOKENS for draft in drafts)
+        active = drafts
+        while active:
+            active = self._run_pass(active)
+        self._proposals = {draft.target: draft.tokens for draft in drafts}
+        num_tokens = sum(map(len, self._proposals.values()))
+        if is_timed and num_tokens:
+            seconds = time.perf_counter() - start
+            self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
+
+    def _run_pass(self, drafts: list[_Draft]) -> list[_Draft]:
+        """Compute the missing tokens of some drafts, and sample one more token for each draft.
+
+        A long sequence of missing tokens is computed in several steps. The draft gets no token
+        before the last of these steps.
+
+        Returns:
+            The drafts that need another pass for this step.
+        """
+        budget = self._sizes.max_num_batched_tokens
+        planned: list[tuple[_Draft, Chunk]] = []
+        for draft in sorted(drafts, key=_num_missing):
+            num_missing = _num_missing(draft)
+            num_tokens = min(num_missing, budget)
+            if num_tokens == 0:
+                break
+            budget -= num_tokens
+            start, has_last = draft.own.num_computed_tokens, num_tokens == num_missing
+            chunk = Chunk(draft.own, start, num_tokens, has_last, draft.is_new, int(has_last))
+            planned.append((draft, chunk))
+        # Attention expects chunks of one token before longer chunks.
+        planned.sort(key=lambda pair: pair[1].num_tokens)
+        chunks = [chunk for _, chunk in planned]
+        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+        logits = self._path.forward(plan)
+        for draft, chunk in planned:
+            draft.is_new = False
+            draft.own.num_computed_tokens += chunk.num_tokens
+        sampling = [draft for draft, chunk in planned if chunk.samples]
+        return self._sample(logits, sampling) if sampling else []
+
+    def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
+        """Append a sampled token to each draft, and return the drafts that need more tokens.
+
+        Args:
+            logits: [num_drafts, vocab_size].
+            drafts: the drafts, in the order of the logits. Mutated.
+
+        Raises:
+            ModelError: if the logits contain NaN or infinity.
+        """
+        positions = [Position(draft.target, draft.tokens) for draft in drafts]
+        sampled = self._sampler.sample(logits, positions)
+        if NOT_FINITE in sampled.errors.values():
+            raise ModelError(NOT_FINITE)
+        active = []
+        for index, draft in enumerate(drafts):
+            if index in sampled.errors:
+                continue
+            token_id = sampled.token_ids[index]
+            draft.own.token_ids.append(token_id)
+            is_last = token_id in draft.target.stop_token_ids
+            if not is_last and len(draft.own.token_ids) < draft.num_known + draft.length:
+                active.append(draft)
+        return active
+
+
+def _num_missing(draft: _Draft) -> int:
+    """Return the number of tokens that the draft model has not computed yet."""
+    return len(draft.own.token_ids) - draft.own.num_computed_tokens

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the draft model of speculative decoding."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.config import EngineConfig
+from nereid_backend.draft_model import DraftModel, DraftSizes
+from nereid_backend.errors import ConfigError
+from nereid_backend.model.accelerate_path import use_compiled_forward
+from nereid_backend.model.choose_path import ChosenPath, choose_path
+from nereid_backend.model.limits import MemoryPlan
+from nereid_backend.model.load_weights import load_weights
+from nereid_backend.model.path_variants import PathSpec
+from nereid_backend.paths.model_call import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """A draft model whose weights are loaded and whose forward path is chosen.
+
+    Attributes:
+        checkpoint: the draft model.
+        chosen: the forward path of the draft model.
+        bytes_per_token: the memory of one token in the KV cache of the draft model.
+        hook: the draft model's entry in transformers' attention interface.
+    """
+
+    checkpoint: Checkpoint
+    chosen: ChosenPath
+    bytes_per_token: int
+    hook: AttentionHook
+
+    def build(
+        self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, progress: Progress
+    ) -> DraftModel:
+        """Allocate the KV cache of the draft model.
+
+        The draft model gets as many blocks as the large model, so that each running sequence
+        usually has blocks in both.
+
+        Args:
+            config: the settings of the engine.
+            memory: the size of the large model's KV cache.
+            num_tokens: the largest number of tokens in one step.
+            progress: called with one line for each slow operation.
+        """
+        max_model_len = min(memory.max_model_len, self.chosen.limit.num_tokens)
+        sizes = Sizes(
+            memory.num_blocks, config.block_size, memory.max_num_seqs, max_model_len, "auto"
+        )
+        path = self.chosen.spec.build(sizes)
+        if config.compile_forward is True:
+            use_compiled_forward(path, self.checkpoint, self.hook, self.chosen, progress)
+        return DraftModel(
+            path,
+            DraftSizes(
+                num_blocks=memory.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=memory.max_num_seqs,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=num_tokens,
+                max_draft_tokens=config.max_draft_tokens,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            self.hook,
+        )
+
+
+def open_draft(
+    config: EngineConfig, target: Checkpoint, target_spec: PathSpec, progress: Progress
+) -> OpenedDraft | None:
+    """Load the weights of the draft model, and choose its forward path.
+
+    Args:
+        config: the settings of the engine.
+        target: the large model.
+        target_spec: the forward path of the large model.
+        progress: called with one line for each slow operation.
+
+    Returns:
+        The draft model; None if the settings turn draft models off.
+
+    Raises:
+        ConfigError: if one of the models cannot be used for speculative decoding, or if their
+            vocabularies differ.
+        ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
+    """
+    if config.draft_model is None or config.max_draft_tokens == 0:
+        return None
+    _check_path(target, target_spec)
+    draft_config = replace(
+        config,
+        model=config.draft_model,
+        draft_model=None,
+        speculative_method=None,
+        num_speculative_tokens=0,
+        tensor_parallel_size=1,
+        kv_cache_dtype="auto",
+        lora_adapters={},
+        lora_memory=0,
+    )
+    hook = AttentionHook()
+    try:
+        progress(f"loading the draft model {config.draft_model}")
+        checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
+        _check_vocabulary(config, target, checkpoint)
+        chosen = choose_path(checkpoint, hook, draft_config, progress)
+        _check_path(checkpoint, chosen.spec)
+    except BaseException:
+        hook.remove()
+        raise
+    itemsize = checkpoint.model.dtype.itemsize
+    layer_bytes = sum(layer.bytes_per_token(itemsize, 0) for layer in chosen.spec.layers)
+    return OpenedDraft(checkpoint, chosen, layer_bytes, hook)
+
+
+def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
+    """Raise a ConfigError if a model cannot remove rejected draft tokens."""
+    if not spec.removes_tokens:
+        raise ConfigError(
+            f"draft_model: the forward path {spec.name} of {checkpoint.architecture} cannot remove "
+            "rejected draft tokens. Speculative decoding requires models that store only keys and "
+            "values. Remove draft_model."
+        )
+
+
+def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoint) -> None:
+    """Raise a ConfigError if the two models have different vocabularies.
+
+    The tokens are compared only if both checkpoints contain a file tokenizer.json.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"draft_model: the draft model has a vocabulary of {draft.vocab_size} tokens, but the "
+            f"model has a vocabulary of {target.vocab_size} tokens. The vocabularies must be the "
+            "same. Use a smaller model of the same family."
+        )
+    assert config.draft_model is not None
+    vocabularies = [_read_vocabulary(path) for path in (config.model, config.draft_model)]
+    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"draft_model: the tokenizers of the two models assign different ids to the tokens, "
+            f"although both vocabularies have {target.vocab_size} tokens. Use a smaller model of "
+            "the same family."
+        )
+
+
+def _read_vocabulary(model: str) -> dict[str, int] | None:
+    """Return the ids of the tokens in tokenizer.json, without added tokens.
+
+    Return None if the checkpoint has no such file.
+    """
+    file = Path(checkpoint_folder(model)) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)

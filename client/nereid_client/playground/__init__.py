@@ -20,6 +20,7 @@ SCRIPTS = (
     "schema_editor",
     "options",
     "message_view",
+    "images",
     "chat",
     "embeddings",
     "rerank",

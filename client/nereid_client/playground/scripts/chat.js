@@ -25,17 +25,19 @@ function truncateConversation(index) {
   for (const { element } of conversation.splice(index)) element.remove();
 }
 
-/** Add a message of the user, with a button that edits it. */
-function addUserMessage(text) {
+/** Add a message of the user, with a button that edits its text. */
+function addUserMessage(text, images) {
   const element = messageElement("user");
   const content = make("pre", { className: "text", textContent: text });
-  const edit = makeButton("Edit", () => editMessage(element, text));
-  element.append(content, make("div", { className: "actions" }, edit));
-  addEntry("user", { role: "user", content: text }, element);
+  const edit = makeButton("Edit", () => editMessage(element, text, images));
+  element.append(...images.map(imageElement), content, make("div", { className: "actions" }, edit));
+  addEntry("user", { role: "user", content: contentWithImages(images, text) }, element);
 }
 
-/** Replace a message of the user by a form. The new text replaces all later messages. */
-function editMessage(element, text) {
+/**
+ * Replace a message of the user by a form. The new text replaces all later messages. The images stay.
+ */
+function editMessage(element, text, images) {
   if (running) return;
   const [heading, ...shown] = element.children;
   const field = make("textarea", { value: text, rows: 3, aria: { label: "Edited message" } });
@@ -47,7 +49,7 @@ function editMessage(element, text) {
     const options = readOptions();
     if (running || !options) return;
     truncateConversation(conversation.findIndex((entry) => entry.element === element));
-    addUserMessage(field.value);
+    addUserMessage(field.value, images);
     generate(options);
   });
   element.replaceChildren(heading, form);
@@ -194,7 +196,7 @@ function setRunning(controller) {
   byId("composer").querySelector("[type=submit]").disabled = Boolean(controller);
 }
 
-/** Send the text of the composer as a message. */
+/** Send the text and the images of the composer as a message. */
 function sendPrompt() {
   const field = byId("prompt");
   const unanswered = conversation.at(-1)?.message.tool_calls;
@@ -204,8 +206,9 @@ function sendPrompt() {
     return;
   }
   const options = readOptions();
-  if (running || !field.value.trim() || !options) return;
-  addUserMessage(field.value);
+  const isEmpty = !field.value.trim() && !attachedImages.length;
+  if (running || isEmpty || !options) return;
+  addUserMessage(field.value, takeAttachedImages());
   field.value = "";
   generate(options);
 }
@@ -228,6 +231,7 @@ function startChat() {
   byId("clear").addEventListener("click", () => {
     running?.abort();
     truncateConversation(0);
+    takeAttachedImages();
     byId("prompt").focus();
   });
 }

@@ -49,6 +49,7 @@ startTabs();
 startSchemaEditor();
 startOptions();
 startChat();
+startImages();
 startEmbeddings();
 startRerank();
 startTemplate();

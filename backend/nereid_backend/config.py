@@ -41,6 +41,10 @@ class EngineConfig:
     """The number of GPUs (or of processes on a CPU) that compute the model together. Each has a
     part of the weights and of the KV cache."""
 
+    data_parallel_size: PositiveInt = 1
+    """The number of engine processes. Each has a complete model, its own KV cache and its own
+    `tensor_parallel_size` GPUs. On a CPU, the processes share the CPUs."""
+
     dtype: Dtype = "auto"
     """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
     `float16`. `auto` means the data type of the checkpoint, but float32 on a CPU that is slow in
@@ -172,6 +176,12 @@ class EngineConfig:
                 f"max_num_batched_tokens: the value must be at least max_num_seqs "
                 f"({self.max_num_seqs}), but it is {budget}. Each running sequence needs one token "
                 "in every step. Raise max_num_batched_tokens or lower max_num_seqs."
+            )
+        if self.data_parallel_size > 1 and self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                "device: the value must be auto, cpu or cuda if data_parallel_size is "
+                f"{self.data_parallel_size}, but it is {self.device}. To select GPUs, set the "
+                "environment variable CUDA_VISIBLE_DEVICES."
             )
         self._check_speculation()
 

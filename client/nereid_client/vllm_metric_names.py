@@ -32,6 +32,7 @@ VLLM_METRICS = frozenset(
 
 _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
 _LABEL = 'model_name="llm"'
+_ENGINE_LABEL = 'engine="'
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
@@ -47,12 +48,14 @@ def with_vllm_names(page: str, model_name: str) -> str:
         model_name: the name of the language model in requests.
     """
     escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
-    labels = f'model_name="{escaped}",engine="0"'
+    model_label = f'model_name="{escaped}"'
 
     def rename(match: re.Match[str]) -> str:
         start, name, rest = match.groups()
         if name not in VLLM_METRICS:
             return match[0]
+        # A server with several engine processes adds the label `engine` to the gauges itself.
+        labels = model_label if _ENGINE_LABEL in rest else f'{model_label},{_ENGINE_LABEL}0"'
         return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"
 
     return _LINE.sub(rename, page)

@@ -325,7 +325,9 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         free, usable = _gpu_memory(config, device, activations)
     else:
         free = available_memory()
+        # The engine processes of data parallelism share the memory.
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
+        usable //= config.data_parallel_size
     configured = config.kv_cache_bytes
     if configured is None:
         return max(0, usable)

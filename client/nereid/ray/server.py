@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -182,14 +183,17 @@ class Server:
 def _load(page: str) -> dict[str, float]:
     """Read the waiting sequences and the use of the KV cache from the text of a metrics page.
 
+    A server with several engine processes has one line for each process. The numbers of waiting
+    sequences are added, and the average is the use of the KV cache.
+
     Example: "nereid:num_requests_waiting 3" returns {"num_requests_waiting": 3.0}.
     """
-    names = ("num_requests_waiting", "kv_cache_usage_perc")
-    return {
-        family.name.removeprefix("nereid:"): sum(sample.value for sample in family.samples)
-        for family in text_string_to_metric_families(page)
-        if family.name.removeprefix("nereid:") in names
-    }
+    values: dict[str, list[float]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            values.setdefault(sample.name.removeprefix("nereid:"), []).append(sample.value)
+    totals = {"num_requests_waiting": sum, "kv_cache_usage_perc": statistics.fmean}
+    return {name: float(total(values[name])) for name, total in totals.items() if name in values}
 
 
 def _free_ports(count: int) -> list[int]:

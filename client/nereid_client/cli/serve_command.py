@@ -45,6 +45,8 @@ _ENGINE_FLAGS = {
     "--max-num-seqs": "N",
     "--max-num-batched-tokens": "N",
     "--tensor-parallel-size": "N",
+    "--data-parallel-size": "N",
+    "--draft-model": "PATH",
 }
 # Maps each flag of the frontend to the name of a setting and to the placeholder that --help shows
 # for the flag's value. The flag --host is missing here, because it also sets the address of the
@@ -336,6 +338,8 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         value = getattr(args, _attribute(flag))
         if value is not None:
             environment[variable] = value
+    if args.draft_model:
+        environment["NEREID_DRAFT_MODEL"] = str(Path(args.draft_model).expanduser().absolute())
     if args.lora:
         environment["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"

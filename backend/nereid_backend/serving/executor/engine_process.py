@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine process. It contains everything that may crash: torch, drivers and kernels.
 
+The first message contains the settings and the number of the process ("replica").
 Messages, in addition to the messages that every child process has (process_entry.py):
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
@@ -32,6 +33,7 @@ _STATS_INTERVAL_S = 0.1
 log = logging.getLogger("nereid")
 
 MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
+PrepareReplica = Callable[[EngineConfig, int], EngineConfig]
 
 
 class EngineService:
@@ -122,20 +124,30 @@ class EngineService:
             self._stats_due = now + _STATS_INTERVAL_S
 
 
-def serve_engine(make: MakeEngine) -> NoReturn:
+def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoReturn:
     """Run this process as an engine process, then exit.
 
     Args:
         make: builds the engine from its settings and a function that reports slow operations.
+        prepare: returns the settings of one of several engine processes from the settings of the
+            server and from the number of the process. None means that all processes have equal
+            settings.
     """
-    serve(
-        lambda settings, send, progress: EngineService(
-            make(EngineConfig(**settings), progress), send
-        )
-    )
+
+    def load(
+        settings: dict[str, Any], send: Send, progress: Callable[[str], None]
+    ) -> EngineService:
+        replica = settings.pop("replica", 0)
+        config = EngineConfig(**settings)
+        if prepare is not None:
+            config = prepare(config, replica)
+        return EngineService(make(config, progress), send)
+
+    serve(load)
 
 
 if __name__ == "__main__":
     with importing():
         from nereid_backend import Engine
-    serve_engine(Engine)
+        from nereid_backend.parallel.replica import prepare_replica
+    serve_engine(Engine, prepare_replica)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`, which passes requests to the engine and tokens to the postprocessor.
+"""The Triton model `executor`: requests go to an engine process, and tokens to the postprocessor.
 
 The server's thread creates a stream for each request. The loop's thread (supervised_model.py) owns
 the streams. The loop adds the engine's updates to the streams, reads the signals of the
 postprocessor (feedback.py), and sends steps and errors to the server.
 """
 
-import dataclasses
+import contextlib
 import itertools
 import json
 import math
+import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -21,24 +22,32 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor import adapter_calls
-from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
+from nereid_backend.serving.executor.adapter_calls import (
+    AdapterCalls,
+    is_adapter_call,
+    read_change,
+)
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
+from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
 from nereid_backend.serving.executor.shared_limit import SharedLimit
+from nereid_backend.serving.executor.start_engines import start_engines
 from nereid_backend.serving.executor.streams import Pacer, Sequence, Stream
 from nereid_backend.serving.executor.waiting_limits import WaitingLimits
 from nereid_backend.serving.feedback import FeedbackReader, Signal
-from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
+from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
+_TOKEN_BYTES = 4
 # If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
 # waits for at least this number of seconds.
 _MIN_WAIT_S = 0.001
@@ -52,22 +61,12 @@ class ExecutorModel(SupervisedModel[Stream]):
     title = "executor"
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine process and wait until its model is loaded."""
+        """Start the engine processes, and wait until their models are loaded."""
         try:
             self._settings, config = read_settings(args)
             settings = self._settings
             self._feedback = FeedbackReader(settings.max_streams)
-            self.start_child(
-                ChildProgram(
-                    name="engine",
-                    title="engine",
-                    module=settings.engine_module,
-                    settings=dataclasses.asdict(config),
-                    start_timeout=Limit("engine_start_timeout_s", settings.engine_start_timeout_s),
-                    hang_timeout=Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
-                    max_restarts=Limit("max_engine_restarts", settings.max_engine_restarts),
-                )
-            )
+            self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
         # The source of serial numbers. The serial number of a request identifies the request in the
@@ -77,45 +76,60 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
         self._sequences = SharedLimit(settings.max_streams)
         self._sequences_lock = threading.Lock()
-        self._adapter_calls = AdapterCalls()
+        self._selector = ReplicaSelector(len(self.processes))
+        # Requests to load or unload adapters, which the loop sends to the engine processes.
+        self._adapter_changes: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         # Only the loop's thread uses the following attributes.
+        self._adapter_calls = AdapterCalls()
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
-        self._metrics = EngineMetrics(args.get("model_name", "executor"))
+        num_engines = len(self.processes)
+        self._metrics = EngineMetrics(args.get("model_name", "executor"), num_engines)
         self._tracing = Tracing(self.title)
         self._statistics = RequestStatistics()
-        self._engine_stats: dict[str, int] = {}
+        self._engine_stats: list[dict[str, int]] = [{} for _ in self.processes]
         self._publish_due = 0.0
-        self._num_restarts = 0
         self.start_loop()
 
     def finalize(self) -> None:
-        """End all requests, then the engine process."""
+        """End all requests, then the engine processes."""
         super().finalize()
         self._feedback.close()
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Create the stream of a request, and send the request to the engine.
+        """Create the stream of a request, and send the request to an engine process.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         parameters = json.loads(request.parameters() or "{}")
         if is_adapter_call(parameters):
-            change = self._adapter_calls.accept(parameters, sender)
-            if change is None:
-                self.respond_later(sender, self._adapter_calls.listing())
-            else:
-                self.send(change)
+            self._adapter_changes.put((read_change(parameters), sender))
             return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
-        token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS)
-        stream = self._open_stream(envelope, len(token_ids), sender)
-        message = ["add", stream.request_id, token_ids.tobytes(), envelope.params, envelope.n]
+        token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
+        replica = self._select_replica(token_ids, envelope.n)
+        try:
+            stream = self._open_stream(envelope, len(token_ids) // _TOKEN_BYTES, sender)
+        except CapacityError:
+            self._selector.release(replica, envelope.n)
+            raise
+        message = ["add", stream.request_id, token_ids, envelope.params, envelope.n]
         if envelope.images:
             message.append(envelope.images)
-        self.add_request(stream.request_id, stream, message)
+        self.add_request(stream.request_id, stream, message, replica)
+
+    def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
+        """Return the engine process for a request; see replica_selector.py.
+
+        Raises:
+            CapacityError: no engine process runs.
+        """
+        running = [process.index for process in self.processes if process.is_running]
+        if not running:  # the last process has died since the request arrived
+            raise CapacityError(self.restart_message())
+        return self._selector.select(token_ids, num_sequences, running)
 
     def _open_stream(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
         """Return the stream of a new request, and add the request to the waiting requests.
@@ -175,11 +189,11 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     # Only the loop's thread calls the methods below.
 
-    def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message of the engine (see engine_process.py)."""
+    def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
+        """Handle a message of an engine process (see engine_process.py)."""
         if kind == "updates":
             for row in values[0]:
-                self._handle_update(unpack_update(row))
+                self._handle_update(process, unpack_update(row))
         elif kind == "started":
             for request_id, started in values[0]:
                 if stream := self.requests.get(request_id):
@@ -187,14 +201,15 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif kind == "compiled":
             self._note_compiled(values[0])
         elif kind == "stats":
-            (self._engine_stats,) = values
+            (self._engine_stats[process.index],) = values
         elif kind == "refused":
-            self._handle_refusal(*values)
+            self._handle_refusal(process, *values)
         elif kind == "adapters":
-            self._handle_adapters(*values)
+            self._handle_adapters(process, *values)
 
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next step is due."""
+        self._send_adapter_changes()
         now = time.monotonic()
         interval_s = self._pacer.interval_s(len(self.requests))
         heartbeat_s = self._pacer.heartbeat_s(
@@ -230,13 +245,14 @@ class ExecutorModel(SupervisedModel[Stream]):
     def end_all(self, error: NereidError) -> None:
         """End all requests, including requests about adapters."""
         super().end_all(error)
-        for sender in self._adapter_calls.take_waiting():
+        senders = [sender for _, sender in self._take_adapter_changes()]
+        for sender in [*senders, *self._adapter_calls.take_waiting()]:
             super().respond(sender, error)
 
     def restart_message(self) -> str:
         """Return the reason why requests are refused while the engine restarts."""
-        assert self.child is not None
-        retry_s = min(max(math.ceil(self.child.load_s), 1), _LONGEST_RETRY_S)
+        load_s = min(process.child.load_s for process in self.processes)
+        retry_s = min(max(math.ceil(load_s), 1), _LONGEST_RETRY_S)
         return f"the engine is restarting. Try again in {retry_s} s."
 
     def failure_message(self, error: NereidError) -> str:
@@ -248,58 +264,89 @@ class ExecutorModel(SupervisedModel[Stream]):
             f"(max_engine_restarts). Restart the server. The last reason was: {error}"
         )
 
-    def on_restart(self) -> None:
-        """Count the restart."""
-        self._num_restarts += 1
-        # Publish empty engine statistics once. The next statistics come from the new process, whose
-        # counters start at 0.
-        self._engine_stats = {}
+    def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
+        """Forget the cache, the statistics and the unanswered adapter changes of a process."""
+        self._selector.forget(process.index)
+        # The next statistics come from the new process, whose counters start at 0.
+        self._engine_stats[process.index] = {}
+        for answer in self._adapter_calls.drop(process.index, error):
+            super().respond(*answer)
         self._publish_due = 0.0
-        self.publish_metrics()
+
+    def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
+        """Publish the restart immediately."""
+        self._publish_due = 0.0
 
     def publish_metrics(self) -> None:
         """Publish the metrics, at most ten times a second."""
         now = time.monotonic()
         if now >= self._publish_due:
             self._publish_due = now + _PUBLISH_INTERVAL_S
-            own = {
-                "num_requests": len(self.requests),
-                "num_engine_restarts": self._num_restarts,
-                "engine_up": int(not self.outage),
-            }
-            self._metrics.publish(self._engine_stats, own, self._statistics)
+            engines = [
+                {
+                    **self._engine_stats[process.index],
+                    "num_engine_restarts": process.num_restarts,
+                    "engine_up": int(process.is_running),
+                }
+                for process in self.processes
+            ]
+            self._metrics.publish(engines, len(self.requests), self._statistics)
 
-    def _handle_refusal(self, request_id: str, error_class: str, text: str) -> None:
-        """End the request that the engine process refuses."""
+    def _handle_refusal(
+        self, process: SupervisedProcess, request_id: str, error_class: str, text: str
+    ) -> None:
+        """End the request that an engine process refuses."""
         error = refusal_error(error_class, text)
         if stream := self.requests.get(request_id):
             self.end(stream, error)
-        elif sender := self._adapter_calls.refuse(request_id):
-            super().respond(sender, error)
+        elif answer := self._adapter_calls.refuse(request_id, process.index, error):
+            super().respond(*answer)
         elif request_id == adapter_calls.RESTORED:
             tensors.log.error("a LoRA adapter is lost after the restart: %s", error)
 
-    def _handle_adapters(self, call_id: str, names: list[str]) -> None:
-        """Answer the adapter request that the engine has completed.
+    def _handle_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
+        """Answer the adapter request that all engine processes have completed.
 
         A new engine process sends the call id "". It then gets all earlier changes again.
         """
-        if response := self._adapter_calls.answer(call_id, names):
-            super().respond(*response)
+        if answer := self._adapter_calls.answer(call_id, process.index, names):
+            super().respond(*answer)
         if not call_id:
-            for message in self._adapter_calls.history():
-                self.send(message)
+            for message in self._adapter_calls.history(process.index):
+                process.child.send(message)
 
-    def _handle_update(self, update: RequestUpdate) -> None:
+    def _send_adapter_changes(self) -> None:
+        """Send the new requests about adapters to all engine processes. Answer list requests."""
+        for change, sender in self._take_adapter_changes():
+            running = [process for process in self.processes if process.is_running]
+            if change is None:
+                super().respond(sender, self._adapter_calls.listing())
+            elif not running:
+                super().respond(sender, CapacityError(self.outage))
+            else:
+                replicas = [process.index for process in running]
+                message = self._adapter_calls.add(change, sender, replicas)
+                for process in running:
+                    process.child.send(message)
+
+    def _take_adapter_changes(self) -> list[tuple[list[str] | None, Any]]:
+        """Return the new requests about adapters with their response senders."""
+        changes = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                changes.append(self._adapter_changes.get_nowait())
+        return changes
+
+    def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
         """Add an update of the engine to its stream, or end the stream with the update's error."""
         stream = self.requests.get(update.request_id)
         if stream is None:
             if update.finish_reason is None:
                 # The stream has already ended, so the engine must stop computing the request.
-                self._abort(update.request_id)
+                _send_abort(process, update.request_id)
         elif update.error is not None:
             if len(stream.sequences) > 1:
-                self._abort(stream.request_id)
+                _send_abort(process, stream.request_id)
             if update.is_refused:
                 self.end(stream, RequestError(stream.refusal(update.error)))
             else:
@@ -320,16 +367,16 @@ class ExecutorModel(SupervisedModel[Stream]):
         stream.add(update)
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
-            self._abort(stream.request_id)
+            self._abort(stream)
             error = EngineError(
                 f"{stream.num_pending} generated tokens of this request wait to be sent, but the "
                 f"limit is {limit} (max_pending_tokens). The postprocessor is too slow."
             )
             self.end(stream, error)
 
-    def _abort(self, request_id: str, index: int | None = None) -> None:
+    def _abort(self, stream: Stream, index: int | None = None) -> None:
         """Ask the engine to end a request, or one of its sequences. A last update follows."""
-        self.send(["abort", request_id, index])
+        _send_abort(self.owner(stream.request_id), stream.request_id, index)
 
     def _note_start(self, stream: Stream, started: float) -> None:
         """Record the time at which the engine started a request. Ignore all later calls."""
@@ -355,7 +402,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         if error is None:
             return False
         self._statistics.counts["requests_timed_out_total"] += 1
-        self._abort(stream.request_id)
+        self._abort(stream)
         if isinstance(error, CapacityError):
             client_id = stream.timing.client_id
             error = CapacityError(self._waiting.with_retry_time(str(error), client_id))
@@ -375,14 +422,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         if Signal.CANCELLED in signals or self._lost_clients.has_lost_client(stream):
             stream.is_aborting = True
             self._statistics.counts["requests_disconnected_total"] += 1
-            self._abort(stream.request_id)
+            self._abort(stream)
             return
         for sequence, signal in zip(stream.sequences, signals, strict=True):
             if signal is Signal.STOP_STRING and not sequence.is_aborting:
                 sequence.is_aborting = True
                 if sequence.ending is None:
                     is_only_sequence = len(stream.sequences) == 1
-                    self._abort(stream.request_id, None if is_only_sequence else sequence.index)
+                    self._abort(stream, None if is_only_sequence else sequence.index)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         """Send the next step of `stream`, and remove the stream after its last step."""
@@ -400,12 +447,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         if state.is_last:
             endings = [sequence.ending for sequence in stream.sequences if sequence.ending]
             if any(ending.finish_reason != "abort" for ending in endings):
-                self.num_deaths = 0  # The engine process has finished a request.
+                # The engine process has finished a request.
+                self.owner(stream.request_id).num_deaths = 0
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
         """Remove a stream and release its slots. Its request no longer counts toward the limits."""
-        del self.requests[stream.request_id]
+        self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
+        self.remove(stream.request_id)
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
         now = time.monotonic()
@@ -414,3 +463,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._feedback.release(stream.slots)
         with self._sequences_lock:
             self._sequences.remove(stream.timing.client_id, len(stream.slots))
+
+
+def _send_abort(process: SupervisedProcess, request_id: str, index: int | None = None) -> None:
+    """Ask an engine process to end a request, or one of its sequences. A last update follows."""
+    process.child.send(["abort", request_id, index])

@@ -31,6 +31,7 @@ from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import read_pooling_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing, traceparent_of
@@ -211,7 +212,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     # Only the loop's thread calls the methods below.
 
-    def handle(self, kind: str, values: list[Any]) -> None:
+    def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
         """Handle the message "done" or "refused": send the outputs or the error to the client.
 
         The worker sends "done" with the outputs of a request, or "refused" with an error. Ignore
@@ -220,7 +221,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         if kind not in ("done", "refused"):
             return
         request_id, *row = values
-        pending = self.requests.pop(request_id, None)
+        pending = self.remove(request_id)
         if pending is None:
             return
         if kind == "refused":
@@ -270,8 +271,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     def end(self, request: PendingRequest, error: NereidError) -> None:
         """Remove a request, drop its job in the worker, and send `error` as its response."""
-        del self.requests[request.request_id]
-        self.send(["abort", request.request_id])
+        self.owner(request.request_id).child.send(["abort", request.request_id])
+        self.remove(request.request_id)
         self.respond(request.sender, error)
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
@@ -299,13 +300,13 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             f"attempts (max_restarts). Restart the server. The last reason was: {error}"
         )
 
-    def on_restart(self) -> None:
+    def on_restart(self, process: SupervisedProcess) -> None:
         """Record a successful restart of the worker, and reset the number of deaths.
 
         The setting max_restarts limits the restart attempts after one death, not all restarts
         together.
         """
-        self.num_deaths = 0
+        process.num_deaths = 0
         self._metrics.note_restart()
 
     def _start_worker(self, config: PoolingConfig) -> None:
@@ -321,14 +322,15 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             max_restarts=Limit("max_restarts", settings.max_restarts),
         )
         try:
-            worker = self.start_child(program)
+            worker = SupervisedProcess(program, log_prefix=self.log_prefix)
         except NereidError as error:
             raise EngineError(
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
+        self.processes = [worker]
         self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
-        task = worker.info["task"]
+        task = worker.child.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(

@@ -134,6 +134,10 @@ class ChildProcess:
         """Queue a message that channel.pack has packed. See `send`."""
         self._outbox.put(data)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the channel, so that a poll can wait for messages."""
+        return self._channel.fileno()
+
     def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
         """Return the messages of the process. Wait at most `timeout_s` seconds for the first one.
 

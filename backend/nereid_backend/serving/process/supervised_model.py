@@ -1,67 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of the Triton models that compute in a child process.
+"""The common part of the Triton models that compute in child processes.
 
-execute (the server's thread)         --> new requests, messages to the child process
-loop    (one thread, owns requests)   <-- messages of the child process
+execute (the server's thread)         --> new requests, messages to the child processes
+loop    (one thread, owns requests)   <-- messages of the child processes
                                       --> responses to the server
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
-threads send. The loop also supervises the child process. If the process dies or hangs, all requests
-end with an error, new requests are refused, and the process is started again.
+threads send. The loop also supervises the child processes. If a process dies or hangs, all requests
+of this process end with an error, and the process is started again (supervised_process.py). New
+requests are refused if no process runs.
 """
 
 import contextlib
 import os
 import queue
+import select
 import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.process.channel import pack
-from nereid_backend.serving.process.process_handle import (
-    ChildProcess,
-    ChildProgram,
-    EngineDiedError,
-)
+from nereid_backend.serving.process.process_handle import ChildProcess, EngineDiedError
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
-
-_OUTAGE_POLL_S = 0.05
 
 RequestT = TypeVar("RequestT")
 
 
 class SupervisedModel(ABC, Generic[RequestT]):
-    """A Triton model whose computations run in a child process.
+    """A Triton model whose computations run in child processes.
 
-    A subclass implements the abstract methods, and calls `start_child` and `start_loop` in its
+    A subclass implements the abstract methods, sets `processes`, and calls `start_loop` in its
     `initialize`. The server's thread calls `accept`. Only the loop's thread calls the other
     abstract methods.
 
     Attributes:
         title: the name of the model in messages, such as "executor".
-        log_prefix: the beginning of log lines about the child process, such as "embedding: ".
-        child: the child process that was started last; None if the model needs no child process.
+        log_prefix: the beginning of log lines about the model, such as "embedding: ".
+        processes: the child processes, by their index; empty if the model needs no child process.
         requests: the requests without a final response, by the id that the child process knows.
-            Only the loop's thread may use them.
-        num_deaths: the number of times that the child process has died or could not be started.
-            The subclass sets it to 0 when the process has proved to work.
-        outage: the reason why every request is refused; empty while the child process runs.
+            Only the loop's thread may use them, and only `remove` may remove a request.
     """
 
     title: str
     log_prefix = ""
 
     def __init__(self) -> None:
-        self.child: ChildProcess | None = None
+        self.processes: list[SupervisedProcess] = []
         self.requests: dict[str, RequestT] = {}
-        self.num_deaths = 0
-        self.outage = ""
-        self._arrivals: queue.SimpleQueue[tuple[str, RequestT]] = queue.SimpleQueue()
+        # The process that computes each request of `requests`.
+        self._owners: dict[str, SupervisedProcess] = {}
+        # Each arrival has the child process that got the message about the request. The child
+        # process can die, and can be replaced, before the loop takes the arrival.
+        self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
+            queue.SimpleQueue()
+        )
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._loop, name=f"{self.title}-loop")
+
+    @property
+    def child(self) -> ChildProcess | None:
+        """The first child process; None if the model needs no child process."""
+        return self.processes[0].child if self.processes else None
+
+    @property
+    def outage(self) -> str:
+        """The reason why every request is refused; empty while a child process runs."""
+        if not self.processes or any(process.is_running for process in self.processes):
+            return ""
+        if all(process.has_given_up for process in self.processes):
+            error = self.processes[0].error
+            assert error is not None, "only a process that has died gives up"
+            return self.failure_message(error)
+        return self.restart_message()
 
     # The subclass implements these methods.
 
@@ -77,8 +92,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
 
     @abstractmethod
-    def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle the message [kind, *values] of the child process."""
+    def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
+        """Handle the message [kind, *values] of a child process."""
 
     @abstractmethod
     def serve(self) -> float:
@@ -86,18 +101,25 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def end(self, request: RequestT, error: NereidError) -> None:
-        """Remove a request from `requests`, and send `error` as its last response."""
+        """Call `remove` for a request, and send `error` as its last response."""
 
     @abstractmethod
     def restart_message(self) -> str:
-        """Return the reason for which requests are refused while the child process restarts."""
+        """Return the reason for which requests are refused while all child processes restart."""
 
     @abstractmethod
     def failure_message(self, error: NereidError) -> str:
-        """Return the error message for requests after all restarts of the process have failed."""
+        """Return the error message for requests after all restarts have failed.
 
-    def on_restart(self) -> None:
-        """Record that the child process has been restarted."""
+        Args:
+            error: the reason of the last death.
+        """
+
+    def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
+        """Record that a child process has died. Its requests have ended with `error`."""
+
+    def on_restart(self, process: SupervisedProcess) -> None:
+        """Record that a child process has been restarted."""
 
     def publish_metrics(self) -> None:
         """Publish the model's metrics, if it has any."""
@@ -120,42 +142,54 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.respond_later(sender, error)
 
     def finalize(self) -> None:
-        """End all requests, then the child process."""
+        """End all requests, then the child processes."""
         self._stopping.set()
         self._loop_thread.join()
-        if self.child is not None:
-            self.child.stop()
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(SupervisedProcess.stop, self.processes):
+                pass
 
     # The subclass calls these methods.
-
-    def start_child(self, program: ChildProgram) -> ChildProcess:
-        """Start the child process, wait until its model is loaded, and return the process.
-
-        Raises:
-            EngineError: loading failed or took too long. The message gives the reason.
-        """
-        self._program = program
-        self.child = ChildProcess.start(program, tensors.progress)
-        return self.child
 
     def start_loop(self) -> None:
         """Start the thread that serves the requests."""
         self._loop_thread.start()
 
-    def add_request(self, request_id: str, request: RequestT, message: list[Any]) -> None:
-        """Pass an accepted request to the loop, and `message` to the child process.
+    def add_request(
+        self, request_id: str, request: RequestT, message: list[Any], index: int = 0
+    ) -> None:
+        """Pass an accepted request to the loop, and `message` to a child process.
 
-        If the child process has just died, the loop ends the request with all other requests.
+        If the child process has just died, the loop ends the request with all other requests of
+        this process.
+
+        Args:
+            request_id: the id of the request in the child process.
+            request: the request.
+            message: the message.
+            index: the number of the child process.
 
         Raises:
             RequestError: the message cannot be packed; see channel.pack. The request is not added.
         """
         packed = pack(message)
+        process = self.processes[index]
+        child = process.child
         # Add the request to the queue before the message is sent. Otherwise, the loop could receive
         # the answer of the child process before it receives the request.
-        self._arrivals.put((request_id, request))
-        if self.child is not None:
-            self.child.send_packed(packed)
+        self._arrivals.put((request_id, request, process, child))
+        child.send_packed(packed)
+
+    def remove(self, request_id: str) -> RequestT | None:
+        """Remove a request from `requests`, and return the request; None if the id is unknown."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._owners.pop(request_id).num_requests -= 1
+        return request
+
+    def owner(self, request_id: str) -> SupervisedProcess:
+        """Return the process that computes a request of `requests`."""
+        return self._owners[request_id]
 
     @property
     def num_requests(self) -> int:
@@ -184,11 +218,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
             )
             os._exit(1)
 
-    def send(self, message: list[Any]) -> None:
-        """Send a message to the child process. If the process has died, the message is dropped."""
-        if self.child is not None:
-            self.child.send(message)
-
     # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
@@ -196,35 +225,68 @@ class SupervisedModel(ABC, Generic[RequestT]):
         wait_s = 0.0
         while not self._stopping.is_set():
             try:
-                messages = self._receive(wait_s)
+                self._notice_restarts()
+                received, lost = self._receive(wait_s)
                 self._take_arrivals()
-                for kind, *values in messages:
-                    if kind == "progress":
-                        tensors.progress(*values)
-                    else:
-                        self.handle(kind, values)
+                for process, messages in received:
+                    for kind, *values in messages:
+                        if kind == "progress":
+                            tensors.progress(*values)
+                        else:
+                            self.handle(process, kind, values)
+                for process, error in lost:
+                    self._lose(process, error)
                 wait_s = self.serve()
                 self.publish_metrics()
-            except EngineDiedError as error:
-                self._restart(error)
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
                 tensors.log.exception("the loop of the %s failed", self.title)
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
         self.end_all(EngineError("the server is shutting down"))
 
-    def _receive(self, timeout_s: float) -> list[list[Any]]:
-        """Return the new messages of the child process; [] if there is no child process."""
-        if self.child is None:
+    def _receive(
+        self, timeout_s: float
+    ) -> tuple[
+        list[tuple[SupervisedProcess, list[list[Any]]]],
+        list[tuple[SupervisedProcess, EngineDiedError]],
+    ]:
+        """Wait at most `timeout_s` seconds for messages of the child processes.
+
+        Returns:
+            The new messages of each running process, and the processes that have died with the
+            reasons of their deaths.
+        """
+        running = [process for process in self.processes if process.is_running]
+        if not running:
             self._stopping.wait(timeout_s)
-            return []
-        return self.child.receive(timeout_s, is_working=bool(self.requests))
+        elif len(running) > 1:
+            poll = select.poll()
+            for process in running:
+                poll.register(process.child, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+            timeout_s = 0.0
+        received, lost = [], []
+        for process in running:
+            try:
+                messages = process.child.receive(timeout_s, is_working=process.num_requests > 0)
+                received.append((process, messages))
+            except EngineDiedError as error:
+                lost.append((process, error))
+        return received, lost
 
     def _take_arrivals(self) -> None:
-        """Take the requests and the results that the server's thread has queued."""
+        """Take the requests and the results that the server's thread has queued.
+
+        End the requests that were sent to a child process that has died.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
-                request_id, request = self._arrivals.get_nowait()
+                request_id, request, process, child = self._arrivals.get_nowait()
                 self.requests[request_id] = request
+                self._owners[request_id] = process
+                process.num_requests += 1
+                if not process.is_running or process.child is not child:
+                    assert process.error is not None, "the process has died"
+                    self.end(request, process.error)
         with contextlib.suppress(queue.Empty):
             while True:
                 self.respond(*self._results.get_nowait())
@@ -249,61 +311,33 @@ class SupervisedModel(ABC, Generic[RequestT]):
         for request in list(self.requests.values()):
             self.end(request, error)
 
-    def _restart(self, error: EngineDiedError) -> None:
-        """End all requests after the death of the child process, then start a new child process.
+    def _lose(self, process: SupervisedProcess, error: EngineDiedError) -> None:
+        """End the requests of a process that has died, and restart the process."""
+        process.restart(error)
+        for request_id, request in list(self.requests.items()):
+            if self._owners[request_id] is process:
+                self.end(request, error)
+        self.on_death(process, error)
 
-        After too many unsuccessful restarts, refuse every request until the server is restarted.
+    def _notice_restarts(self) -> None:
+        """Record which processes have been restarted, and which restarts have failed."""
+        for process in self.processes:
+            had_given_up = process.has_given_up
+            if process.has_restarted():
+                self.on_restart(process)
+            elif process.has_given_up and not had_given_up:
+                self._note_failure(process)
+
+    def _note_failure(self, process: SupervisedProcess) -> None:
+        """Log that a process is not restarted again.
+
+        `nereid serve` restarts the server after a line that begins with "error:". This line is
+        therefore written only if no process is left.
         """
-        assert self.child is not None  # only a child process raises EngineDiedError
-        self.outage = self.restart_message()
-        tensors.log.error("%s%s", self.log_prefix, error)
-        limit = self._program.max_restarts.value
-        while self.num_deaths < limit:
-            self.num_deaths += 1
-            self._end_during_outage(error)
+        if self.outage and all(one.has_given_up for one in self.processes):
+            tensors.progress(f"error: {self.log_prefix}{self.outage}")
+        else:
             tensors.progress(
-                f"restarting the {self._program.title} (attempt {self.num_deaths} of {limit}), "
-                f"because {error}"
+                f"the {process.title} is not restarted again. The server continues with fewer "
+                f"processes, until it is restarted. The last reason was: {process.error}"
             )
-            if self._replace_child(error):
-                # Requests that arrived shortly before the loop noticed the death of the process
-                # were sent to the old process. These requests end, too.
-                self.end_all(error)
-                self.outage = ""
-                self.on_restart()
-                return
-        self._refuse_until_finalized(error)
-
-    def _replace_child(self, error: EngineDiedError) -> bool:
-        """Stop the child process and start a new one. Return whether the new process is ready."""
-        assert self.child is not None
-        try:
-            self.child.stop()
-            self.child = ChildProcess.start(
-                self._program, tensors.progress, lambda: self._end_during_outage(error)
-            )
-        except (NereidError, OSError) as failure:
-            tensors.log.error(
-                "%sthe %s could not be restarted: %s",
-                self.log_prefix,
-                self._program.name,
-                failure,
-            )
-            return False
-        return True
-
-    def _refuse_until_finalized(self, error: EngineDiedError) -> None:
-        """Refuse every request until `finalize` is called."""
-        self.outage = self.failure_message(error)
-        tensors.progress(f"error: {self.log_prefix}{self.outage}")
-        while not self._stopping.is_set():
-            self._end_during_outage(error)
-            self._stopping.wait(_OUTAGE_POLL_S)
-
-    def _end_during_outage(self, error: EngineDiedError) -> None:
-        """End the requests that have arrived since the child process died.
-
-        The metrics are published, too.
-        """
-        self.end_all(error)
-        self.publish_metrics()

@@ -274,7 +274,7 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
     assert adapters(model, list_loras=True) == ["second"]
     os.kill(model.child.pid, signal.SIGKILL)
     deadline = time.monotonic() + 120
-    while model._num_restarts == 0 or adapters(model, list_loras=True) != ["second"]:
+    while model.processes[0].num_restarts == 0 or adapters(model, list_loras=True) != ["second"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -298,3 +298,47 @@ def test_an_adapter_call_without_a_path_or_for_an_unknown_name_is_refused(start)
     )
     unknown = adapter_request(model, unload_lora="a")
     assert unknown.error == "[INVALID_ARGUMENT] lora_name: no adapter has the name 'a'."
+
+
+def test_two_engines_share_the_requests_and_one_that_dies_ends_only_its_own(start):
+    model = start(ENDLESS, data_parallel_size=2)
+    streams = [ask(model, params=LONG) for _ in range(4)]
+    for stream in streams:
+        assert stream.has_tokens.wait(120)
+    first, second = model.processes
+    assert (first.num_requests, second.num_requests) == (2, 2)
+    assert metric("num_requests_running/0", 2) == metric("num_requests_running/1", 2) == 2
+    os.kill(second.child.pid, signal.SIGKILL)
+    for stream in streams[1::2]:
+        assert "[INTERNAL] the engine process ended (signal 9)" in stream.wait().error
+    assert not model.outage
+    late = ask(model).wait()
+    assert (late.error, late.token_ids) == (None, [10] * 5)
+    assert metric("engine_up/1", 1) == metric("num_engine_restarts/1", 1) == 1
+    assert metric("num_engine_restarts/0", 0) == 0
+    for stream in streams[::2]:
+        assert stream.error is None
+        num_tokens = len(stream.token_ids)
+        deadline = time.monotonic() + 60
+        while len(stream.token_ids) == num_tokens and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(stream.token_ids) > num_tokens
+    params = SamplingParams(max_tokens=5)
+    repeated = [ask(model, params=params).wait().token_ids for _ in range(4)]
+    assert repeated == [[10] * 5] * 4
+
+
+def test_adapters_reach_every_engine_and_a_restarted_one_gets_them_again(start):
+    model = start(ENDLESS, data_parallel_size=2, lora_adapters="first=/f")
+    assert adapters(model, load_lora="second", lora_path="/s") == ["first", "second"]
+    os.kill(model.processes[1].child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while model.processes[1].num_restarts == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while adapters(model, list_loras=True) != ["first", "second"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert adapters(model, unload_lora="second") == ["first"]
+    refused = adapter_request(model, unload_lora="second")
+    assert "no adapter has the name 'second'" in refused.error

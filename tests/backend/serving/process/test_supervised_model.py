@@ -10,6 +10,7 @@ from nereid_backend import CapacityError, EngineError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 
 POLL_S = 0.02
 
@@ -20,12 +21,10 @@ class EchoModel(SupervisedModel):
     title = "echo"
     log_prefix = "echo: "
 
-    def __init__(self, program):
+    def __init__(self, program, num_processes):
         super().__init__()
-        self.program = program
-        self.num_restarts = 0
         self.defect = None
-        self.start_child(program)
+        self.processes = [SupervisedProcess(program, i) for i in range(num_processes)]
         self.start_loop()
 
     def accept(self, request, sender):
@@ -35,15 +34,16 @@ class EchoModel(SupervisedModel):
         else:
             request_id = str(id(sender))
             message = [value if value != "ID" else request_id for value in instruction]
-            self.add_request(request_id, (request_id, sender), message)
+            index = request.inputs["index"].as_numpy() or 0
+            self.add_request(request_id, (request_id, sender), message, index)
 
-    def handle(self, kind, values):
+    def handle(self, process, kind, values):
         request_id, *rest = values
-        _, sender = self.requests.pop(request_id)
+        _, sender = self.remove(request_id)
         if kind == "refused":
             self.respond(sender, refusal_error(*rest))
         else:
-            self.num_deaths = 0
+            process.num_deaths = 0
             self.respond(sender, {"echo": tensors.strings(*rest)})
 
     def serve(self):
@@ -54,7 +54,7 @@ class EchoModel(SupervisedModel):
 
     def end(self, request, error):
         request_id, sender = request
-        del self.requests[request_id]
+        self.remove(request_id)
         self.respond(sender, error)
 
     def restart_message(self):
@@ -63,16 +63,17 @@ class EchoModel(SupervisedModel):
     def failure_message(self, error):
         return f"the echo is dead: {error}"
 
-    def on_restart(self):
-        self.num_restarts += 1
+    @property
+    def num_restarts(self):
+        return self.processes[0].num_restarts
 
 
 @pytest.fixture
 def start(make_program):
     models = []
 
-    def make(**program):
-        models.append(EchoModel(make_program(**program)))
+    def make(num_processes=1, **program):
+        models.append(EchoModel(make_program(**program), num_processes))
         return models[-1]
 
     yield make
@@ -80,14 +81,14 @@ def start(make_program):
         model.finalize()
 
 
-def ask(model, *instruction):
-    request = Request(instruction=instruction or None)
+def ask(model, *instruction, index=0):
+    request = Request(instruction=instruction or None, index=index)
     model.execute([request])
     return request
 
 
-def echo(model, text="hello"):
-    (reply,) = ask(model, "echo", "ID", text).wait().replies
+def echo(model, text="hello", index=0):
+    (reply,) = ask(model, "echo", "ID", text, index=index).wait().replies
     return [value.decode() for value in reply["echo"]] == [text]
 
 
@@ -213,3 +214,43 @@ def test_a_request_that_the_model_does_not_take_is_refused(start, monkeypatch):
 def test_a_model_whose_child_cannot_be_loaded_does_not_start(start):
     with pytest.raises(EngineError, match="the script cannot be loaded"):
         start(loading="fails")
+
+
+def test_the_death_of_a_process_ends_only_its_requests_and_the_others_continue(start, tmp_path):
+    model = start(num_processes=2, flag=str(tmp_path / "flag"), max_restarts=100)
+    (tmp_path / "flag").touch()
+    lost = ask(model, "exit", 7, index=1)
+    assert "the worker process ended (exit code 7)" in lost.wait().error
+    assert not model.outage
+    assert echo(model, index=0)
+    late = ask(model, "echo", "ID", "x", index=1)
+    assert "the worker process ended (exit code 7)" in late.wait().error
+    (tmp_path / "flag").unlink()
+    wait_until(lambda: model.processes[1].is_running)
+    assert echo(model, index=1)
+    assert [process.num_restarts for process in model.processes] == [0, 1]
+
+
+def test_a_process_that_is_given_up_leaves_the_others_and_the_last_one_ends_the_service(
+    start, tmp_path, capsys
+):
+    model = start(num_processes=2, flag=str(tmp_path / "flag"), max_restarts=1)
+    (tmp_path / "flag").touch()
+    ask(model, "exit", 1, index=1).wait()
+    wait_until(lambda: model.processes[1].has_given_up)
+    assert echo(model, index=0)
+    output = capsys.readouterr().out
+    assert "is not restarted again. The server continues with fewer processes" in output
+    assert "nereid: error:" not in output
+    ask(model, "exit", 1, index=0).wait()
+    wait_until(lambda: "dead" in model.outage)
+    wait_until(lambda: "nereid: error: echo: the echo is dead" in capsys.readouterr().out)
+
+
+def test_the_end_of_the_server_ends_a_process_that_is_restarting(start, tmp_path):
+    model = start(flag=str(tmp_path / "flag"), max_restarts=10**6)
+    (tmp_path / "flag").touch()
+    ask(model, "exit", 1).wait()
+    started = time.monotonic()
+    model.finalize()
+    assert time.monotonic() - started < 30

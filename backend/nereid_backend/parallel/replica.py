@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism: the settings and the GPUs of one of several engine processes.
+
+Each engine process has its own GPUs and a complete model. The processes do not communicate with
+each other. The executor distributes the requests (serving/executor/replica_selector.py).
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
+from nereid_backend.model.limits import usable_cpus
+
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
+    """Return the settings of an engine process, and restrict the process to its own GPUs.
+
+    The processes share the CPUs and the space for the prefix cache on disk. Each process has its
+    own random seed, so that equal requests without a seed get different outputs.
+
+    Call this function before the process uses a GPU.
+
+    Args:
+        config: the settings of the server.
+        index: the number of the process, from 0.
+
+    Raises:
+        ConfigError: the machine has fewer GPUs than the processes need.
+    """
+    count = config.data_parallel_size
+    if count == 1:
+        return config
+    _restrict_gpus(config, index)
+    if config.tensor_parallel_size > 1:
+        num_threads = usable_cpus() // (count * config.tensor_parallel_size)
+    else:
+        num_threads = (usable_cpus() - 1) // count
+    return replace(
+        config,
+        num_threads=config.num_threads or max(1, num_threads),
+        prefix_cache_disk_bytes=max(1, config.prefix_cache_disk_size // count),
+        seed=config.seed + index,
+    )
+
+
+def _restrict_gpus(config: EngineConfig, index: int) -> None:
+    """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return
+    num_own = config.tensor_parallel_size
+    num_needed = config.data_parallel_size * num_own
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_needed:
+        own = f" of {num_own} GPUs each" if num_own > 1 else ""
+        raise ConfigError(
+            f"data_parallel_size: {config.data_parallel_size} engine processes{own} need "
+            f"{num_needed} GPUs, but torch finds {num_gpus}. Lower data_parallel_size."
+        )
+    os.environ[_VISIBLE_GPUS] = own_gpus(os.environ.get(_VISIBLE_GPUS, ""), index, num_own)
+
+
+def own_gpus(visible: str, index: int, num_own: int) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for an engine process.
+
+    Example: `own_gpus("4,5,6,7", index=1, num_own=2)` returns "6,7".
+
+    Args:
+        visible: the value of CUDA_VISIBLE_DEVICES for the server; empty for all GPUs.
+        index: the number of the process.
+        num_own: the number of GPUs of each process.
+    """
+    numbers = range(index * num_own, (index + 1) * num_own)
+    names = visible.split(",")
+    return ",".join(names[number].strip() if visible else str(number) for number in numbers)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects the engine process of each request, if there are several engine processes.
+
+Each engine process has its own prefix cache. A request is therefore sent to the process that has
+got the longest prefix of the prompt, unless this process has many more sequences than another
+process. The selector does not ask the processes what is in their caches. Instead, the selector
+stores which prompts were sent to which process.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+# Prompts are compared in chunks of this number of tokens.
+_CHUNK_TOKENS = 64
+_TOKEN_BYTES = 4
+# The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
+_MAX_CHUNKS = 100_000
+# The process with the longest prefix may have this number of sequences more than the process with
+# the fewest sequences.
+_MAX_EXTRA_SEQUENCES = 4
+
+
+def chunk_hashes(token_ids: bytes) -> list[bytes]:
+    """Return one hash for each full chunk of a prompt.
+
+    The hash of a chunk depends on all tokens up to the end of the chunk. Two prompts therefore have
+    their first n hashes in common if they have their first 64 * n tokens in common.
+
+    Args:
+        token_ids: the token ids of the prompt as int32 numbers.
+    """
+    size = _CHUNK_TOKENS * _TOKEN_BYTES
+    hashes, so_far = [], hashlib.blake2b(digest_size=8)
+    for start in range(0, len(token_ids) - size + 1, size):
+        so_far.update(token_ids[start : start + size])
+        hashes.append(so_far.digest())
+    return hashes
+
+
+class ReplicaSelector:
+    """Selects a process for each request, and counts the sequences of each process.
+
+    The class is thread-safe.
+
+    Args:
+        num_replicas: the number of processes.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._lock = threading.Lock()
+        self._num_sequences = [0] * num_replicas
+        # The number of the last request of each process. Of processes with the same number of
+        # sequences, the process whose last request is the oldest one is selected.
+        self._last_request = list(range(-num_replicas, 0))
+        self._num_requests = 0
+        # The processes that got each chunk. The least recently used chunk is first.
+        self._replicas_of: OrderedDict[bytes, set[int]] = OrderedDict()
+
+    def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
+        """Return the process for a request, and count the sequences of the request.
+
+        Args:
+            token_ids: the token ids of the prompt as int32 numbers.
+            num_sequences: the number of sequences of the request.
+            running: the processes that accept requests. There must be at least one.
+        """
+        # With one process, there is nothing to compare.
+        hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
+        with self._lock:
+            limit = min(self._num_sequences[one] for one in running) + _MAX_EXTRA_SEQUENCES
+            best = self._least_loaded(self._with_longest_prefix(hashes, set(running)))
+            if self._num_sequences[best] > limit:
+                best = self._least_loaded(running)
+            self._num_sequences[best] += num_sequences
+            self._num_requests += 1
+            self._last_request[best] = self._num_requests
+            self._store(hashes, best)
+            return best
+
+    def release(self, replica: int, num_sequences: int) -> None:
+        """Record that a request of a process has ended."""
+        with self._lock:
+            self._num_sequences[replica] -= num_sequences
+
+    def forget(self, replica: int) -> None:
+        """Forget the prompts that were sent to a process, because its cache was lost."""
+        with self._lock:
+            for chunk, replicas in list(self._replicas_of.items()):
+                replicas.discard(replica)
+                if not replicas:
+                    del self._replicas_of[chunk]
+
+    def _with_longest_prefix(self, hashes: Sequence[bytes], running: set[int]) -> set[int]:
+        """Return the processes that got the longest prefix of a prompt."""
+        best = running
+        for one in hashes:
+            remaining = best & self._replicas_of.get(one, set())
+            if not remaining:
+                break
+            best = remaining
+        return best
+
+    def _least_loaded(self, replicas: Collection[int]) -> int:
+        """Return the process with the fewest sequences."""
+        return min(replicas, key=lambda one: (self._num_sequences[one], self._last_request[one]))
+
+    def _store(self, hashes: Sequence[bytes], replica: int) -> None:
+        """Store that a process got a prompt, and forget the least recently used chunks."""
+        # The first chunk of a prompt is stored last, because a chunk is useless without the chunks
+        # before it, and the least recently stored chunks are forgotten first.
+        for one in reversed(hashes):
+            self._replicas_of.setdefault(one, set()).add(replica)
+            self._replicas_of.move_to_end(one)
+        while len(self._replicas_of) > _MAX_CHUNKS:
+            self._replicas_of.popitem(last=False)

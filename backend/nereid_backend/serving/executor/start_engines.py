@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the engine processes of the executor."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import NereidError
+from nereid_backend.serving.process.process_handle import ChildProgram, Limit
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
+from nereid_backend.serving.serving_settings import ServingSettings
+
+
+def start_engines(settings: ServingSettings, config: EngineConfig) -> list[SupervisedProcess]:
+    """Start the engine processes, and wait until their models are loaded.
+
+    The first process is started alone. If the checkpoint or a setting is wrong, only one process
+    reports the error. The other processes are then started at the same time, and read the weights
+    from the kernel's page cache.
+
+    Raises:
+        EngineError: loading failed or took too long. The message gives the reason.
+    """
+    processes = [_start_engine(settings, config, 0)]
+    try:
+        with ThreadPoolExecutor(config.data_parallel_size) as pool:
+            futures = [
+                pool.submit(_start_engine, settings, config, index)
+                for index in range(1, config.data_parallel_size)
+            ]
+        for future in futures:
+            if future.exception() is None:
+                processes.append(future.result())
+        for future in futures:
+            future.result()  # raises the error of a process that could not be started
+    except NereidError:
+        for process in processes:
+            process.stop()
+        raise
+    return processes
+
+
+def _start_engine(settings: ServingSettings, config: EngineConfig, index: int) -> SupervisedProcess:
+    """Start the engine process with the number `index`, and wait until its model is loaded."""
+    is_only = config.data_parallel_size == 1
+    title = "engine" if is_only else f"engine {index}"
+    program = ChildProgram(
+        name="engine",
+        title=title,
+        module=settings.engine_module,
+        settings={"replica": index, **dataclasses.asdict(config)},
+        start_timeout=Limit("engine_start_timeout_s", settings.engine_start_timeout_s),
+        hang_timeout=Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
+        max_restarts=Limit("max_engine_restarts", settings.max_engine_restarts),
+    )
+    return SupervisedProcess(program, index, "" if is_only else f"{title}: ")

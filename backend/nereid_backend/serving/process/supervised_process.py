@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child process that a thread starts again after the process has died."""
+
+import threading
+
+from nereid_backend.errors import EngineError, NereidError
+from nereid_backend.serving import tensors
+from nereid_backend.serving.process.process_handle import ChildProcess, ChildProgram
+
+
+class _StoppedError(NereidError):
+    """The server is shutting down, so a starting process is no longer needed."""
+
+
+class SupervisedProcess:
+    """A child process of a Triton model, and its restarts.
+
+    A restart takes as long as loading the model. A separate thread therefore restarts the process,
+    while the loop of the model (supervised_model.py) serves the requests of the other processes.
+    Only the loop's thread may call the methods and write the attributes.
+
+    Attributes:
+        index: the number of the process among the processes of its model, from 0.
+        title: the name of the process in the log, such as "engine".
+        child: the child process that was started last.
+        is_running: whether the process accepts requests. Any thread may read this attribute.
+        has_given_up: whether all restarts have failed, so that the process is not started again.
+        error: the reason of the last death; None before the first death.
+        num_deaths: the number of times that the process has died or could not be started. The model
+            sets this number to 0 when the process has proved to work.
+        num_restarts: the number of successful restarts.
+        num_requests: the number of requests of this process without a final response.
+    """
+
+    def __init__(self, program: ChildProgram, index: int = 0, log_prefix: str = "") -> None:
+        """Start the process, and wait until its model is loaded.
+
+        Args:
+            program: the program and its limits.
+            index: the number of the process.
+            log_prefix: the beginning of log lines about the process, such as "embedding: ".
+
+        Raises:
+            EngineError: loading failed or took too long. The message gives the reason.
+        """
+        self.index = index
+        self.title = program.title
+        self.child = ChildProcess.start(program, tensors.progress)
+        self.is_running = True
+        self.has_given_up = False
+        self.error: EngineError | None = None
+        self.num_deaths = 0
+        self.num_restarts = 0
+        self.num_requests = 0
+        self._program = program
+        self._log_prefix = log_prefix
+        self._stopping = threading.Event()
+        self._restarting: threading.Thread | None = None
+        # The new process, which the restarting thread sets before it ends.
+        self._replacement: ChildProcess | None = None
+
+    def restart(self, error: EngineError) -> None:
+        """Start a thread that replaces the process.
+
+        Args:
+            error: the reason of the death.
+        """
+        self.is_running = False
+        self.error = error
+        tensors.log.error("%s%s", self._log_prefix, error)
+        self._restarting = threading.Thread(target=self._replace, name="restart")
+        self._restarting.start()
+
+    def has_restarted(self) -> bool:
+        """Return True once after each restart, when the new process is ready.
+
+        If the restart has failed, set `has_given_up` and return False.
+        """
+        if self._restarting is None or self._restarting.is_alive():
+            return False
+        self._restarting = None
+        if self._replacement is None:
+            self.has_given_up = True
+            return False
+        self.child, self._replacement = self._replacement, None
+        self.num_restarts += 1
+        self.is_running = True
+        return True
+
+    def stop(self) -> None:
+        """End the process, or the thread that restarts the process."""
+        self._stopping.set()
+        if self._restarting is not None:
+            self._restarting.join()
+        (self._replacement or self.child).stop()
+
+    def _replace(self) -> None:
+        """Start a new process until the limit of deaths is reached; runs in a thread."""
+        limit = self._program.max_restarts.value
+        while self.num_deaths < limit and not self._stopping.is_set():
+            self.num_deaths += 1
+            tensors.progress(
+                f"restarting the {self._program.title} (attempt {self.num_deaths} of {limit}), "
+                f"because {self.error}"
+            )
+            try:
+                self.child.stop()
+                self._replacement = ChildProcess.start(
+                    self._program, tensors.progress, self._check_stopping
+                )
+            except _StoppedError:
+                return
+            except (NereidError, OSError) as failure:
+                tensors.log.error(
+                    "%sthe %s could not be restarted: %s",
+                    self._log_prefix,
+                    self._program.title,
+                    failure,
+                )
+            else:
+                return
+
+    def _check_stopping(self) -> None:
+        """Raise an error if the server is shutting down."""
+        if self._stopping.is_set():
+            raise _StoppedError

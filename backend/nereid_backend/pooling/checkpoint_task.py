@@ -13,6 +13,7 @@ from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # The class name of a model with a classification head ends with this text.
 SEQUENCE_HEAD = "ForSequenceClassification"
+_TOKEN_HEAD = "ForTokenClassification"
 
 
 def choose_task(
@@ -70,7 +71,8 @@ def _task_from_files(
     """Return the task of the checkpoint for task=auto, derived from its files.
 
     Raises:
-        ConfigError: the files describe a generative checkpoint, whose task must be set.
+        ConfigError: the files describe a generative checkpoint, whose task must be set, or a
+            classifier of single tokens, which is not supported.
     """
     if is_embedder(modules):
         return "embed"
@@ -83,5 +85,10 @@ def _task_from_files(
             f"task: {folder} is a generative checkpoint ({architecture}), and its files do not "
             "name a task. Set task=embed (the vector of the last token) or task=rerank (the model "
             "answers yes or no), or serve the checkpoint as the language model."
+        )
+    if architecture.endswith(_TOKEN_HEAD):
+        raise ConfigError(
+            f"task: {folder} is a classifier of single tokens ({architecture}), which is not "
+            "supported. task=embed computes vectors without the classifier's head."
         )
     return "embed"

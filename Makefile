@@ -23,7 +23,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -167,6 +167,9 @@ bench-scheduler: setup ## Measure the time of scheduling in each step, with many
 
 bench-prefix-cache: setup ## Measure the first token of a chat's second turn: with the prefix cache, and after a restart with it on disk
 	@$(BIN)/python -m loadtest.bench.bench_prefix_cache --disk $(ARGS)
+
+bench-speculation: setup ## Measure tokens/s with and without draft tokens, and the share of accepted draft tokens
+	@$(BIN)/python -m loadtest.bench.bench_speculation --grow 10 --truncate 2 $(ARGS)
 
 bench-growth: setup ## Measure how the speed of decode depends on the batch size and on the context
 	@$(BIN)/python -m loadtest.bench.bench --contestants nereid --prefill --decode 1 4 16 64 --context 32 512 2048 $(ARGS)

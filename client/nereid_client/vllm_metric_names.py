@@ -16,6 +16,7 @@ VLLM_METRICS = frozenset(
         "num_preemptions_total",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
+        "spec_decode_num_drafts_total",
         "spec_decode_num_draft_tokens_total",
         "spec_decode_num_accepted_tokens_total",
         "request_queue_time_seconds",

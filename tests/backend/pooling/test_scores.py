@@ -196,6 +196,7 @@ def test_a_classifier_of_single_tokens_is_refused_with_the_remedy(encoder_of, tm
     folder = copy_of(encoder_of("bert"), tmp_path)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertForTokenClassification"]}
+    path.unlink()  # the copy is a hard link
     path.write_text(json.dumps(config))
     (folder / "modules.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"classifier of single tokens .* task=embed"):

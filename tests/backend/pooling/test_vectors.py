@@ -252,6 +252,7 @@ def test_a_query_that_needs_mask_tokens_is_refused_by_name(encoder_of, tmp_path)
     folder = copy_of(encoder_of("bert"), tmp_path)
     path = folder / "sentence_bert_config.json"
     settings = {"max_seq_length": 32, "query_expansion": {"token": "<mask>"}}
+    path.unlink(missing_ok=True)  # the copy is a hard link
     path.write_text(json.dumps(settings))
     embedder = Embedder(str(folder), num_threads=1)
     assert "query" in embedder.info.prompts  # so that /score and /rerank ask for this prompt

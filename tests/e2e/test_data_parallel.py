@@ -1,0 +1,110 @@
+"""`nereid serve` with two engine processes: one process dies, and the other continues."""
+
+import contextlib
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+from backend.serving.fake_server import DEMO
+from fakes.live_frontend import wait_for
+from nereid_backend import Engine, EngineConfig, SamplingParams
+
+from loadtest.server.served import ALONE, Served
+
+pytestmark = [pytest.mark.triton, pytest.mark.long]
+
+RESTART_LIMIT_S = 300.0
+PROMPTS = [[10 + number, 20, 30 + number, 40] * (1 + 30 * (number % 2)) for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    flags = ["--data-parallel-size=2", "--served-model-name=chat", "--log-level=warning", *ALONE]
+    with Served(arguments=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.openai_url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return the greedy texts of one engine in this process."""
+    engine = Engine(EngineConfig(model=str(DEMO / "chat")))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    texts = [output.outputs[0].text for output in engine.generate(PROMPTS, params)]
+    engine.close()
+    return texts
+
+
+def complete(client, prompt):
+    return client.completions.create(
+        model="chat", prompt=prompt, temperature=0, max_tokens=24, extra_body={"ignore_eos": True}
+    )
+
+
+def texts(client):
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return [one.choices[0].text for one in pool.map(lambda p: complete(client, p), PROMPTS)]
+
+
+def engines(server, number):
+    """Return the engine processes with this number. There is none during a restart."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline())
+            if "engine_process" in line and f"engine {number}" in line:
+                found.append(child)
+    return found
+
+
+def is_up(server, number):
+    """Return whether the gauge of an engine process shows that the process accepts requests."""
+    page = urllib.request.urlopen(f"{server.openai_url.removesuffix('/v1')}/metrics").read()
+    return f'nereid:engine_up{{engine="{number}",model_name="llm"}} 1' in page.decode()
+
+
+def read_to_the_end(stream):
+    """Return the error of a stream; None if the stream was complete."""
+    try:
+        for _ in stream:
+            pass
+    except openai.APIError as error:
+        return str(error)
+
+
+def test_both_engines_give_the_tokens_of_one_engine(client, expected):
+    assert texts(client) == expected
+
+
+def test_only_the_streams_of_a_killed_engine_fail_and_its_capacity_comes_back(
+    server, client, expected
+):
+    streams = [
+        client.completions.create(
+            model="chat",
+            prompt=[50 + number] * 5,
+            stream=True,
+            max_tokens=400,
+            extra_body={"ignore_eos": True},
+        )
+        for number in range(8)
+    ]
+    for stream in streams:
+        next(stream)
+    (killed,) = engines(server, 1)
+    killed.kill()
+    with ThreadPoolExecutor(len(streams)) as pool:
+        errors = list(pool.map(read_to_the_end, streams))
+    assert errors.count(None) == 4
+    assert all("the engine process ended (signal 9)" in error for error in errors if error)
+    assert texts(client) == expected
+    wait_for(lambda: "restarting the engine 1 (attempt 1 of 3)" in server.output)
+    wait_for(lambda: engines(server, 1) not in ([], [killed]), RESTART_LIMIT_S)
+    wait_for(lambda: is_up(server, 1), RESTART_LIMIT_S)
+    assert texts(client) == expected

@@ -5,11 +5,16 @@ During its import, transformers reads the source files of all its models, to fin
 each file defines. This takes about a second of CPU time in each process. The result, an index,
 depends only on the version of transformers. So one process stores the index, and later processes
 load it.
+
+If scipy is installed, transformers also imports scipy.optimize with 300 other modules, which takes
+about half a second. Transformers needs only one function of scipy.optimize, and only to train
+object detectors. A placeholder imports scipy.optimize when this function is called.
 """
 
 import contextlib
 import gc
 import hashlib
+import importlib
 import marshal
 import os
 import sys
@@ -26,6 +31,8 @@ from nereid_backend.cache_folder import cache_folder
 # This function of transformers reads the source files of all models to build the index.
 _MODULE = "transformers.utils.import_utils"
 _FUNCTION = "create_import_structure_from_path"
+_SCIPY_MODULE = "scipy.optimize"
+_SCIPY_FUNCTION = "linear_sum_assignment"
 
 
 @contextlib.contextmanager
@@ -36,10 +43,13 @@ def importing() -> Iterator[None]:
     hundred thousand permanent objects and no garbage.
     """
     use_cached_index()
+    placeholder = _Placeholder(_SCIPY_MODULE)
+    sys.modules.setdefault(_SCIPY_MODULE, placeholder)
     gc.disable()
     try:
         yield
     finally:
+        placeholder.remove()
         gc.freeze()
         gc.enable()
 
@@ -54,6 +64,28 @@ def use_cached_index() -> None:
     """
     if _MODULE not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+class _Placeholder(ModuleType):
+    """Takes the place of the module `_SCIPY_MODULE` in `sys.modules` during the imports."""
+
+    def remove(self) -> None:
+        """Remove the placeholder, so that the next import of its name imports the module."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the module
+        """Return a function that calls `_SCIPY_FUNCTION`, or an attribute of the module itself."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == _SCIPY_FUNCTION:
+            return lambda *args, **kwargs: getattr(self._import(), name)(*args, **kwargs)
+        return getattr(self._import(), name)
+
+    def _import(self) -> ModuleType:
+        """Import the module whose place this object takes."""
+        self.remove()
+        return importlib.import_module(self.__name__)
 
 
 class _Finder(MetaPathFinder):

@@ -76,3 +76,26 @@ def test_cache_that_cannot_be_written_is_no_error(cached, calls, tmp_path):
     models = tmp_path / "package" / "models"
     assert cached(models) == cached(models) == INDEX
     assert len(calls) == 2
+
+
+_SCIPY = """
+import sys
+from nereid_backend.fast_imports import importing
+with importing():
+    from scipy.optimize import linear_sum_assignment
+    assert "scipy.optimize._lsap" not in sys.modules
+    if len(sys.argv) > 1:
+        from scipy.optimize import OptimizeResult
+        assert OptimizeResult(x=1).x == 1
+import numpy, scipy.optimize
+rows, columns = linear_sum_assignment(numpy.array([[4.0, 1.0], [2.0, 8.0]]))
+assert columns.tolist() == [1, 0]
+assert scipy.optimize.linear_sum_assignment is not linear_sum_assignment
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], pytest.param(["other"], marks=pytest.mark.long)])
+def test_scipy_is_imported_when_it_is_used(arguments):
+    command = [sys.executable, "-c", _SCIPY, *arguments]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "fine\n"

@@ -8,6 +8,7 @@ from typing import Any
 import httptools
 from fastapi import Request, Response
 
+from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
 from nereid_client.streaming.sse import EventStream
 from nereid_client.workers.place import WorkerPlace, is_from_worker
@@ -32,13 +33,15 @@ class RunsElsewhereError(Exception):
 async def forward_to_worker(request: Request, error: Exception) -> Response:
     """Forward a request without a body to another worker, and return the response.
 
-    This function is the handler of the application for RunsElsewhereError.
-
-    Raises: ApiError 503 if the other worker has ended.
+    This function is the handler of the application for RunsElsewhereError. If the other worker has
+    ended, the response has the status 503.
     """
     if not isinstance(error, RunsElsewhereError):
         raise error
-    status, headers, body = await _send(place_of(request), error.worker, request, b"")
+    try:
+        status, headers, body = await _send(place_of(request), error.worker, request, b"")
+    except ApiError as unavailable:
+        return error_response(unavailable, request.scope)
     if headers.get("content-type", "").startswith(EventStream.media_type):
         return EventStream(body, source=body)
     content = b"".join([part async for part in body])

@@ -165,10 +165,12 @@ class WorkerPool:
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker that has ended.
+        """Restart a worker that has ended, unless the workers are about to stop.
 
         Returns: the exit code of the frontend if the worker may not be restarted, else None.
         """
+        if self._is_draining:
+            return None
         now = time.monotonic()
         if worker.restart_at is not None:
             if now >= worker.restart_at:
@@ -176,7 +178,7 @@ class WorkerPool:
                 worker.process = self._start(worker.place)
             return None
         code = worker.process.poll()
-        if code is None or self._is_draining:
+        if code is None:
             return None
         socket_path = Path(worker.place.socket_path(worker.place.number))
         has_started = socket_path.exists()

@@ -1,7 +1,12 @@
 """The limits and responses that several frontend processes share, with two connections."""
 
+import httpx
 import pytest
+from fakes.fake_backend import FakeBackend
+from nereid_client.app import create_app
 from nereid_client.responses.response_store import Limits, Store, StoredResponse, delete_running
+from nereid_client.settings import Settings
+from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import (
     RequestsOfWorkers,
     UsagesOfWorkers,
@@ -53,3 +58,23 @@ async def test_the_limits_of_the_response_store_hold_for_all_workers(tmp_path):
     assert stores[1].num_bytes == sum(stores[1].find(f"r{number}").num_bytes for number in (4, 5))
     for store in stores:
         store.close()
+
+
+@pytest.mark.anyio
+async def test_a_response_of_a_worker_that_ended_is_unavailable(tmp_path):
+    place = WorkerPlace(0, 2, str(tmp_path), 0)
+    app = create_app(Settings(served_model_name="echo"), FakeBackend, place)
+    limits = Limits(count=3, num_bytes=10_000, age_s=60)
+    other = Store(limits, path=place.responses_path, worker=1)
+    other.begin(Run(), 100)
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+    ):
+        answer = await client.get("/v1/responses/resp_1")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "unavailable"
+        aborted = await client.post("/abort_request", json={"abort_all": True})
+        assert aborted.json() == {"num_aborted": 0}
+    other.close()

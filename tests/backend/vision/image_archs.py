@@ -147,7 +147,7 @@ def open_engine(folder: Path, **settings: Any) -> Engine:
         "max_num_seqs": 8,
         "dtype": "float32",
         "num_threads": 1,
-        "kv_cache_memory": "24MiB",
+        "kv_cache_memory": "64MiB",
         "max_model_len": 4000,
         **settings,
     }

@@ -77,3 +77,56 @@ HINTS |= {
     },
 }
 HINTS |= {"paligemma": {"_sizes": "defaults", "_image": {"image_seq_length": 256}}}
+
+
+def _template(placeholder: str) -> str:
+    """Return a chat template that prints this text for each image."""
+    return (
+        "{% for message in messages %}{% for part in message.content %}"
+        f"{{% if part.type == 'image' %}}{placeholder}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+        "{% endfor %}{% endfor %}"
+    )
+
+
+_SMALL_PINPOINTS = [[56, 56], [112, 56], [56, 112], [112, 112]]
+_AUDIO_TOKENS = {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"}
+_INDICATORS = ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
+HINTS |= {
+    "vipllava": {"_values": {"vision_feature_layer": [-1, -2]}},
+    "mllama": {"_vision": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192}},
+    "granite4_vision": {
+        "_values": {
+            "deepstack_layer_map": [[-1, 0]],
+            "spatial_target_layers": [0, 1],
+            "downsample_rate": "1/2",
+        }
+    },
+    "glm4v_moe": {**HINTS["glm4v_moe"], "_sections": [1, 1, 2]},
+    "llava_onevision": {
+        "_vision": {"image_size": 56, "patch_size": 14},
+        "_values": {"image_grid_pinpoints": _SMALL_PINPOINTS},
+        "_image": {
+            "image_grid_pinpoints": _SMALL_PINPOINTS,
+            "size": {"height": 56, "width": 56},
+        },
+        "_arguments": {"num_image_tokens": 16},
+    },
+    "inkling2": {"_vision": {"text_hidden_size": 64}},
+    "molmo2": {"_parts": {"adapter_config": {"vision_feature_layer": [-1, -2]}}},
+    "kimi_k25": {"_values": {"projection_hidden_size": 64}},
+    "gemma4": {"_tokens": _AUDIO_TOKENS, "_birth": {"vision_config": {}}},
+    "gemma4_unified": {"_tokens": _AUDIO_TOKENS, "_birth": {"vision_config": {}}},
+    "diffusion_gemma": {
+        "_tokens": _AUDIO_TOKENS,
+        "_birth": {"vision_config": {}},
+        "_image_processor": "Gemma4ImageProcessorPil",
+    },
+    "ovis2": {
+        "_template": _template("<image>"),
+        "_special": ["<IMG_ATOM>", *_INDICATORS],
+        "_ids": {"image_token_id": "<IMG_ATOM>", "visual_indicator_token_ids": _INDICATORS},
+    },
+    "qianfan_ocr": {"_template": _template("<image>"), "_special": ["<image>"]},
+    "instructblip": {"_arguments": {"num_query_tokens": 4}},
+    "fast_vlm": {**HINTS["fast_vlm"], "_arguments": {"patch_size": 64}},
+}

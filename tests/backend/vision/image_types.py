@@ -25,6 +25,8 @@ from backend import shrink, shrink_hints
 LENGTH = 4096
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 _PATTERN = re.compile(r"""["'](<[^"'<>\s]{1,40}>|\[[A-Z_]{2,20}\])["']""")
+# The text of a special token in a processor's constructor, such as: self.image_token = "<image>"
+_LITERAL = re.compile(r"""self\.(\w+_token)\s*=\s*["']([^"'\s]+)["']""")
 _ATTRIBUTE = re.compile(r"tokenizer\.((?:\w+_)?token)(?:_id)?\b")
 _FULL_PARTS = ("image_processor", "tokenizer")
 
@@ -40,6 +42,7 @@ def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
     values, config_class = small_values(model_type, hints)
     processor = make_processor(model_type, hints, _vision_values(values))
     _set_tokens(values, processor)
+    _set_ids(values, processor, hints)
     config = config_class(**values)
     torch.manual_seed(0)
     model = _model_class(model_type)(config)
@@ -62,6 +65,9 @@ def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
                 parameter.normal_(0.0, 0.02)
             elif parameter.dim() > 1:
                 parameter.normal_(0.0, hints.get("_scale", 0.2))
+            elif "gate" in name and parameter.numel() == 1:
+                # A new gate is 0, and lets no image through.
+                parameter.fill_(0.5)
 
 
 def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -71,7 +77,7 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
     hints = _with_text_hints(model_type, whole, hints)
     values = shrink._shrunk(whole, {k: v for k, v in hints.items() if not k.startswith("_p")})
     _lengthen(values)
-    _set_sections(values, model_type)
+    _set_sections(values, model_type, hints)
     vision = _vision_values(values)
     vision.update(hints.get("_vision", {}))
     if hints["_sizes"] == "processor":
@@ -85,6 +91,8 @@ def small_values(model_type: str, hints: dict[str, Any]) -> tuple[dict[str, Any]
     if "image_seq_length" in values and hints["_sizes"] == "small":
         values["image_seq_length"] = hints.get("_side", 4) ** 2
     values.update(hints.get("_values", {}))
+    for name, changes in hints.get("_parts", {}).items():
+        values[name].update(changes)
     return values, config_class
 
 
@@ -98,14 +106,14 @@ def _with_text_hints(model_type: str, whole: Any, hints: dict[str, Any]) -> dict
     return merged
 
 
-def _set_sections(values: dict[str, Any], model_type: str) -> None:
+def _set_sections(values: dict[str, Any], model_type: str, hints: dict[str, Any]) -> None:
     """Set the sections of three-dimensional positions, which add up to half of the head size."""
     source = inspect.getsource(inspect.getmodule(_model_class(model_type)))
     text = values.get("text_config", values)
     for rope in (text.get("rope_parameters"), values.get("rope_parameters")):
         has_sections = "mrope_section" in source or model_type.startswith("glm")
         if isinstance(rope, dict) and "rope_type" in rope and has_sections:
-            rope["mrope_section"] = [2, 3, 3]
+            rope["mrope_section"] = hints.get("_sections", [2, 3, 3])
 
 
 def _vision_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +153,16 @@ def _set_tokens(values: dict[str, Any], processor: Any) -> None:
                 values[name] = vocabulary[text]
             elif isinstance(value, int) and value >= shrink.VOCAB_SIZE:
                 values[name] = vocabulary.get(f"<{match[1]}>", shrink.VOCAB_SIZE - 1)
+
+
+def _set_ids(values: dict[str, Any], processor: Any, hints: dict[str, Any]) -> None:
+    """Set the config fields of the hint `_ids` to the ids of the texts that the hint gives."""
+    vocabulary = processor.tokenizer.get_vocab()
+    for name, texts in hints.get("_ids", {}).items():
+        if isinstance(texts, str):
+            values[name] = vocabulary[texts]
+        else:
+            values[name] = [vocabulary[text] for text in texts]
 
 
 def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
@@ -196,6 +214,7 @@ def _processor_arguments(
         values["num_image_tokens"] = (side // patch_size) ** 2
         values["image_seq_length"] = (side // patch_size) ** 2
     values |= hints.get("_arguments", {})
+    values["chat_template"] = hints.get("_template")
     return {
         name: value
         for name, value in values.items()
@@ -239,12 +258,23 @@ def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTok
     """Return a tokenizer with the special tokens that the source of a processor names."""
     source = inspect.getsource(inspect.getmodule(processor_class))
     special = ["<pad>", "<s>", "</s>", "<unk>"]
+    literals = {**dict(_LITERAL.findall(source)), **hints.get("_tokens", {})}
     attributes = {}
     for attribute in sorted(set(_ATTRIBUTE.findall(source)) | set(hints.get("_tokens", {}))):
         is_named = attribute.split("_")[0] in ("bos", "eos", "pad", "unk", "add")
         if not is_named and attribute != "token":
-            attributes[attribute] = hints.get("_tokens", {}).get(attribute, f"<{attribute}>")
-    texts = [*attributes.values(), *_PATTERN.findall(source), *hints.get("_special", [])]
+            attributes[attribute] = literals.get(attribute, f"<{attribute}>")
+    constants = [
+        value
+        for name, value in vars(processor_class).items()
+        if name.endswith("_TOKEN") and isinstance(value, str)
+    ]
+    texts = [
+        *constants,
+        *attributes.values(),
+        *_PATTERN.findall(source),
+        *hints.get("_special", []),
+    ]
     special += [text for text in dict.fromkeys(texts) if text not in special]
     vocabulary = {text: number for number, text in enumerate([*special, *_CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))

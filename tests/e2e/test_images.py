@@ -29,7 +29,7 @@ Answer with <tool_call>
 {% if message.content is string %}{{ message.content }}
 {%- elif message.content %}
 {%- for part in message.content %}
-{%- if part.type == 'image' %}<image_token>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}
 {%- endif %}
 {%- for call in message.tool_calls or [] %}<tool_call>
@@ -71,12 +71,22 @@ def question(*urls: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = image_types.save("qwen2_vl", tmp_path_factory.mktemp("checkpoint"), "small")
-    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
-    environment = {"NEREID_KV_CACHE_MEMORY": "64MiB", "NEREID_MAX_MODEL_LEN": "2048"}
+def folder(tmp_path_factory):
+    """Return the folder from which the server reads images with file URLs."""
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    model = image_types.save("qwen2_vl", tmp_path_factory.mktemp("checkpoint"), "small")
+    (model / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    environment = {
+        "NEREID_KV_CACHE_MEMORY": "64MiB",
+        "NEREID_MAX_MODEL_LEN": "2048",
+        "NEREID_IMAGE_FOLDER": str(folder),
+    }
     arguments = [*ALONE, "--served-model-name=tiny"]
-    with Served(model=folder, environment=environment, arguments=arguments) as server:
+    with Served(model=model, environment=environment, arguments=arguments) as server:
         yield server
 
 
@@ -167,13 +177,23 @@ def test_a_function_is_called_beside_an_image(ask):
     assert json.loads(call["function"]["arguments"])["colour"] in ("red", "blue")
 
 
-@pytest.mark.parametrize("scheme", ["http", "https", "file"])
-def test_remote_and_local_urls_are_refused(post, scheme):
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_remote_urls_are_refused(post, scheme):
     messages = question(f"{scheme}://127.0.0.1:9/image.png")
     status, answer = post("/chat/completions", max_tokens=8, messages=messages)
     assert status == 400, answer
     assert f"the URL has the scheme {scheme}" in answer["error"]["message"]
     assert "data:image/png;base64" in answer["error"]["message"]
+
+
+def test_a_file_url_reads_only_from_the_configured_folder(post, ask, folder):
+    (folder / "one.png").write_bytes(base64.b64decode(png(1)))
+    choice, _ = ask(question(f"file://{folder}/one.png"))
+    assert choice["message"] == ask(question(data_url(1)))[0]["message"]
+    for url in ("file:///etc/passwd", f"file://{folder}/../secret", f"file://{folder}/none.png"):
+        status, answer = post("/chat/completions", max_tokens=8, messages=question(url))
+        assert status == 400, answer
+        assert "is not a regular file in the folder" in answer["error"]["message"]
 
 
 def test_a_broken_image_is_refused_and_the_server_continues(post, ask):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 from nereid_backend.config import EngineConfig
@@ -52,6 +52,17 @@ class ServingSettings:
 
     chat_template_kwargs: str = ""
     """A JSON object: the chat template's variables for requests that do not set them."""
+
+    image_url_hosts: str = ""
+    """The hosts from which images with `http` and `https` URLs are downloaded, separated by commas,
+    such as `example.org,*.example.com`. `*` allows every host. Private addresses are always
+    refused. By default, no image is downloaded."""
+
+    image_url_timeout_s: PositiveFloat = 5.0
+    """The longest time for downloading the images of a request."""
+
+    image_folder: str = ""
+    """The folder from which images with `file` URLs are read. By default, no file is read."""
 
     parser_policy: Literal["", "lenient", "strict"] = ""
     """`lenient` keeps text around tool calls and forwards invalid arguments. `strict` accepts tool

@@ -17,6 +17,8 @@ import msgpack
 
 from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER
+from nereid_backend.vision.image_sources import ImageSources
+from nereid_backend.vision.read_image import ImageLimits
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _START_TIMEOUT_S = 120.0
@@ -107,8 +109,15 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
 class ImagePrompts:
     """The process that prepares images. If it has ended, the next request starts it again."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, sources: ImageSources | None = None) -> None:
+        """Create an object without a process.
+
+        Args:
+            model: the folder of the checkpoint.
+            sources: reads the images of remote and file URLs. None refuses these URLs.
+        """
         self._model = model
+        self._sources = sources or ImageSources()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -130,12 +139,13 @@ class ImagePrompts:
 
         Args:
             text: the rendered prompt, with one placeholder for each image.
-            images: data URLs, or base64.
+            images: URLs, or base64.
 
         Raises:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
+        images = self._sources.read(images, ImageLimits(), MAX_IMAGE_BYTES * 3 // 4)
         num_bytes = sum(map(len, images))
         if num_bytes > MAX_IMAGE_BYTES:
             raise RequestError(

@@ -16,7 +16,7 @@ from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
-from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.serving_settings import ServingSettings, read_settings
 from nereid_backend.serving.tokenizer.image_prompts import (
     MAX_IMAGE_BYTES,
     ImagePrompts,
@@ -51,6 +51,7 @@ from nereid_backend.serving.tokenizer.thinking_effort import (
 from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
 from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
+from nereid_backend.vision.image_sources import ImageSources
 
 # Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
 # call.
@@ -58,8 +59,9 @@ _PROMPT_TAIL_CHARS = 4096
 # The detokenizer decodes a completion's first token after the prompt's last tokens, because a
 # token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
-# A request that contains this text probably has an image. Preparing an image takes some time.
-_IMAGE_DATA = b"data:image"
+# A request that contains one of these texts probably has an image. Preparing an image takes some
+# time, and even more if the image must be downloaded.
+_IMAGE_MARKS = (b"data:image", b"image_url")
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 
@@ -98,7 +100,7 @@ class TokenizerModel:
             self._tokenizer = load_tokenizer(settings.model)
             if (template := read_chat_template(settings)) is not None:
                 self._tokenizer.chat_template = template
-            self._images = ImagePrompts(settings.model) if reads_images(settings.model) else None
+            self._images = _make_image_prompts(settings)
             self._prompts = PromptBuilder(
                 self._tokenizer,
                 length_limit(config),
@@ -395,6 +397,16 @@ def _stream_context(
     )
 
 
+def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
+    """Return the builder of prompts with images; None if the checkpoint reads no images."""
+    if not reads_images(settings.model):
+        return None
+    sources = ImageSources(
+        settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
+    )
+    return ImagePrompts(settings.model, sources)
+
+
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether rendering and tokenising the prompt of a request may take some time."""
     if tensors.has_input(request, tensor_names.IMAGE):
@@ -403,7 +415,7 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
         values = tensors.optional_array(request, name)
         if values is not None and sum(map(len, values)) > _LONG_PROMPT_BYTES:
             return True
-        if values is not None and any(_IMAGE_DATA in value for value in values):
+        if values is not None and any(mark in value for value in values for mark in _IMAGE_MARKS):
             return True
     return False
 

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the images of remote URLs and of file URLs, if the settings allow it.
+
+A client could use a URL to reach services that only this machine can reach, or to read its files.
+Therefore only allowed hosts with public addresses and files in one folder are read. The connection
+goes to the address that was checked, so that a second answer of the name server has no effect. Each
+redirect is checked like the first URL.
+"""
+
+import asyncio
+import base64
+import ipaddress
+import os
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.vision.read_image import ImageLimits
+
+if TYPE_CHECKING:
+    import httpx
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_REDIRECTS = 3
+# A compressed body could be small and have a huge content, so none is requested or decompressed.
+_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
+# These IPv6 addresses contain an IPv4 address, which may be private.
+_TRANSLATED = [
+    ipaddress.ip_network(text)
+    for text in ("::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "2001::/32")
+]
+
+
+@dataclass(slots=True)
+class _Budget:
+    """The remaining bytes and time for the images of one request."""
+
+    num_bytes: int
+    deadline: float
+
+    def remaining_s(self, field: str) -> float:
+        """Return the remaining time in seconds. Raise a RequestError if there is none."""
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise RequestError(f"{field}: the download of the images took too long.")
+        return remaining
+
+
+class ImageSources:
+    """Replaces URLs of images by the images."""
+
+    def __init__(self, hosts: str = "", timeout_s: float = 5.0, folder: str = "") -> None:
+        """Create an object that allows these sources.
+
+        Args:
+            hosts: the hosts from which images are downloaded, separated by commas. `*.example.org`
+                allows all subdomains, `example.org:8443` allows another port, and `*` allows all
+                hosts. "" allows no downloads.
+            timeout_s: the longest time for all downloads of a request in seconds.
+            folder: the folder whose files may be read with file URLs. "" allows no files.
+        """
+        self._hosts = [host.strip().lower() for host in hosts.split(",") if host.strip()]
+        self._timeout_s = timeout_s
+        self._folder = folder
+
+    def read(self, images: Sequence[bytes], limits: ImageLimits, max_bytes: int) -> list[bytes]:
+        """Return images in which each URL is replaced by the content of the file in base64.
+
+        Data URLs and images in base64 are returned unchanged.
+
+        Args:
+            images: URLs or images in base64.
+            limits: the limits of the images.
+            max_bytes: the largest size of all files that are read.
+
+        Raises:
+            RequestError: a URL is not allowed, the file cannot be read, or a limit is exceeded.
+            ModelError: httpx is not installed.
+        """
+        if len(images) > limits.max_images:
+            raise RequestError(
+                f"messages: the request has {len(images)} images, but the limit is "
+                f"{limits.max_images}."
+            )
+        budget = _Budget(max_bytes, time.monotonic() + self._timeout_s)
+        result = []
+        for number, image in enumerate(images, 1):
+            scheme = image[:8].split(b":", 1)[0].lower()
+            if scheme in (b"http", b"https", b"file"):
+                field = f"messages: image {number}"
+                url = _parse(image, field)
+                read = self._read_file if scheme == b"file" else self._download
+                limit = min(limits.max_bytes, budget.num_bytes)
+                content = read(url, field, limit, budget)
+                budget.num_bytes -= len(content)
+                image = base64.b64encode(content)
+            result.append(image)
+        return result
+
+    def _download(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
+        """Return the content of a remote URL."""
+        self._check_host(url, field)
+        try:
+            import httpx
+        except ImportError as error:
+            raise ModelError(
+                "remote images need the package httpx. Install nereid-backend[images]."
+            ) from error
+
+        async def download() -> bytes:
+            # The time limits of httpx are for single operations. A server that sends one byte after
+            # the other would never exceed them.
+            async with asyncio.timeout(budget.remaining_s(field)):
+                return await self._follow(url, field, limit)
+
+        try:
+            return asyncio.run(download())
+        except TimeoutError as error:
+            raise RequestError(f"{field}: the download of the images took too long.") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RequestError(
+                f"{field}: the image could not be downloaded: {type(error).__name__}."
+            ) from error
+
+    async def _follow(self, url: SplitResult, field: str, limit: int) -> bytes:
+        """Return the content of a remote URL. At most `_MAX_REDIRECTS` redirects are followed."""
+        import httpx
+
+        # A proxy would connect to addresses that were not checked, so the environment is ignored.
+        async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
+            for _ in range(_MAX_REDIRECTS + 1):
+                self._check_host(url, field)
+                address = await _public_address(url, field)
+                request = client.build_request(
+                    "GET",
+                    httpx.URL(url.geturl()).copy_with(host=address, fragment=None),
+                    headers={**_HEADERS, "Host": url.netloc},
+                    # TLS checks the certificate for this name instead of the address.
+                    extensions={"sni_hostname": url.hostname},
+                    timeout=self._timeout_s,
+                )
+                response = await client.send(request, stream=True)
+                if not response.has_redirect_location:
+                    return await _read_body(response, field, limit)
+                target = urljoin(url.geturl(), response.headers["location"])
+                await response.aclose()
+                url = _parse(target.encode(), field)
+        raise RequestError(f"{field}: the URL has more than {_MAX_REDIRECTS} redirects.")
+
+    def _check_host(self, url: SplitResult, field: str) -> None:
+        """Raise a RequestError if the settings do not allow the scheme, host and port of a URL."""
+        default_port = _DEFAULT_PORTS.get(url.scheme)
+        if not self._hosts or default_port is None:
+            raise RequestError(
+                f"{field}: the URL has the scheme {url.scheme}, but this server downloads no such "
+                "images. Send the image as a data URL, such as data:image/png;base64,..."
+            )
+        host = (url.hostname or "").rstrip(".")
+        port = url.port or default_port
+        is_default = port == default_port
+        if not any(_allows(allowed, host, port, is_default=is_default) for allowed in self._hosts):
+            name = host if is_default else f"{host}:{port}"
+            raise RequestError(
+                f"{field}: images from {name} are not allowed. The setting image_url_hosts lists "
+                "the allowed hosts."
+            )
+
+    def _read_file(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
+        """Return the content of a file in the allowed folder."""
+        budget.remaining_s(field)
+        if not self._folder:
+            raise RequestError(
+                f"{field}: the URL has the scheme file, but this server reads no local files. Send "
+                "the image as a data URL, such as data:image/png;base64,..."
+            )
+        refusal = RequestError(
+            f"{field}: the file does not exist, or is not a regular file in the folder of the "
+            "setting image_folder."
+        )
+        if url.netloc not in ("", "localhost"):
+            raise refusal
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+            descriptor = os.open(unquote(url.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            raise refusal from None
+        try:
+            # The path of the open file has no links, and cannot change after this check.
+            opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if not is_file or not opened.is_relative_to(Path(self._folder).resolve()):
+                raise refusal
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(limit + 1)
+        finally:
+            os.close(descriptor)
+        if len(content) > limit:
+            raise _too_large(field, limit)
+        return content
+
+
+def _parse(url: bytes, field: str) -> SplitResult:
+    """Return the parts of a URL.
+
+    Raises:
+        RequestError: the URL is damaged, or contains a user name.
+    """
+    try:
+        parts = urlsplit(url.decode("ascii"))
+        has_user = parts.username is not None or parts.password is not None
+        _ = parts.port
+    except ValueError as error:
+        raise RequestError(f"{field}: the URL is not valid.") from error
+    if has_user:
+        raise RequestError(f"{field}: the URL must not contain a user name or a password.")
+    return parts
+
+
+def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
+    """Return whether an entry of the list of hosts allows a host and a port.
+
+    Examples: "*.example.org" allows "a.example.org" but not "example.org". "*" allows every host on
+    the default port, and "example.org:8443" allows only the port 8443.
+
+    Args:
+        allowed: the entry.
+        host: the host.
+        port: the port.
+        is_default: whether the port is the default port of the URL's scheme.
+    """
+    allowed_host, has_port, allowed_port = allowed.partition(":")
+    if allowed_port != str(port) if has_port else not is_default:
+        return False
+    if allowed_host.startswith("*."):
+        return host.endswith(allowed_host[1:])
+    return allowed_host in ("*", host)
+
+
+async def _public_address(url: SplitResult, field: str) -> str:
+    """Return an address of the URL's host.
+
+    Raises:
+        RequestError: the host has no address, or one of its addresses is not public.
+    """
+    host, port = url.hostname or "", url.port or _DEFAULT_PORTS[url.scheme]
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"{field}: the host {host} has no address.") from error
+    addresses = [str(entry[4][0]) for entry in found]
+    if not addresses or not all(map(_is_public, addresses)):
+        raise RequestError(f"{field}: the host {host} has an address that is not public.")
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    """Return whether an address is public. Addresses that contain an IPv4 address are not."""
+    parsed = ipaddress.ip_address(address.split("%")[0])
+    if any(parsed in each for each in _TRANSLATED):
+        return False
+    return parsed.is_global and not parsed.is_multicast
+
+
+async def _read_body(response: "httpx.Response", field: str, limit: int) -> bytes:
+    """Return the body of a response with the status 200, and close the response."""
+    try:
+        if response.status_code != 200:
+            raise RequestError(
+                f"{field}: the download of the image failed with the status {response.status_code}."
+            )
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > limit:
+                raise _too_large(field, limit)
+        return bytes(content)
+    finally:
+        await response.aclose()
+
+
+def _too_large(field: str, limit: int) -> RequestError:
+    return RequestError(
+        f"{field}: the image file has more than the {limit} bytes that this request may still read."
+    )

@@ -1,0 +1,168 @@
+"""Remote URLs and file URLs of images: only allowed hosts, public addresses and one folder."""
+
+import base64
+import http.server
+import os
+import threading
+import time
+
+import pytest
+from nereid_backend import RequestError
+from nereid_backend.vision import image_sources
+from nereid_backend.vision.image_sources import ImageSources
+from nereid_backend.vision.read_image import ImageLimits
+
+LIMITS = ImageLimits()
+MAX_BYTES = 1000
+IMAGE = b"the bytes of an image"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers each path as a test needs it."""
+
+    def do_GET(self):
+        target = {
+            "/once": "/image",
+            "/loop": "/loop",
+            "/private": "http://10.0.0.1/image",
+            "/other": "http://other.example/image",
+            "/file": "file:///etc/passwd",
+        }.get(self.path)
+        self.send_response(302 if target else 404 if self.path == "/missing" else 200)
+        if target:
+            self.send_header("Location", target)
+        self.end_headers()
+        if self.path == "/slow":
+            for _ in range(100):
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+        elif self.path == "/large":
+            self.wfile.write(bytes(5000))
+        elif not target:
+            self.wfile.write(IMAGE)
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def port():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def local_is_public(monkeypatch):
+    """Treat 127.0.0.1 as a public address, so that a test can run its own server."""
+    is_public = image_sources._is_public
+    monkeypatch.setattr(
+        image_sources, "_is_public", lambda address: address == "127.0.0.1" or is_public(address)
+    )
+
+
+def read(sources, *urls, limits=LIMITS):
+    return sources.read([url.encode() for url in urls], limits, MAX_BYTES)
+
+
+def test_data_urls_and_base64_are_unchanged():
+    images = ["data:image/png;base64,iVBO", "iVBO"]
+    assert read(ImageSources(), *images) == [image.encode() for image in images]
+
+
+@pytest.mark.parametrize("path", ["image", "once"])
+def test_an_image_of_an_allowed_host_is_downloaded(port, local_is_public, path):
+    sources = ImageSources(f"127.0.0.1:{port}")
+    [image] = read(sources, f"http://127.0.0.1:{port}/{path}")
+    assert base64.b64decode(image) == IMAGE
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("loop", "more than 3 redirects"),
+        ("private", "images from 10.0.0.1 are not allowed"),
+        ("other", "images from other.example are not allowed"),
+        ("file", "the scheme file"),
+        ("missing", "the status 404"),
+        ("large", "more than the 1000 bytes"),
+        ("slow", "took too long"),
+    ],
+)
+def test_wrong_answers_are_refused(port, local_is_public, path, problem):
+    sources = ImageSources(f"127.0.0.1:{port}", timeout_s=0.5)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match=problem):
+        read(sources, f"http://127.0.0.1:{port}/{path}")
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "0.0.0.0", "224.0.0.1"),
+        *("[::1]", "[fd00::1]", "[::ffff:10.0.0.1]", "[64:ff9b::a00:1]", "2130706433", "localhost"),
+    ],
+)
+def test_addresses_that_are_not_public_are_refused(host):
+    with pytest.raises(RequestError, match="not public"):
+        read(ImageSources("*"), f"http://{host}/image.png")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "url", "problem"),
+    [
+        ("", "http://example.org/a.png", "the scheme http, but this server downloads no"),
+        ("", "HTTPS://example.org/a.png", "the scheme https, but this server downloads no"),
+        ("example.com", "http://example.org/a.png", "images from example.org are not allowed"),
+        ("*.example.org", "http://example.org/a.png", "images from example.org are not allowed"),
+        ("*.example.org", "http://badexample.org/a", "images from badexample.org are not allowed"),
+        ("*", "http://example.org:8080/a.png", "images from example.org:8080 are not allowed"),
+        ("*", "http://me:secret@example.org/a.png", "must not contain a user name"),
+        ("*", "http://example.org:x/a.png", "the URL is not valid"),
+        ("*", "http://ex\u00e4mple.org/a.png", "the URL is not valid"),
+    ],
+)
+def test_urls_that_the_settings_do_not_allow_are_refused(hosts, url, problem):
+    with pytest.raises(RequestError, match=problem):
+        read(ImageSources(hosts), url)
+
+
+def test_subdomains_are_allowed_by_a_wildcard():
+    assert image_sources._allows("*.example.org", "a.b.example.org", 80, is_default=True)
+    assert not image_sources._allows("*.example.org", "a.b.example.org", 81, is_default=False)
+    assert image_sources._allows("example.org:81", "example.org", 81, is_default=False)
+    assert not image_sources._allows("example.org:81", "example.org", 80, is_default=True)
+
+
+def test_only_files_in_the_folder_are_read(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(IMAGE)
+    (folder / "large.png").write_bytes(bytes(MAX_BYTES + 1))
+    (tmp_path / "secret").write_bytes(b"secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder / "pipe")
+    sources = ImageSources(folder=str(folder))
+    assert base64.b64decode(read(sources, f"file://{folder}/a%20b.png")[0]) == IMAGE
+    with pytest.raises(RequestError, match="more than the 1000 bytes"):
+        read(sources, f"file://{folder}/large.png")
+    outside = ("link", "../secret", "pipe", "none", "", "%00")
+    for name in outside:
+        with pytest.raises(RequestError, match="does not exist, or is not a regular file"):
+            read(sources, f"file://{folder}/{name}")
+    with pytest.raises(RequestError, match="does not exist"):
+        read(sources, f"file://host{folder}/a%20b.png")
+    with pytest.raises(RequestError, match="this server reads no local files"):
+        read(ImageSources(), f"file://{folder}/a%20b.png")
+
+
+def test_the_images_of_a_request_share_one_limit(tmp_path):
+    (tmp_path / "half").write_bytes(bytes(MAX_BYTES // 2 + 1))
+    url = f"file://{tmp_path}/half"
+    with pytest.raises(RequestError, match="image 2: the image file has more than the 499 bytes"):
+        read(ImageSources(folder=str(tmp_path)), url, url)
+    with pytest.raises(RequestError, match="3 images, but the limit is 2"):
+        read(ImageSources(), *[url] * 3, limits=ImageLimits(max_images=2))

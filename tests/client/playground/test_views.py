@@ -77,7 +77,10 @@ def metrics_server():
             lines = [
                 'nereid:num_requests_running{model_name="llm"} 3',
                 'nereid:num_requests_waiting{model_name="llm"} 1',
-                'nereid:kv_cache_usage_perc{model_name="llm"} 0.25',
+                'nereid:kv_cache_blocks_used{engine="0",model_name="llm"} 10',
+                'nereid:kv_cache_blocks_used{engine="1",model_name="llm"} 40',
+                'nereid:kv_cache_blocks{engine="0",model_name="llm"} 100',
+                'nereid:kv_cache_blocks{engine="1",model_name="llm"} 100',
                 f'nereid:generation_tokens_total{{model_name="llm"}} {1000 * n}',
                 f'nereid:time_to_first_token_seconds_sum{{model_name="llm"}} {0.5 * n}',
                 f'nereid:time_to_first_token_seconds_count{{model_name="llm"}} {10 * n}',

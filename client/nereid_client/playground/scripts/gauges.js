@@ -11,7 +11,12 @@ const FIRST_TOKEN = "time_to_first_token_seconds";
 const GAUGES = [
   { label: "Running requests", unit: "", read: (now) => now["num_requests_running"] },
   { label: "Waiting requests", unit: "", read: (now) => now["num_requests_waiting"] },
-  { label: "KV cache in use", unit: "%", read: (now) => now["kv_cache_usage_perc"] * 100 },
+  {
+    label: "KV cache in use",
+    unit: "%",
+    // Several engine processes have one value each, whose sum would be no percentage.
+    read: (now) => (now["kv_cache_blocks_used"] / now["kv_cache_blocks"]) * 100,
+  },
   {
     label: "Generated tokens per second",
     unit: "",

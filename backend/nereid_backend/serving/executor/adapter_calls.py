@@ -12,8 +12,10 @@ makes each change. After a restart, the changes are repeated, because a new engi
 with the adapters of the setting lora_adapters.
 """
 
+import contextlib
 import itertools
 import json
+import queue
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +58,12 @@ class _Change:
 class AdapterCalls:
     """Tracks the unanswered requests about LoRA adapters, and the names of all adapters.
 
-    Only the loop's thread may use this object. A request is answered when every engine process has
-    made the change, has refused the change, or has died.
+    A request is answered when every engine process has made the change, has refused the change, or
+    has died. Any thread may call `put`. Only the loop's thread may call the other methods.
     """
 
     def __init__(self) -> None:
+        self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
         # The key is the id of the message to the engine processes.
         self._waiting: dict[str, _Change] = {}
@@ -69,11 +72,34 @@ class AdapterCalls:
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
 
+    def put(self, parameters: Mapping[str, Any], sender: Any) -> None:  # noqa: ANN401
+        """Queue a request for `take_new`.
+
+        Args:
+            parameters: the parameters of the request.
+            sender: the response sender of the request.
+
+        Raises:
+            RequestError: a parameter is missing or is not a text.
+        """
+        self._new.put((_read_change(parameters), sender))
+
+    def take_new(self) -> list[tuple[list[str] | None, Any]]:
+        """Return the queued requests: the message without its id, and the response sender.
+
+        The message of a list request is None.
+        """
+        requests = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                requests.append(self._new.get_nowait())
+        return requests
+
     def add(self, message: list[str], sender: Any, replicas: Iterable[int]) -> list[str]:  # noqa: ANN401
         """Add a request, and return the message to the engine processes.
 
         Args:
-            message: the result of `read_change`.
+            message: the message without its id, from `take_new`.
             sender: the response sender of the request.
             replicas: the engine processes that run.
         """
@@ -150,8 +176,9 @@ class AdapterCalls:
         ]
 
     def take_waiting(self) -> list[Any]:
-        """Remove all unanswered requests, and return their response senders."""
+        """Remove all requests, and return their response senders."""
         senders = [change.sender for change in self._waiting.values()]
+        senders += [sender for _, sender in self.take_new()]
         self._waiting.clear()
         return senders
 
@@ -167,7 +194,7 @@ class AdapterCalls:
         return change.sender, self.listing()
 
 
-def read_change(parameters: Mapping[str, Any]) -> list[str] | None:
+def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     """Return the message to the engine processes for a request; None for a list request.
 
     The id of the message is still missing. Example: `["load_lora", "name", "/path"]`.

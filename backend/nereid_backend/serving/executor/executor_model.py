@@ -6,11 +6,9 @@ the streams. The loop adds the engine's updates to the streams, reads the signal
 postprocessor (feedback.py), and sends steps and errors to the server.
 """
 
-import contextlib
 import itertools
 import json
 import math
-import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -22,11 +20,7 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor import adapter_calls
-from nereid_backend.serving.executor.adapter_calls import (
-    AdapterCalls,
-    is_adapter_call,
-    read_change,
-)
+from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.replica_selector import ReplicaSelector
@@ -77,10 +71,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._sequences = SharedLimit(settings.max_streams)
         self._sequences_lock = threading.Lock()
         self._selector = ReplicaSelector(len(self.processes))
-        # Requests to load or unload adapters, which the loop sends to the engine processes.
-        self._adapter_changes: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
-        # Only the loop's thread uses the following attributes.
         self._adapter_calls = AdapterCalls()
+        # Only the loop's thread uses the following attributes.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         num_engines = len(self.processes)
@@ -105,7 +97,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         parameters = json.loads(request.parameters() or "{}")
         if is_adapter_call(parameters):
-            self._adapter_changes.put((read_change(parameters), sender))
+            self._adapter_calls.put(parameters, sender)
             return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
@@ -245,8 +237,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def end_all(self, error: NereidError) -> None:
         """End all requests, including requests about adapters."""
         super().end_all(error)
-        senders = [sender for _, sender in self._take_adapter_changes()]
-        for sender in [*senders, *self._adapter_calls.take_waiting()]:
+        for sender in self._adapter_calls.take_waiting():
             super().respond(sender, error)
 
     def restart_message(self) -> str:
@@ -317,25 +308,17 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _send_adapter_changes(self) -> None:
         """Send the new requests about adapters to all engine processes. Answer list requests."""
-        for change, sender in self._take_adapter_changes():
+        for message, sender in self._adapter_calls.take_new():
             running = [process for process in self.processes if process.is_running]
-            if change is None:
+            if message is None:
                 super().respond(sender, self._adapter_calls.listing())
             elif not running:
                 super().respond(sender, CapacityError(self.outage))
             else:
                 replicas = [process.index for process in running]
-                message = self._adapter_calls.add(change, sender, replicas)
+                with_id = self._adapter_calls.add(message, sender, replicas)
                 for process in running:
-                    process.child.send(message)
-
-    def _take_adapter_changes(self) -> list[tuple[list[str] | None, Any]]:
-        """Return the new requests about adapters with their response senders."""
-        changes = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                changes.append(self._adapter_changes.get_nowait())
-        return changes
+                    process.child.send(with_id)
 
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
         """Add an update of the engine to its stream, or end the stream with the update's error."""

@@ -179,8 +179,8 @@ class Responses:
             run.record(run.builder.fail(error))
         elif not run.builder.is_over:
             run.record(run.builder.cancel())
-        self.store.end(run)
-        self.store.add(_stored(run.builder, run.context, run.events, is_background=True))
+        record = _stored(run.builder, run.context, run.events, is_background=True)
+        self.store.finish(run, record)
         del self._tasks[run.id]
         self._gate.leave(run.client)
 

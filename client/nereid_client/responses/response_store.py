@@ -245,10 +245,15 @@ class Store:
                 "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, run.id)
             )
 
-    def end(self, run: Running) -> None:
-        """Remove a response from the running responses. The caller can then store it with `add`."""
-        del self._running[run.id]
-        self._database.execute("DELETE FROM responses WHERE id = ?", (run.id,))
+    def finish(self, run: Running, record: StoredResponse) -> bool:
+        """Replace a running response by its final state, as described by `add`.
+
+        Other processes see either the running response or its final state.
+        """
+        with self._database.transaction():
+            del self._running[run.id]
+            self.delete(run.id)
+            return self.add(record)
 
     def add(self, record: StoredResponse) -> bool:
         """Store a response that has ended, and delete the oldest ones if necessary.

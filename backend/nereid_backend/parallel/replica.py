@@ -50,11 +50,13 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
     """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
-    if config.device == "cpu" or not torch.cuda.is_available():
+    # device_count asks NVML. torch.cuda.is_available would load the CUDA driver, which reads the
+    # environment variable only once.
+    num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if num_gpus == 0:
         return
     num_own = config.tensor_parallel_size
     num_needed = config.data_parallel_size * num_own
-    num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
         own = f" of {num_own} GPUs each" if num_own > 1 else ""
         raise ConfigError(

@@ -1,6 +1,9 @@
 """The settings and the GPUs of one of several engine processes."""
 
+import os
+
 import pytest
+import torch
 from backend.serving.fake_server import DEMO
 from nereid_backend import EngineConfig
 from nereid_backend.errors import ConfigError
@@ -29,6 +32,17 @@ def test_the_processes_share_the_cpus_and_the_disk_and_have_different_seeds():
     for replica in replicas:
         assert replica.num_threads == max(1, (usable_cpus() - 1) // 2)
         assert replica.prefix_cache_disk_size == 2**29
+
+
+def test_a_process_sees_only_its_own_gpus_and_too_few_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    model = str(DEMO / "chat")
+    prepare_replica(EngineConfig(model=model, data_parallel_size=3), 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    config = EngineConfig(model=model, data_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="2 engine processes of 2 GPUs each need 4 GPUs, but"):
+        prepare_replica(config, 0)
 
 
 def test_a_single_gpu_cannot_be_chosen_for_several_processes():

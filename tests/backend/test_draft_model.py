@@ -222,6 +222,11 @@ def test_a_draft_model_with_another_vocabulary_is_refused(checkpoint, small_voca
         open_engine(checkpoint("llama"), draft_model=str(small_vocabulary[0]))
 
 
+def test_a_draft_model_that_does_not_exist_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"draft_model: .* is not a folder with a file config"):
+        open_engine(checkpoint("llama"), draft_model=str(tmp_path / "missing"))
+
+
 def test_models_with_a_recurrent_state_are_refused(tmp_path_factory, checkpoint):
     from backend import shrink
 

@@ -72,6 +72,18 @@ class OpenedDraft:
         )
 
 
+def check_draft_folder(config: EngineConfig) -> None:
+    """Raise a ConfigError if the draft model is not the folder of a checkpoint.
+
+    The function is called before the weights of the large model are loaded.
+    """
+    if config.draft_model is not None and not (Path(config.draft_model) / "config.json").is_file():
+        raise ConfigError(
+            f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
+            "draft_model to the folder of a Hugging Face checkpoint."
+        )
+
+
 def open_draft(
     config: EngineConfig, target: Checkpoint, target_spec: PathSpec, progress: Progress
 ) -> OpenedDraft | None:

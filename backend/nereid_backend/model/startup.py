@@ -44,7 +44,7 @@ from nereid_backend.model.limits import (
     plan_memory,
     usable_cpus,
 )
-from nereid_backend.model.load_draft import open_draft
+from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.model_call import Sizes
@@ -173,6 +173,7 @@ def load(
     torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
     device = choose_device(config.device)
     _warn_about_experiments(config, device, progress)
+    check_draft_folder(config)
     opened = open_model(config, hook, progress, clock)
     checkpoint, chosen, spec = opened.checkpoint, opened.chosen, opened.chosen.spec
     opened_draft = open_draft(config, checkpoint, spec, progress)

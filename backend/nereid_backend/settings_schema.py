@@ -116,11 +116,16 @@ def _parse_adapters(value: object) -> object:
 
 
 def _parse_switch(value: object) -> object:
-    """Return True, False or "auto". The texts "true" and "false" become True and False."""
-    switch = {"true": True, "false": False}.get(str(value).lower(), value)
-    if isinstance(switch, bool) or switch == "auto":
-        return switch
-    raise ValueError("true, false or auto")
+    """Return True, False or "auto". Other texts are converted as for a boolean setting.
+
+    Example: "1", "on" and "true" become True.
+    """
+    if isinstance(value, bool) or value == "auto":
+        return value
+    try:
+        return TypeAdapter(bool).validate_strings(value)
+    except ValidationError:
+        raise ValueError("true, false or auto") from None
 
 
 AutoSwitch = Annotated[bool | Literal["auto"], PlainValidator(_parse_switch)]

@@ -240,7 +240,8 @@ def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("auto", "auto"), ("true", True), ("False", False), ("", "auto")]
+    ("text", "value"),
+    [("auto", "auto"), ("true", True), ("1", True), ("False", False), ("", "auto")],
 )
 def test_the_setting_is_read_from_text(checkpoint, text, value):
     settings = {"model": str(checkpoint("llama")), "compile_forward": text}

@@ -112,7 +112,10 @@ HINTS |= {
         "_arguments": {"num_image_tokens": 16},
     },
     "inkling2": {"_vision": {"text_hidden_size": 64}},
-    "molmo2": {"_parts": {"adapter_config": {"vision_feature_layer": [-1, -2]}}},
+    "molmo2": {
+        "_parts": {"adapter_config": {"vision_feature_layer": [-1, -2], "text_hidden_size": 64}},
+        "_ids": {"image_patch_id": "<im_patch>"},
+    },
     "kimi_k25": {"_values": {"projection_hidden_size": 64}},
     "gemma4": {"_tokens": _AUDIO_TOKENS, "_birth": {"vision_config": {}}},
     "gemma4_unified": {"_tokens": _AUDIO_TOKENS, "_birth": {"vision_config": {}}},
@@ -130,3 +133,22 @@ HINTS |= {
     "instructblip": {"_arguments": {"num_query_tokens": 4}},
     "fast_vlm": {**HINTS["fast_vlm"], "_arguments": {"patch_size": 64}},
 }
+
+_OMNI_IDS = {
+    f"{kind}_token_id": f"<{kind}_token>"
+    for kind in ("vision_start", "vision_end", "audio_start", "audio_end")
+}
+_OMNI_TOKENS = {
+    f"{kind}_token": f"<{kind}_token>"
+    for kind in (
+        "vision_bos",
+        "vision_eos",
+        "vision_start",
+        "vision_end",
+        "audio_start",
+        "audio_end",
+    )
+}
+for _omni in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"):
+    HINTS[_omni] |= {"_ids": _OMNI_IDS, "_tokens": _OMNI_TOKENS}
+HINTS["qwen2_5_omni_thinker"] |= _WINDOWS

@@ -178,10 +178,8 @@ def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any
         elif part == "image_processor":
             parts[part] = image_processor
         elif part == "feature_extractor":
-            name = hints.get("_audio") or FEATURE_EXTRACTOR_MAPPING_NAMES.get(
-                model_type, "WhisperFeatureExtractor"
-            )
-            parts[part] = getattr(transformers, name)()
+            audio_name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
+            parts[part] = getattr(transformers, audio_name)()
         else:
             parts[part] = _NoVideo(image_processor)
     arguments = _processor_arguments(processor_class, vision, hints)

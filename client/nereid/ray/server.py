@@ -192,8 +192,12 @@ def _load(page: str) -> dict[str, float]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             values.setdefault(sample.name.removeprefix("nereid:"), []).append(sample.value)
-    totals = {"num_requests_waiting": sum, "kv_cache_usage_perc": statistics.fmean}
-    return {name: float(total(values[name])) for name, total in totals.items() if name in values}
+    load = {}
+    if waiting := values.get("num_requests_waiting"):
+        load["num_requests_waiting"] = sum(waiting)
+    if usage := values.get("kv_cache_usage_perc"):
+        load["kv_cache_usage_perc"] = statistics.fmean(usage)
+    return load
 
 
 def _free_ports(count: int) -> list[int]:

@@ -12,6 +12,7 @@ from nereid_client.console import CliError
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.settings import Settings, SettingsError, settings_from_environment
 from nereid_client.supervise import weight_files
+from nereid_client.workers.worker_pool import check_settings
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
 # A module of the backend that checks the backend's settings. The module runs as a separate program,
@@ -117,6 +118,8 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
         settings = settings_from_environment(environment)
         if settings.api_key_file:
             read_key_file(Path(settings.api_key_file))
+        if settings.frontend_workers > 1:
+            check_settings(settings)
         return settings
     except SettingsError as error:
         raise CliError(str(error)) from None

@@ -169,3 +169,9 @@ def test_a_wrong_setting_is_refused_before_anything_starts(
     error = capsys.readouterr().err
     assert error.startswith(f"nereid serve: {message}")
     assert error.count("\n") == 1
+
+
+def test_several_models_need_one_frontend_process():
+    environment = {"NEREID_FRONTEND_WORKERS": "2", "NEREID_MODELS_FILE": "models.toml"}
+    with pytest.raises(CliError, match=r"frontend_workers is 2, but it must be 1 .* --config"):
+        checks.check_frontend_settings(environment)

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from nereid_backend.core.draft_lengths import StepCosts
 from nereid_backend.fast_imports import importing
 
 with importing():
@@ -24,3 +25,9 @@ def checkpoint(tmp_path_factory):
         return folders[name]
 
     return folder_of
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch):
+    """Draft tokens are always proposed, although steps of tiny models are too short for a gain."""
+    monkeypatch.setattr(StepCosts, "ratio", lambda _costs, _num_sequences: 0.05)

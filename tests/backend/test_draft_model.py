@@ -20,6 +20,8 @@ from nereid_backend.errors import ConfigError
 from scipy.stats import chi2_contingency, chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("cheap_drafts")
+
 # Families of the forward paths `packed` and `padded`.
 NAMES = ["llama", "qwen3", "gpt2"]
 

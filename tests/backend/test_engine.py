@@ -414,6 +414,7 @@ def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(check
     engine.close()
 
 
+@pytest.mark.usefixtures("cheap_drafts")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
     settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}

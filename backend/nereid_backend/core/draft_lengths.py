@@ -37,6 +37,9 @@ _FIRST_RATIO = 0.25
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
 # The number of measurements of which the median is used.
 _NUM_MEASUREMENTS = 9
+# With fewer measurements, the cost ratio counts as unknown, because the first steps with drafts can
+# be slow.
+_MIN_MEASUREMENTS = 3
 # After this number of steps with drafts, one step without drafts is measured.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
@@ -125,7 +128,8 @@ class StepCosts:
     def ratio(self, num_sequences: int) -> float:
         """Return the cost ratio of a draft token in a step with this number of sequences."""
         measured = self._of(num_sequences)
-        ratio = statistics.median(measured.ratios) if measured.ratios else _FIRST_RATIO
+        is_known = len(measured.ratios) >= _MIN_MEASUREMENTS
+        ratio = statistics.median(measured.ratios) if is_known else _FIRST_RATIO
         ratio = min(_MAX_RATIO, max(_MIN_RATIO, ratio))
         if measured.plain and measured.drafting:
             ratio += statistics.median(measured.drafting) / statistics.median(measured.plain)

@@ -99,6 +99,13 @@ def test_one_slow_step_does_not_change_the_measured_cost():
     assert costs.ratio(1) == pytest.approx(0.25)
 
 
+def test_a_slow_first_step_with_drafts_does_not_turn_drafts_off():
+    costs = StepCosts()
+    costs.add_step(1, 0, 1.0)
+    costs.add_step(1, 2, 40.0)
+    assert costs.ratio(1) < 0.5
+
+
 def test_steps_without_drafts_are_measured_again_and_again():
     lengths = DraftLengths(2)
     sequence = make_sequence()

@@ -4,6 +4,7 @@
 The main loop is in step_loop.py.
 """
 
+import gc
 import logging
 import operator
 import random
@@ -17,6 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.same_tensors import (
+    Layout,
+    check_same_layout,
+    read_architecture,
+    read_layout,
+)
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.drafter import Drafter
@@ -28,7 +35,15 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.disk_tier import DiskTier, open_disk_tier, prepare_folder
-from nereid_backend.errors import CapacityError, ConfigError, ModelError, RequestError
+from nereid_backend.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    ModelError,
+    NereidError,
+    RequestError,
+)
+from nereid_backend.model.limits import available_memory
 from nereid_backend.model.startup import Loaded, load
 from nereid_backend.offline import generate
 from nereid_backend.runner import ForwardPath
@@ -74,6 +89,11 @@ class Engine:
             ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
         self._config = config
+        # The tensors of the checkpoint, which `reload` compares with those of a new checkpoint.
+        # They are read now, because the files may be overwritten later.
+        self._layout: Layout | None = None
+        if Path(config.model, "config.json").is_file():
+            self._layout = read_layout(config.model)
         if config.prefix_cache_disk is not None:
             prepare_folder(config.prefix_cache_disk)
         self._hook = AttentionHook()
@@ -233,6 +253,89 @@ class Engine:
             RequestError: if no adapter has this name.
         """
         self._adapters.unload(name)
+
+    def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
+        """Replace the weights of the model by those of another checkpoint of the same model.
+
+        The LoRA adapters are loaded again, and the prefix cache is empty afterwards. If the memory
+        suffices, the new weights are loaded before the old weights are freed. If the new checkpoint
+        is refused, the engine continues with the old weights.
+
+        Args:
+            path: the folder of the new checkpoint; "" reads the present folder again.
+            progress: as for the constructor.
+
+        Raises:
+            RequestError: if the engine has requests, if it does not support new weights, or if the
+                new checkpoint is broken or has other tensors than the present checkpoint.
+            EngineError: if there was not enough memory for both checkpoints, the new checkpoint
+                could not be loaded, and the old checkpoint could not be loaded again. The engine
+                cannot be used any more.
+        """
+        config = replace(
+            self._config,
+            model=path or self._config.model,
+            max_model_len=self.info.max_model_len,
+            lora_adapters=self._adapters.paths,
+        )
+        self._check_reload(config)
+        old_config = replace(self._config, lora_adapters=self._adapters.paths)
+        has_guides = self._guides is not None
+        needed = self.info.weights_bytes + self.info.kv_cache_bytes
+        fits = self.info.device == "cpu" and needed < available_memory()
+        try:
+            if not fits:
+                self._release()
+            new = type(self)(config, progress)
+        except Exception as error:
+            # Loading can raise any exception. It ends only the request for new weights.
+            if not fits:
+                self._restore(old_config, progress)
+            raise RequestError(f"path: the new weights cannot be loaded: {error}") from error
+        if fits:
+            self._release()
+        self.__dict__ = new.__dict__
+        if has_guides:
+            self.warm_up()
+
+    def _check_reload(self, config: EngineConfig) -> None:
+        """Raise a RequestError if the weights of `config.model` cannot replace the present ones."""
+        if self._scheduler.has_work():
+            raise RequestError("path: the weights can be replaced only while no request runs.")
+        if self._ranks is not None:
+            raise RequestError(
+                "path: the weights cannot be replaced with tensor_parallel_size="
+                f"{config.tensor_parallel_size}. Restart the server."
+            )
+        if self._layout is None or config.model.endswith(".gguf"):
+            raise RequestError(
+                "path: only weights in safetensors files can be replaced, but the server has or "
+                "would get a GGUF file. Restart the server with the new file."
+            )
+        try:
+            check_same_layout(self._layout, read_layout(config.model))
+            architecture = read_architecture(config.model)
+        except ModelError as error:
+            raise RequestError(f"path: {error}") from error
+        if architecture not in ("", self.info.architecture):
+            raise RequestError(
+                f"path: the new checkpoint has the architecture {architecture}, but the served "
+                f"model has the architecture {self.info.architecture}."
+            )
+
+    def _release(self) -> None:
+        """Close the engine, and free its weights and its KV cache."""
+        self.close()
+        self.__dict__ = {}
+        # The modules of a model refer to each other in cycles.
+        gc.collect()
+
+    def _restore(self, config: EngineConfig, progress: Callable[[str], None] | None) -> None:
+        """Load the old weights again after `_release`."""
+        try:
+            self.__dict__ = type(self)(config, progress).__dict__
+        except NereidError as error:
+            raise EngineError(f"the old weights cannot be loaded again: {error}") from error
 
     @property
     def lora_names(self) -> list[str]:

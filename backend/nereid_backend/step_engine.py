@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an engine for the code that drives its steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from nereid_backend.core.image_inputs import ImageInputs
@@ -53,6 +53,9 @@ class StepEngine(Protocol):
 
     def unload_lora(self, name: str) -> None:
         """Unload a LoRA adapter."""
+
+    def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
+        """Replace the weights; see `Engine.reload`."""
 
     def step(self) -> list[RequestUpdate]:
         """Compute one step and return the updates of all requests."""

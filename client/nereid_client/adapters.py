@@ -49,6 +49,17 @@ class Adapters:
         """
         await self._update({"unload_lora": name})
 
+    async def reload_weights(self, path: str, running_requests: str) -> None:
+        """Replace the weights of the language model. The adapters are loaded again.
+
+        Args:
+            path: the folder of the new checkpoint on the server; "" for the present folder.
+            running_requests: "finish" or "refuse".
+
+        Raises: BackendError if the checkpoint is not suitable.
+        """
+        await self._update({"reload_weights": path, "running_requests": running_requests})
+
     async def select(self, name: str | None, language_model: str) -> bool:
         """Select the adapter `name` for the current request, if the server has this adapter.
 

@@ -56,6 +56,7 @@ from nereid_client.routes import (
     models,
     playground,
     pooling,
+    reload,
     rerank,
     responses,
     score,
@@ -81,7 +82,7 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize, files, batches),
         *(embeddings, pooling, rerank, score, classify, tei),
-        *(models, model_control, lora, health, metrics, abort, template, playground),
+        *(models, model_control, lora, reload, health, metrics, abort, template, playground),
     )
 ]
 

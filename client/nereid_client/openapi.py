@@ -22,6 +22,7 @@ from nereid_client.protocol.embedding_requests import (
 )
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
 from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
+from nereid_client.protocol.reload_request import ReloadRequest
 from nereid_client.protocol.rerank_requests import (
     ClassifyRequest,
     RankingRequest,
@@ -46,6 +47,7 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/abort_requests": AbortRequest,
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
+    "/v1/reload": ReloadRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

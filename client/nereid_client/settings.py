@@ -131,7 +131,7 @@ class Settings:
     language model has the name of the checkpoint's folder."""
 
     allow_lora_updates: bool = False
-    """Whether clients may load and unload LoRA adapters."""
+    """Whether clients may load and unload LoRA adapters, and replace the weights of the model."""
 
     api_key: str = Field(default="", repr=False)
     """The API key, which each request needs in the header `Authorization: Bearer KEY`, `x-api-key:

@@ -101,7 +101,8 @@ class Backend(Protocol):
 
         Args:
             parameters: `{"load_lora": name, "lora_path": folder}`, `{"unload_lora": name}`, or
-                `{"list_loras": "true"}`, which changes nothing.
+                `{"list_loras": "true"}`, which changes nothing, or `{"reload_weights": folder,
+                "running_requests": "finish"}`, which replaces the weights of the model.
 
         Raises: BackendError.
         """

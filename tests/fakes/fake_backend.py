@@ -31,6 +31,7 @@ class FakeBackend:
         self.is_up = True
         self.is_closed = False
         self.adapters: dict[str, str] = {}
+        self.reloads: list[tuple[str, str]] = []
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         if not self.is_up:
@@ -76,7 +77,9 @@ class FakeBackend:
     async def change_adapters(self, parameters: dict[str, str]) -> list[str]:
         if not self.is_up:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
-        if "load_lora" in parameters:
+        if "reload_weights" in parameters:
+            self.reloads.append((parameters["reload_weights"], parameters["running_requests"]))
+        elif "load_lora" in parameters:
             self.adapters[parameters["load_lora"]] = parameters["lora_path"]
         elif "unload_lora" in parameters:
             if parameters["unload_lora"] not in self.adapters:

@@ -54,6 +54,11 @@ class AdapterStore:
         """The names of all adapters, in the order in which they were loaded."""
         return list(self._named)
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """The folders of all adapters, by name."""
+        return {name: adapter.path for name, adapter in self._named.items()}
+
     def load(self, name: str, path: str) -> None:
         """Read an adapter from disk. Requests can then select the adapter with `name`.
 

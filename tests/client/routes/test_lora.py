@@ -69,3 +69,36 @@ async def test_clients_cannot_load_adapters_by_default(connect, backend):
     assert response.status_code == 403
     assert response.json()["error"]["code"] == "lora_updates_disabled"
     assert not backend.adapters
+
+
+async def test_the_weights_are_replaced(connect, backend):
+    async with connect(allow_lora_updates=True) as client:
+        body = {"model": "echo", "path": "/new", "running_requests": "refuse"}
+        response = await client.post("/v1/reload", json=body)
+        assert response.status_code == 200, response.text
+        assert backend.reloads == [("/new", "refuse")]
+        assert (await client.post("/v1/reload", json={})).status_code == 200
+        assert backend.reloads[1:] == [("", "finish")]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"running_requests": "stop"}, 400, "running_requests"),
+        ({"path": 3}, 400, "path"),
+    ],
+)
+async def test_wrong_requests_to_replace_the_weights(connect, backend, body, status, param):
+    async with connect(allow_lora_updates=True) as client:
+        response = await client.post("/v1/reload", json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["param"] == param
+    assert not backend.reloads
+
+
+async def test_clients_cannot_replace_the_weights_by_default(connect):
+    async with connect() as client:
+        response = await client.post("/v1/reload", json={})
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "weight_updates_disabled"

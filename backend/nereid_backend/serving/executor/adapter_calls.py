@@ -30,6 +30,9 @@ RESTORED = "restored"
 """The id of messages that repeat a change in a new engine process."""
 
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
+# A request with these parameters replaces the weights of the model. All engine processes must make
+# the change, and restarted processes must repeat it, as for an adapter.
+_RELOAD, _RUNNING = "reload_weights", "running_requests"
 
 
 Answer = tuple[Any, Tensors | NereidError]
@@ -172,7 +175,7 @@ class AdapterCalls:
         return [
             _with_id(message, RESTORED)
             for message in [*self._history.values(), *unanswered]
-            if message[0] == _LOAD or message[1] in names
+            if message[0] in (_LOAD, _RELOAD) or message[1] in names
         ]
 
     def take_waiting(self) -> list[Any]:
@@ -190,7 +193,12 @@ class AdapterCalls:
         del self._waiting[call_id]
         if change.refusal is not None:
             return change.sender, change.refusal
-        self._history[change.message[1]] = change.message
+        kind, name = change.message[:2]
+        if kind != _RELOAD:
+            self._history[name] = change.message
+        elif name:
+            # The key is no name of an adapter, because these names contain no "=".
+            self._history["=reload"] = change.message
         return change.sender, self.listing()
 
 
@@ -204,6 +212,13 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     """
     if _LIST in parameters:
         return None
+    if _RELOAD in parameters:
+        mode = parameters.get(_RUNNING, "finish")
+        if mode not in ("finish", "refuse"):
+            raise RequestError(
+                f'{_RUNNING}: the value must be "finish" or "refuse", but it is {mode!r}.'
+            )
+        return [_RELOAD, str(parameters[_RELOAD]), str(mode)]
     kind = _LOAD if _LOAD in parameters else _UNLOAD
     names = (_LOAD, _PATH) if kind == _LOAD else (_UNLOAD,)
     values = [parameters.get(name) for name in names]
@@ -214,8 +229,8 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
 
 
 def is_adapter_call(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a request with these parameters is about adapters."""
-    return any(name in parameters for name in (_LOAD, _UNLOAD, _LIST))
+    """Return whether a request with these parameters is about adapters or new weights."""
+    return any(name in parameters for name in (_LOAD, _UNLOAD, _LIST, _RELOAD))
 
 
 def _with_id(message: list[str], call_id: str) -> list[str]:

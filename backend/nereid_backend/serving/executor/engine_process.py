@@ -9,6 +9,7 @@ Messages, in addition to the messages that every child process has (process_entr
                       ["abort", id, index or None]
                       ["load_lora", id, name, path]
                       ["unload_lora", id, name]
+                      ["reload_weights", id, path or "", "finish" or "refuse"]
     engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
                       ["compiled", [[id, monotonic time of the request, of the end], ...]], grammars
@@ -49,6 +50,12 @@ class EngineService:
         self._engine = engine
         self._send = send
         self._stats_due = 0.0
+        # The number of unfinished sequences of each request.
+        self._running: dict[str, int] = {}
+        # The values of a message "reload_weights" that waits for the running requests, and the
+        # later messages, which wait for the new weights.
+        self._reload: list[str] | None = None
+        self._held: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
         """Return whether the engine computes tokens, or checks a compiled forward pass."""
@@ -62,8 +69,14 @@ class EngineService:
 
     def handle(self, kind: str, values: list[Any]) -> None:
         """Handle a message from the stub. An error ends only the request in this message."""
+        if self._reload is not None and (kind != "abort" or values[0] not in self._running):
+            self._held.append((kind, values))
+            return
         if kind == "abort":
             self._engine.abort(*values)
+            return
+        if kind == "reload_weights":
+            self._begin_reload(values)
             return
         request_id = values[0]
         try:
@@ -101,12 +114,41 @@ class EngineService:
             )
         if not packed_images:
             self._engine.add_request(request_id, prompt, params)
+            self._running[request_id] = num_sequences
             return
         # Imported here, because the module imports torch, which the scripted engine does not need.
         from nereid_backend.vision.packed_tensors import unpack_images
 
         images = unpack_images(packed_images)
         self._engine.add_request(request_id, prompt, params, images)
+        self._running[request_id] = num_sequences
+
+    def _begin_reload(self, values: list[str]) -> None:
+        """Wait for the running requests, or end them, before the weights are replaced."""
+        self._reload = values
+        if values[2] == "refuse":
+            message = "the weights of the model are being replaced. Try again."
+            for request_id in self._running:
+                self._send(["refused", request_id, CapacityError.__name__, message])
+                self._engine.abort(request_id)
+        self._reload_if_idle()
+
+    def _reload_if_idle(self) -> None:
+        """Replace the weights if a message asks for it and no request runs."""
+        if self._reload is None or self._engine.has_work():
+            return
+        call_id, path, _ = self._reload
+        self._reload = None
+        self._running.clear()
+        try:
+            self._engine.reload(path, lambda line: self._send(["progress", line]))
+        except RequestError as error:
+            self._send(["refused", call_id, RequestError.__name__, str(error)])
+        else:
+            self._send(["adapters", call_id, self._engine.lora_names])
+        held, self._held = self._held, []
+        for kind, values in held:
+            self.handle(kind, values)
 
     def advance(self) -> None:
         """Compute one step, and send its updates."""
@@ -118,10 +160,16 @@ class EngineService:
             self._send(["started", engine.started])
         if updates:
             self._send(["updates", [pack_update(update) for update in updates]])
+        for update in updates:
+            if update.finish_reason is not None and update.request_id in self._running:
+                self._running[update.request_id] -= 1
+                if self._running[update.request_id] <= 0:
+                    del self._running[update.request_id]
         now = time.monotonic()
         if now >= self._stats_due or not engine.has_work():
             self._send(["stats", engine.stats()._asdict()])
             self._stats_due = now + _STATS_INTERVAL_S
+        self._reload_if_idle()
 
 
 def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoReturn:

@@ -247,6 +247,9 @@ class ScriptedEngine:
             raise RequestError(f"lora_name: no adapter has the name {name!r}.")
         del self._adapters[name]
 
+    def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
+        """Accept every checkpoint, because the scripted engine has no weights."""
+
     def has_work(self) -> bool:
         """Return whether a request runs or waits."""
         return bool(self._requests or self._queue)

@@ -1,0 +1,71 @@
+"""A real server gets new weights while requests run."""
+
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from loadtest.server.served import ALONE, Served
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+
+pytestmark = pytest.mark.triton
+
+
+def call(server, path, body):
+    """Return the status and the JSON of a response."""
+    request = urllib.request.Request(server.openai_url + path, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def answer(server, max_tokens=30):
+    body = {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    status, completion = call(server, "/chat/completions", body)
+    assert status == 200, completion
+    return completion["choices"][0]["message"]["content"]
+
+
+def test_new_weights_and_broken_weights(tmp_path):
+    old, new = (shutil.copytree(DEMO / "chat", tmp_path / name) for name in ("old", "new"))
+    weights = load_file(old / "model.safetensors")
+    weights = {
+        name: tensor.roll(1, 0) if "mlp.up_proj" in name else tensor
+        for name, tensor in weights.items()
+    }
+    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    environment = {"NEREID_ALLOW_LORA_UPDATES": "true", "NEREID_KV_CACHE_MEMORY": "64MiB"}
+    with Served(model=old, environment=environment, arguments=ALONE) as server:
+        expected = answer(server), answer(server, 300)
+        results = []
+        stream = threading.Thread(target=lambda: results.append(answer(server, 300)))
+        stream.start()
+        status, result = call(server, "/reload", {"path": str(new)})
+        stream.join()
+        assert status == 200, result
+        changed = answer(server)
+        assert changed != expected[0]
+        # The request began before or after the change.
+        assert results[0] == expected[1] or results[0].startswith(changed[:20])
+        file = old / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
+        status, result = call(server, "/reload", {"path": str(old)})
+        assert status == 400
+        assert "incomplete or damaged" in result["error"]["message"]
+        assert result["error"]["param"] == "path"
+        assert answer(server) == changed
+    with Served(model=new, environment=environment, arguments=ALONE) as fresh:
+        assert answer(fresh) == changed

@@ -12,6 +12,7 @@ from nereid_backend.checkpoints.integer_panels import LazyWeight
 from nereid_backend.checkpoints.quantised_tensors import LazyWeight as SafetensorsWeight
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights
 from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}  # load_checkpoint reports the damaged file
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"{folder / 'config.json'} must contain a JSON object, but it contains another JSON "
+            "value. Download the file again."
+        )
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
     return dict(lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32))

@@ -164,6 +164,12 @@ def test_a_config_for_a_newer_transformers_is_reported(copy):
         open_engine(copy)
 
 
+def test_a_config_that_is_no_object_is_reported(copy):
+    (copy / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json must contain a JSON object"):
+        open_engine(copy)
+
+
 def test_code_that_comes_with_a_checkpoint_is_not_run(copy):
     config = json.loads((copy / "config.json").read_text())
     config["model_type"] = "their_own"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.same_tensors import (
     Layout,
     check_same_layout,
@@ -92,7 +92,8 @@ class Engine:
         # The tensors of the checkpoint, which `reload` compares with those of a new checkpoint.
         # They are read now, because the files may be overwritten later.
         self._layout: Layout | None = None
-        if Path(config.model, "config.json").is_file():
+        folder = Path(config.model)
+        if (folder / "config.json").is_file() and not (folder / GGUF_LINK).is_file():
             self._layout = read_layout(config.model)
         if config.prefix_cache_disk is not None:
             prepare_folder(config.prefix_cache_disk)

@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.vision.read_image import ImageLimits
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_REDIRECTS = 3
@@ -81,7 +81,7 @@ class ImageSources:
 
         Raises:
             RequestError: a URL is not allowed, the file cannot be read, or a limit is exceeded.
-            ModelError: httpx is not installed.
+            ModelError: httpx2 is not installed.
         """
         if len(images) > limits.max_images:
             raise RequestError(
@@ -107,14 +107,14 @@ class ImageSources:
         """Return the content of a remote URL."""
         self._check_host(url, field)
         try:
-            import httpx
+            import httpx2
         except ImportError as error:
             raise ModelError(
-                "remote images need the package httpx. Install nereid-backend[images]."
+                "remote images need the package httpx2. Install nereid-backend[images]."
             ) from error
 
         async def download() -> bytes:
-            # The time limits of httpx are for single operations. A server that sends one byte after
+            # The time limits of httpx2 are for single operations. A server that sends one byte after
             # the other would never exceed them.
             async with asyncio.timeout(budget.remaining_s(field)):
                 return await self._follow(url, field, limit)
@@ -123,23 +123,23 @@ class ImageSources:
             return asyncio.run(download())
         except TimeoutError as error:
             raise RequestError(f"{field}: the download of the images took too long.") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise RequestError(
                 f"{field}: the image could not be downloaded: {type(error).__name__}."
             ) from error
 
     async def _follow(self, url: SplitResult, field: str, limit: int) -> bytes:
         """Return the content of a remote URL. At most `_MAX_REDIRECTS` redirects are followed."""
-        import httpx
+        import httpx2
 
         # A proxy would connect to addresses that were not checked, so the environment is ignored.
-        async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
+        async with httpx2.AsyncClient(trust_env=False, follow_redirects=False) as client:
             for _ in range(_MAX_REDIRECTS + 1):
                 self._check_host(url, field)
                 address = await _public_address(url, field)
                 request = client.build_request(
                     "GET",
-                    httpx.URL(url.geturl()).copy_with(host=address, fragment=None),
+                    httpx2.URL(url.geturl()).copy_with(host=address, fragment=None),
                     headers={**_HEADERS, "Host": url.netloc},
                     # TLS checks the certificate for this name instead of the address.
                     extensions={"sni_hostname": url.hostname},
@@ -268,7 +268,7 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-async def _read_body(response: "httpx.Response", field: str, limit: int) -> bytes:
+async def _read_body(response: "httpx2.Response", field: str, limit: int) -> bytes:
     """Return the body of a response with the status 200, and close the response."""
     try:
         if response.status_code != 200:

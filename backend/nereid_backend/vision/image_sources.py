@@ -114,8 +114,8 @@ class ImageSources:
             ) from error
 
         async def download() -> bytes:
-            # The time limits of httpx2 are for single operations. A server that sends one byte after
-            # the other would never exceed them.
+            # The time limits of httpx2 are for single operations. A server that sends single bytes
+            # would never exceed them.
             async with asyncio.timeout(budget.remaining_s(field)):
                 return await self._follow(url, field, limit)
 

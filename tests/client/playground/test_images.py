@@ -5,7 +5,10 @@ import json
 
 import pytest
 
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUl"
+    "EQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 URL = f"data:image/png;base64,{PIXEL}"
 # Sends an event with files, as a browser does after a drop or a paste.
 _SEND_FILES = """

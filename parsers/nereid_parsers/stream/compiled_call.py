@@ -6,13 +6,15 @@ import re
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.stream.arguments.json_bodies import ArrayReader, JsonArgumentsReader
+from nereid_parsers.stream.arguments.json_object import ObjectReader
+from nereid_parsers.stream.arguments.nested_tags import NestedReader
+from nereid_parsers.stream.arguments.python_calls import BareKeyReader, PythonCallsReader
+from nereid_parsers.stream.arguments.tagged_arguments import TaggedReader
 from nereid_parsers.stream.body_reader import BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_tags import CompiledTags
-from nereid_parsers.stream.json_bodies import ArrayReader, JsonArgumentsReader
-from nereid_parsers.stream.json_object import ObjectReader
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
-from nereid_parsers.stream.nested_tags import NestedReader
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
@@ -21,8 +23,6 @@ from nereid_parsers.stream.pattern_matching import (
     marker_parts,
     skip_blanks,
 )
-from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
-from nereid_parsers.stream.tagged_arguments import TaggedReader
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Call,

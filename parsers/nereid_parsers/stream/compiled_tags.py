@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.argument_types import Tools
+from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nereid_parsers.stream.argument_types import Tools
+from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.body_reader import Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall

@@ -20,7 +20,7 @@ from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import StartPoint
-from nereid_parsers.stream.argument_types import Tools
+from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_format import CompiledFormat

@@ -10,7 +10,7 @@ from nereid_parsers.declarations import FormatData, Stage
 from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import find_start
-from nereid_parsers.stream.argument_types import Tools
+from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine

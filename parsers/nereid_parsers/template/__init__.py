@@ -7,11 +7,11 @@
 
 from nereid_parsers.template.analysis import analyze_template
 from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint, read_checkpoint
-from nereid_parsers.template.environment import RenderRefused
-from nereid_parsers.template.limits import LimitError
 from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.request_template import ContinuationRefused, RequestTemplate
 from nereid_parsers.template.response_template import format_of_response_template
+from nereid_parsers.template.sandbox.environment import RenderRefused
+from nereid_parsers.template.sandbox.limits import LimitError
 
 __all__ = [
     "ChosenFormat",

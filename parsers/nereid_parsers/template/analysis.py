@@ -68,19 +68,19 @@ from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Sections, Source, Wrapper
-from nereid_parsers.template.call_renderer import CallRenderer
+from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
-from nereid_parsers.template.environment import CompiledTemplate
 from nereid_parsers.template.header import compare_generation_prompt
 from nereid_parsers.template.known_formats import QuarantineEntry, find_quarantined
-from nereid_parsers.template.limits import Budget
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
 from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
 from nereid_parsers.template.reasoning import find_reasoning
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
 from nereid_parsers.template.report import Supports, TemplateAnalysis
+from nereid_parsers.template.sandbox.environment import CompiledTemplate
+from nereid_parsers.template.sandbox.limits import Budget
 from nereid_parsers.template.tools import (
     NO_CALLS,
     ToolFindings,
@@ -107,7 +107,8 @@ def analyze_template(
 
     Raises:
         TemplateError: The template does not compile.
-        LimitError: The template exceeds a limit of `template/limits.py`. This is a TemplateError.
+        LimitError: The template exceeds a limit of `template/sandbox/limits.py`. A LimitError is a
+            TemplateError.
     """
     return analyze_checkpoint_template(jinja_source, bos_token, eos_token, template_kwargs)
 

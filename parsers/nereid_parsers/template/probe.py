@@ -29,7 +29,7 @@ from nereid_parsers.template.conversation import (
     forms_of_content,
 )
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
-from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 
 # In renderings, these characters replace the number and the id of each tool call, so that numbers
 # and ids cause no differences between two renderings.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.limits import Budget, Limits, limits_for_request
+from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
 # The names under which clients send the reasoning of a message. The first one is preferred.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

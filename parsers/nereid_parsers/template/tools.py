@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
-from nereid_parsers.template.call_renderer import CallRenderer
 from nereid_parsers.template.calls import READERS
+from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, mask_call_numbers
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,

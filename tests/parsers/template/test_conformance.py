@@ -5,7 +5,7 @@ import time
 
 import pytest
 from nereid_parsers import StreamParser, analyze_template, fold
-from nereid_parsers.template.limits import ANALYSIS_LIMITS
+from nereid_parsers.template.sandbox.limits import ANALYSIS_LIMITS
 from parsers.support import conformance
 
 CASES = conformance()

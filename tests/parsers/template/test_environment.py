@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.limits import Budget, LimitError
+from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.limits import Budget, LimitError
 from parsers.template.support import TEMPLATES
 
 SAME = json.loads((TEMPLATES / "rendered.json").read_text(encoding="utf-8"))

@@ -6,8 +6,8 @@ import pytest
 from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold, parse
 from nereid_parsers.format import Messages, NestedTags, Sections
 from nereid_parsers.template.known_formats import QUARANTINE
-from nereid_parsers.template.limits import ANALYSIS_LIMITS
 from nereid_parsers.template.report import report_json, report_of
+from nereid_parsers.template.sandbox.limits import ANALYSIS_LIMITS
 from parsers.template.support import (
     CALLS,
     FORMS,

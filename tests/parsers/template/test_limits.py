@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from nereid_parsers import TemplateError, analyze_template
-from nereid_parsers.template import environment, limits
-from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.limits import Budget, LimitError, Limits, size_of
 from nereid_parsers.template.request_template import RequestTemplate
+from nereid_parsers.template.sandbox import environment, limits
+from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.sandbox.limits import Budget, LimitError, Limits, size_of
 from parsers.template.support import TEMPLATES
 
 HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {

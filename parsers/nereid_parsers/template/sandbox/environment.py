@@ -26,8 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
 
 from nereid_parsers.errors import TemplateError
-from nereid_parsers.template.counting_nodes import AddCounting, Generation, TimedCodeGenerator
-from nereid_parsers.template.limits import (
+from nereid_parsers.template.sandbox.counting_nodes import (
+    AddCounting,
+    Generation,
+    TimedCodeGenerator,
+)
+from nereid_parsers.template.sandbox.limits import (
     MAX_CODE,
     MAX_SOURCE,
     Budget,

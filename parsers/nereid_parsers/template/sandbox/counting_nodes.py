@@ -16,7 +16,7 @@ from jinja2.compiler import CodeGenerator
 from jinja2.lexer import Token, TokenStream
 from jinja2.visitor import NodeTransformer
 
-from nereid_parsers.template.limits import Budget
+from nereid_parsers.template.sandbox.limits import Budget
 
 
 class Generation(ext.Extension):

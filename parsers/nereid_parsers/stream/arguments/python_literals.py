@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.argument_types import to_json, without_leading_zeros
+from nereid_parsers.stream.arguments.argument_types import to_json, without_leading_zeros
+from nereid_parsers.stream.arguments.python_strings import Dialect, StringReader
 from nereid_parsers.stream.pattern_matching import skip_blanks
-from nereid_parsers.stream.python_strings import Dialect, StringReader
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match

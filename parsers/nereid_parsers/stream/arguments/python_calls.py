@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
+from nereid_parsers.stream.arguments.python_literals import LiteralReader
+from nereid_parsers.stream.arguments.python_strings import PYTHON, Dialect
 from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader, Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import (
@@ -13,8 +15,6 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     skip_blanks,
 )
-from nereid_parsers.stream.python_literals import LiteralReader
-from nereid_parsers.stream.python_strings import PYTHON, Dialect
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import PythonCalls
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 
-from nereid_parsers.stream.argument_types import loads
+from nereid_parsers.stream.arguments.argument_types import loads
+from nereid_parsers.stream.arguments.json_scanner import JsonScanner
 from nereid_parsers.stream.body_reader import StepReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.json_scanner import JsonScanner
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.tool_declarations import Keys, NameIsKey

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.argument_types import to_json
+from nereid_parsers.stream.arguments.argument_types import to_json
+from nereid_parsers.stream.arguments.python_strings import escape_json
 from nereid_parsers.stream.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
-from nereid_parsers.stream.python_strings import escape_json
 from nereid_parsers.stream.status import BROKEN, DONE
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A

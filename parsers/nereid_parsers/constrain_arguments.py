@@ -20,7 +20,7 @@ from nereid_parsers.constrain_nodes import (
 from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.arguments.argument_types import json_types_of
+from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     NestedTags,

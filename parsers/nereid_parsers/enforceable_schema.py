@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nereid_parsers.stream.arguments.argument_types import json_type_of
+from nereid_parsers.stream.values.argument_types import json_type_of
 
 Schema = Mapping[str, Any]
 

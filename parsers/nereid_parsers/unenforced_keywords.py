@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.enforceable_schema import is_enforced_multiple
-from nereid_parsers.stream.arguments.argument_types import json_type_of
+from nereid_parsers.stream.values.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",

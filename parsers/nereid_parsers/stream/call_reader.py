@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
-from nereid_parsers.stream.arguments.argument_types import Tools, loads
-from nereid_parsers.stream.arguments.python_literals import LiteralReader
-from nereid_parsers.stream.arguments.python_strings import PYTHON
-from nereid_parsers.stream.arguments.wrapped_arguments import WrapperFilter, may_be_wrapped, unwrap
 from nereid_parsers.stream.status import DONE
+from nereid_parsers.stream.values.argument_types import Tools, loads
+from nereid_parsers.stream.values.python_literals import LiteralReader
+from nereid_parsers.stream.values.python_strings import PYTHON
+from nereid_parsers.stream.values.wrapped_arguments import WrapperFilter, may_be_wrapped, unwrap
 
 log = logging.getLogger(__name__)
 

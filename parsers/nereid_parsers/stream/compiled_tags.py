@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
@@ -18,6 +17,7 @@ from nereid_parsers.stream.pattern_matching import (
     match_marker,
     skip_blanks,
 )
+from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.tool_declarations import TaggedArguments
 
 # A value may contain a marker that ends tool calls. The reader waits for at most this number of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nereid_parsers.stream.arguments.argument_types import Tools
-from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.compiled_format import CompiledCalls
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
 from nereid_parsers.stream.text_buffer import TextBuffer
+from nereid_parsers.stream.values.argument_types import Tools
 
 # Ordinary text does not contain a tag that starts in this way.
 _SPECIAL_TOKEN_STARTS = ("<|", "<｜")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nereid_parsers.declarations import Stage
-from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.compiled_call import CompiledHeader
 from nereid_parsers.stream.pattern_matching import NEED_MORE

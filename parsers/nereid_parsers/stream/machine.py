@@ -20,7 +20,6 @@ from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import StartPoint
-from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_format import CompiledFormat
@@ -31,6 +30,7 @@ from nereid_parsers.stream.reasoning_reader import ReasoningReader
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter, Trace
+from nereid_parsers.stream.values.argument_types import Tools
 
 _STAGES = {
     State.REASONING: Stage.REASONING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader
+from nereid_parsers.stream.bodies.body_reader import BROKEN_ARGUMENTS, BodyReader
 from nereid_parsers.stream.expected_call import MatchedCall
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer

@@ -10,11 +10,11 @@ from nereid_parsers.declarations import FormatData, Stage
 from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.policy import Policy
 from nereid_parsers.start_stage import find_start
-from nereid_parsers.stream.arguments.argument_types import Tools
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
 from nereid_parsers.stream.text_writer import Trace
+from nereid_parsers.stream.values.argument_types import Tools
 
 
 class StreamParser:

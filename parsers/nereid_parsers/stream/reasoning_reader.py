@@ -5,7 +5,7 @@ from __future__ import annotations
 from nereid_parsers.declarations import Opener, Shown
 from nereid_parsers.events import ReasoningDelta
 from nereid_parsers.policy import StrayClose
-from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.compiled_format import MarkerKind
 from nereid_parsers.stream.header_reader import HeaderReader

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.arguments.argument_types import to_json, without_leading_zeros
-from nereid_parsers.stream.arguments.python_strings import Dialect, StringReader
 from nereid_parsers.stream.pattern_matching import skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
+from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _BARE_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.arguments.argument_types import to_json
-from nereid_parsers.stream.arguments.python_strings import escape_json
-from nereid_parsers.stream.body_reader import Head, StepReader
+from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE
+from nereid_parsers.stream.values.argument_types import to_json
+from nereid_parsers.stream.values.python_strings import escape_json
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A
 # value that starts with another character can only be a string.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from nereid_parsers.stream.arguments.argument_types import Tools, loads
+from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
 # Arguments with more than this number of blanks before the first key are never delayed. The search

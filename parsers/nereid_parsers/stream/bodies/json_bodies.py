@@ -6,12 +6,12 @@ sequences, so a marker inside a string does not end the tool call.
 
 from __future__ import annotations
 
-from nereid_parsers.stream.arguments.json_object import ObjectReader
-from nereid_parsers.stream.arguments.json_scanner import JsonScanner
-from nereid_parsers.stream.body_reader import BodyReader, Head
+from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
+from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 
-from nereid_parsers.stream.arguments.argument_types import loads
-from nereid_parsers.stream.arguments.json_scanner import JsonScanner
-from nereid_parsers.stream.body_reader import StepReader
+from nereid_parsers.stream.bodies.body_reader import StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.values.argument_types import loads
+from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.

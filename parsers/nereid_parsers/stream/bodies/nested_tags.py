@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.arguments.argument_types import json_types_of, to_json
-from nereid_parsers.stream.arguments.python_strings import escape_json
-from nereid_parsers.stream.body_reader import Head, StepReader
+from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_blanks
 from nereid_parsers.stream.status import BROKEN, DONE
+from nereid_parsers.stream.values.argument_types import json_types_of, to_json
+from nereid_parsers.stream.values.python_strings import escape_json
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.arguments.python_literals import LiteralReader
-from nereid_parsers.stream.arguments.python_strings import PYTHON, Dialect
-from nereid_parsers.stream.body_reader import BROKEN_ARGUMENTS, BodyReader, Head, StepReader
+from nereid_parsers.stream.bodies.body_reader import BROKEN_ARGUMENTS, BodyReader, Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
@@ -16,6 +14,8 @@ from nereid_parsers.stream.pattern_matching import (
     skip_blanks,
 )
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.values.python_literals import LiteralReader
+from nereid_parsers.stream.values.python_strings import PYTHON, Dialect
 from nereid_parsers.tool_declarations import PythonCalls
 
 _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match

@@ -1,1 +1,0 @@
-"""Readers of the bodies of tool calls: JSON, Python literals, tags, and their argument types."""

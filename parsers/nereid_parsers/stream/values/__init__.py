@@ -1,0 +1,1 @@
+"""Values in the bodies of tool calls: their types, JSON and Python literals, wrapped arguments."""

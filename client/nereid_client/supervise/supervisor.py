@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -17,18 +16,15 @@ from nereid_client.console import CliError, complain, say, set_line_format
 from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.fork_server import start_fork_server
-from nereid_client.supervise.frontend_client import FrontendClient
-from nereid_client.supervise.hang_detection import HangWatch, Probe
+from nereid_client.supervise.hang_detection import HangWatch
 from nereid_client.supervise.memory_watch import MemoryWatch
-from nereid_client.supervise.pooling_models import PoolingModel, PoolingWarmUp
-from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
-from nereid_client.supervise.stub_processes import StubWatch
+from nereid_client.supervise.pooling_models import PoolingWarmUp
+from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, ServePlan
+from nereid_client.supervise.supervised_program import SupervisedProgram
 from nereid_client.supervise.unfinished_requests import count_unfinished
 from nereid_client.supervise.warmup import WarmUp
 
 SERVER_EXIT_TIMEOUT_S = 5
-STANDARD_OUTPUT = Path("-")
-"""The log path that stands for the standard output."""
 _TICK_S = 0.05
 _PROGRESS_EVERY_S = 10.0
 _FRONTEND_GRACE_S = 8.0
@@ -36,127 +32,6 @@ _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_CHECK_EVERY_S = 0.1
 _LAST_RESPONSES_S = 1.0  # a model that ends itself needs this time to answer waiting requests
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program to run.
-
-    Attributes:
-        name: the name of the program, for messages.
-        command: the command with its arguments.
-        environment: all environment variables of the program.
-    """
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-
-
-@dataclass(frozen=True)
-class ServePlan:
-    """The processes that `nereid serve` will start, and their checked settings.
-
-    Attributes:
-        server: the Triton server.
-        frontend_program: the frontend.
-        shm_prefix: the prefix of the names of the server's shared memory.
-        log_path: the log file of both programs; STANDARD_OUTPUT for the standard output.
-        log_format: "text", or "json" for a log with one JSON object on each line.
-        model: the folder of the language model's checkpoint.
-        pooling_models: the pooling models to serve.
-        probes: the small requests with which hangs of the models are detected.
-        frontend: a client of the frontend.
-        endpoints: the name and the address of each endpoint, for the message to the user.
-        metrics_url: the URL of the Triton server's metrics.
-        http_url: the base URL of the Triton server's HTTP endpoint.
-        hang_timeout_s: a server with a model that does not answer a small request for this time is
-            restarted. 0 means never.
-        max_process_memory: a process that uses more bytes of memory is restarted. 0 means 80 % of
-            the memory of the machine.
-        warnings: sentences that are printed at the start.
-        restarts: the limits on restarts.
-        drain_timeout_s: the time that running requests have to finish after a signal to stop.
-        fork_server: the address of the fork server to start (fork_server.py), or None.
-    """
-
-    server: Program
-    frontend_program: Program
-    shm_prefix: str
-    log_path: Path
-    model: Path
-    pooling_models: list[PoolingModel]
-    probes: list[Probe]
-    frontend: FrontendClient
-    endpoints: list[tuple[str, str]]
-    metrics_url: str
-    http_url: str
-    hang_timeout_s: float
-    max_process_memory: int
-    warnings: list[str]
-    restarts: RestartPolicy
-    drain_timeout_s: float
-    log_format: str = "text"
-    fork_server: str | None = None
-
-    @property
-    def log_name(self) -> str:
-        """The name of the log in messages."""
-        return "on the standard output" if self.log_path == STANDARD_OUTPUT else str(self.log_path)
-
-
-class SupervisedProgram:
-    """One program (the Triton server or the frontend) that the supervisor starts and restarts.
-
-    Args:
-        program: the program. It is started at once.
-        policy: the limits on restarts.
-        log: the log file.
-
-    Attributes:
-        child: the child process that was started last.
-        stubs: observes the stub processes of this child.
-        restart_at: the time of the next start, by time.monotonic. None while the program runs.
-        restarts: counts the restarts.
-    """
-
-    def __init__(self, program: Program, policy: RestartPolicy, log: IO[str]) -> None:
-        self._program = program
-        self._log = log
-        self.name = program.name
-        self.restarts = Restarts(policy)
-        self.start()
-
-    def start(self) -> None:
-        """Start the program."""
-        self.restart_at: float | None = None
-        program = self._program
-        self.child = ChildProcess(
-            program.name, program.command, program.environment, self._log, say
-        )
-        can_unload = any("--model-control-mode" in word for word in program.command)
-        self.stubs = StubWatch(self.child.pid, can_unload=can_unload)
-
-    def failure(self) -> str | None:
-        """Return why the program must be restarted, or None if no restart is necessary."""
-        if self.child.exit_code is not None:
-            return self.child.describe_end()
-        if self.child.crash is not None:
-            return f"{self.name} crashed ({self.child.crash})"
-        model = self.stubs.dead_model()
-        return f"{self.name}: the process of the model {model} died" if model else None
-
-    @property
-    def has_crashed(self) -> bool:
-        """Whether the program crashed.
-
-        A program that rejects a setting or a checkpoint has not crashed.
-
-        On a busy machine, Triton server 2.51 can abort while it starts its stub processes, abandon
-        one of them, or lose one.
-        """
-        stubs = self.stubs
-        return self.child.has_crashed or stubs.has_crashed or stubs.has_abandoned_stub()
 
 
 class Supervisor:

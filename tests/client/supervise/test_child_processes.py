@@ -9,7 +9,8 @@ import pytest
 from fakes.live_frontend import wait_for
 from nereid_client.supervise.child_processes import ChildProcess, process_of
 from nereid_client.supervise.restart_policy import RestartPolicy
-from nereid_client.supervise.supervisor import Program, SupervisedProgram
+from nereid_client.supervise.serve_plan import Program
+from nereid_client.supervise.supervised_program import SupervisedProgram
 
 STUB_DIED = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
 POLICY = RestartPolicy(max_restarts=1, backoff_s=0.0)

@@ -1,0 +1,219 @@
+"""The flags of `nereid serve`."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from nereid_client.settings import SCHEMA, VARIABLES
+from nereid_client.supervise import pooling_models
+
+_Number = TypeVar("_Number", int, float)
+
+# A JSON file that maps the environment variables of the language model's settings to descriptions.
+# The backend declares these settings, but this package must not import the backend. `make settings`
+# therefore writes the descriptions to this file.
+_ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
+# Maps each flag of the language model to the placeholder that --help shows for the flag's value.
+# The backend checks the values that the user gives.
+ENGINE_FLAGS = {
+    "--max-model-len": "N",
+    "--kv-cache-memory": "SIZE",
+    "--dtype": "NAME",
+    "--reasoning-parser": "NAME",
+    "--tool-parser": "NAME",
+    "--max-num-seqs": "N",
+    "--max-num-batched-tokens": "N",
+    "--tensor-parallel-size": "N",
+    "--data-parallel-size": "N",
+    "--draft-model": "PATH",
+}
+# Maps each flag of the frontend to the name of a setting and to the placeholder that --help shows
+# for the flag's value. The flag --host is missing here, because it also sets the address of the
+# Triton server.
+FRONTEND_FLAGS = {
+    "--openai-port": ("port", "N"),
+    "--frontend-workers": ("frontend_workers", "N"),
+    "--max-concurrent-requests": ("max_concurrent_requests", "N"),
+    "--request-timeout": ("request_timeout_s", "S"),
+    "--unread-timeout": ("unread_timeout_s", "S"),
+    "--log-level": ("log_level", "LEVEL"),
+}
+PORT_FLAGS = {
+    "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
+    "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
+    "--metrics-port": (8002, "The port of the Triton server's metrics."),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `nereid serve` to a parser of arguments."""
+    _add_model_flags(parser.add_argument_group("language model"))
+    pooling_models.add_flags(parser.add_argument_group("embedding model and reranker"))
+    _add_endpoint_flags(parser.add_argument_group("endpoints"))
+    _add_process_flags(parser.add_argument_group("processes and logs"))
+
+
+def _add_model_flags(model: "argparse._ArgumentGroup") -> None:
+    model.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="The folder of a Hugging Face checkpoint, or a GGUF file. The default is the "
+        "demo model beside the model repository. [NEREID_MODEL]",
+    )
+    model.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="A TOML file that describes several models, instead of --model. [NEREID_MODELS_FILE]",
+    )
+    model.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="The name of the model in the API. The default is the name of the folder. "
+        "[NEREID_SERVED_MODEL_NAME]",
+    )
+    model.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="A LoRA adapter, which requests select with the model NAME. The flag can be repeated. "
+        "[NEREID_LORA_ADAPTERS]",
+    )
+    engine_settings = json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))
+    for flag, metavar in ENGINE_FLAGS.items():
+        variable = engine_variable(flag)
+        model.add_argument(flag, metavar=metavar, help=f"{engine_settings[variable]} [{variable}]")
+
+
+def _add_endpoint_flags(endpoints: "argparse._ArgumentGroup") -> None:
+    endpoints.add_argument(
+        "--host",
+        help="The address on which all servers listen. The default is 127.0.0.1. The variable "
+        "changes the address of the OpenAI frontend only. [NEREID_OPENAI_HOST]",
+    )
+    for flag, (port, text) in PORT_FLAGS.items():
+        endpoints.add_argument(
+            flag, type=int, default=port, metavar="N", help=f"{text} The default is {port}."
+        )
+    for flag, (name, metavar) in FRONTEND_FLAGS.items():
+        setting = SCHEMA[name]
+        endpoints.add_argument(
+            flag,
+            metavar=metavar,
+            help=f"{setting['description']} The default is {setting['default']}. "
+            f"[{VARIABLES[name]}]",
+        )
+
+
+def _add_process_flags(server: "argparse._ArgumentGroup") -> None:
+    server.add_argument(
+        "--model-repository",
+        type=Path,
+        metavar="DIR",
+        help="The folder with the Triton models. The default is the folder model_repository in the "
+        "current folder, else the one in Nereid's checkout or in the installed package.",
+    )
+    server.add_argument(
+        "--tritonserver",
+        type=Path,
+        metavar="PATH",
+        help="The Triton server program. The default is the one that `nereid install-server` "
+        "installed, else the one in PATH.",
+    )
+    server.add_argument(
+        "--max-restarts",
+        type=_at_least_0(int),
+        default=5,
+        metavar="N",
+        help="The maximum number of restarts in a row of a process that ended. 0 means no restart. "
+        "The default is %(default)s.",
+    )
+    server.add_argument(
+        "--restart-backoff",
+        type=_at_least_0(float),
+        default=1.0,
+        metavar="S",
+        help="The number of seconds before the second restart in a row. It doubles for each "
+        "further restart. The default is %(default)s.",
+    )
+    server.add_argument(
+        "--hang-timeout",
+        type=_at_least_0(float),
+        default=300.0,
+        metavar="S",
+        help="If a model does not answer a small request for this many seconds while requests are "
+        "running, the Triton server is restarted. 0 means never. The default is %(default)s.",
+    )
+    server.add_argument(
+        "--max-process-memory",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="The largest memory of one process, such as 8GiB. A process that exceeds it for five "
+        "seconds is restarted. The largest process is also restarted when the memory of the "
+        "machine or the container is nearly exhausted. The default is 80 %% of the memory.",
+    )
+    server.add_argument(
+        "--drain-timeout",
+        type=_at_least_0(float),
+        default=30.0,
+        metavar="S",
+        help="The number of seconds that running requests have to finish after SIGTERM. The "
+        "default is %(default)s.",
+    )
+    server.add_argument(
+        "--log-file",
+        type=Path,
+        metavar="PATH",
+        help="The file for the log of all servers. - is the standard output. The default is "
+        "~/.local/state/nereid/serve-PORT.log.",
+    )
+    server.add_argument("tritonserver_args", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
+
+
+def engine_variable(flag: str) -> str:
+    """Return the environment variable that corresponds to a flag of the language model.
+
+    Example: "--dtype" returns "NEREID_DTYPE".
+    """
+    return f"NEREID_{attribute(flag)}".upper()
+
+
+def attribute(flag: str) -> str:
+    """Return the attribute in which argparse stores a flag.
+
+    Example: "--max-restarts" returns "max_restarts".
+    """
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _size(text: str) -> int:
+    """Return a number of bytes, from text such as "8GiB".
+
+    Raises: argparse.ArgumentTypeError.
+    """
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes, such as 65536 or 8GiB, but it is {text!r}"
+        ) from None
+
+
+def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    """Return an argument type for argparse: a number that is not negative."""
+
+    def parse(text: str) -> _Number:
+        number = kind(text)
+        if not 0 <= number < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least 0, but it is {text}")
+        return number
+
+    parse.__name__ = "number"  # argparse says "invalid number value"
+    return parse

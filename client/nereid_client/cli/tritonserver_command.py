@@ -1,0 +1,75 @@
+"""The command that starts the Triton server for `nereid serve`."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_path
+from nereid_client.cli.libpython import find_libpython
+from nereid_client.console import CliError
+from nereid_client.supervise import startup_checks
+from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S
+
+
+def server_command(
+    args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str, log_level: str
+) -> list[str]:
+    """Return the command that starts the Triton server."""
+    command = [str(tritonserver), f"--model-repository={repository}"]
+    for endpoint in ("http", "grpc", "metrics"):
+        command += [
+            f"--{endpoint}-address={args.host or '127.0.0.1'}",
+            f"--{endpoint}-port={getattr(args, endpoint + '_port')}",
+        ]
+    command += [
+        f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
+        # Nereid's model configurations are complete, so Triton need not complete them. Otherwise,
+        # Triton would start each model twice: first to complete its configuration, and then to load
+        # it.
+        "--disable-auto-complete-config",
+        # With enough threads, all models load at the same time. The threads use little CPU time,
+        # because each thread only waits for the process of its model.
+        "--model-load-thread-count=8",
+        # With this prefix, the shared memory of a server that was killed can be found and removed.
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+    ]
+    if log_level == "debug":
+        command.append("--log-verbose=1")
+    return command + list(args.tritonserver_args)
+
+
+def find_tritonserver(given: Path | None) -> Path:
+    """Return the path of the Triton server program.
+
+    Raises: CliError if there is none.
+    """
+    if given is not None:
+        if not os.access(given, os.X_OK):
+            raise CliError(f"--tritonserver: {given} is not an executable file")
+        return given.absolute()
+    launcher = launcher_path()
+    if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
+        find_libpython()
+        startup_checks.check_embedded_numpy()
+        return launcher
+    found = shutil.which("tritonserver")
+    if found is None:
+        raise CliError(
+            "The program tritonserver was not found. Run `nereid install-server` to install it."
+        )
+    return Path(found)
+
+
+def find_repository(given: Path | None) -> Path:
+    """Return the path of the model repository: the given path, or the first folder that exists.
+
+    The folder `model_repository` is looked up in the working folder, in the folder of a checkout,
+    and in the installed wheel `nereid`.
+    """
+    if given is not None:
+        return given.expanduser().absolute()
+    packages = Path(__file__).resolve().parents[2]
+    places = (Path.cwd(), packages.parent, packages / "nereid")
+    repositories = [place / "model_repository" for place in places]
+    return next((path for path in repositories if path.is_dir()), repositories[0])

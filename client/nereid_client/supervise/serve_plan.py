@@ -1,0 +1,79 @@
+"""The processes that `nereid serve` starts, and their settings."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.hang_detection import Probe
+from nereid_client.supervise.pooling_models import PoolingModel
+from nereid_client.supervise.restart_policy import RestartPolicy
+
+STANDARD_OUTPUT = Path("-")
+"""The log path that stands for the standard output."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to run.
+
+    Attributes:
+        name: the name of the program, for messages.
+        command: the command with its arguments.
+        environment: all environment variables of the program.
+    """
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """The processes that `nereid serve` will start, and their checked settings.
+
+    Attributes:
+        server: the Triton server.
+        frontend_program: the frontend.
+        shm_prefix: the prefix of the names of the server's shared memory.
+        log_path: the log file of both programs; STANDARD_OUTPUT for the standard output.
+        log_format: "text", or "json" for a log with one JSON object on each line.
+        model: the folder of the language model's checkpoint.
+        pooling_models: the pooling models to serve.
+        probes: the small requests with which hangs of the models are detected.
+        frontend: a client of the frontend.
+        endpoints: the name and the address of each endpoint, for the message to the user.
+        metrics_url: the URL of the Triton server's metrics.
+        http_url: the base URL of the Triton server's HTTP endpoint.
+        hang_timeout_s: a server with a model that does not answer a small request for this time is
+            restarted. 0 means never.
+        max_process_memory: a process that uses more bytes of memory is restarted. 0 means 80 % of
+            the memory of the machine.
+        warnings: sentences that are printed at the start.
+        restarts: the limits on restarts.
+        drain_timeout_s: the time that running requests have to finish after a signal to stop.
+        fork_server: the address of the fork server to start (fork_server.py), or None.
+    """
+
+    server: Program
+    frontend_program: Program
+    shm_prefix: str
+    log_path: Path
+    model: Path
+    pooling_models: list[PoolingModel]
+    probes: list[Probe]
+    frontend: FrontendClient
+    endpoints: list[tuple[str, str]]
+    metrics_url: str
+    http_url: str
+    hang_timeout_s: float
+    max_process_memory: int
+    warnings: list[str]
+    restarts: RestartPolicy
+    drain_timeout_s: float
+    log_format: str = "text"
+    fork_server: str | None = None
+
+    @property
+    def log_name(self) -> str:
+        """The name of the log in messages."""
+        return "on the standard output" if self.log_path == STANDARD_OUTPUT else str(self.log_path)

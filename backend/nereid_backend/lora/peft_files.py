@@ -182,7 +182,15 @@ def _read_weights(
         if problem:
             raise ModelError(f"{file}: {name}: {problem}")
         down, up = parts["A"].to(like), parts["B"].float()
-        scale = _scale(file.with_name(_CONFIG_FILE), config, name, rank=len(down))
+        config_file = file.with_name(_CONFIG_FILE)
+        rank = _layer_setting(config_file, config, "rank_pattern", name, config.get("r"))
+        if rank is not None and rank != len(down):
+            raise ModelError(
+                f"{file}: {name}: the matrix lora_A has the rank {len(down)}, but {config_file} "
+                f"gives this layer the rank {rank!r} (r or rank_pattern). The two files do not "
+                "belong to the same adapter."
+            )
+        scale = _scale(config_file, config, name, rank=len(down))
         weights[name] = LayerPair(down, (up * scale).to(like))
     return weights
 
@@ -243,11 +251,37 @@ def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
     Raises:
         ModelError: if lora_alpha is not a number.
     """
-    alpha = config.get("lora_alpha")
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            alpha = value
-            break
+    alpha = _layer_setting(file, config, "alpha_pattern", name, config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelError(f"{file}: lora_alpha must be a number, but the file has {alpha!r}.")
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _layer_setting(
+    file: Path, config: dict[str, Any], setting: str, name: str, default: object
+) -> object:
+    """Return the value of the first pattern that matches a layer, or the default.
+
+    Example: with rank_pattern={"q_proj": 2}, the layer "layers.0.q_proj" has the rank 2.
+
+    Args:
+        file: the path of adapter_config.json.
+        config: the content of adapter_config.json.
+        setting: the name of the setting that contains the patterns and their values.
+        name: the name of the layer.
+        default: the value of the layers that no pattern matches.
+
+    Raises:
+        ModelError: if the setting is not an object, or a pattern is not a regular expression.
+    """
+    patterns = config.get(setting) or {}
+    try:
+        for pattern, value in patterns.items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                return value
+    except (AttributeError, re.error) as error:
+        raise ModelError(
+            f"{file}: {setting} must be an object whose keys are regular expressions, but the file "
+            f"has {patterns!r}."
+        ) from error
+    return default

@@ -141,6 +141,8 @@ def test_an_adapter_larger_than_the_limit_is_refused(checkpoint, folders, size):
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"peft_type": "LOHA"}, "peft_type must be LORA, but the file has 'LOHA'"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number, but the file has '8'"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern must be an object whose keys are regular"),
+        ({"alpha_pattern": [4]}, r"alpha_pattern must be an object .* but the file has \[4\]"),
     ],
 )
 def test_an_unsuitable_setting_is_refused_by_name(settings, message, engine, folders, tmp_path):
@@ -183,6 +185,21 @@ def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folde
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RequestError, match=message):
         engine.load_lora("x", str(folder))
+
+
+@pytest.mark.parametrize("settings", [{"r": 8}, {"r": 4, "rank_pattern": {"down_proj": 8}}])
+def test_a_rank_that_differs_from_the_matrices_is_refused(settings, engine, folders, tmp_path):
+    folder = shutil.copytree(folders["a"], tmp_path / "x")
+    write_config(folder, **settings)
+    message = (
+        r"x/adapter_model.safetensors: .*_proj: the matrix lora_A has the rank 4, but "
+        r".*x/adapter_config.json gives this layer the rank 8"
+    )
+    with pytest.raises(RequestError, match=message):
+        engine.load_lora("x", str(folder))
+    assert engine.lora_names == []
+    write_config(folder, r=8, rank_pattern={r".*_proj": 4})
+    engine.load_lora("x", str(folder))
 
 
 def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path):

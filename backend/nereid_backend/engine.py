@@ -93,7 +93,7 @@ class Engine:
         # They are read now, because the files may be overwritten later.
         self._layout: Layout | None = None
         folder = Path(config.model)
-        if (folder / "config.json").is_file() and not (folder / GGUF_LINK).is_file():
+        if any(folder.glob("*.safetensors")) and not (folder / GGUF_LINK).is_file():
             self._layout = read_layout(config.model)
         if config.prefix_cache_disk is not None:
             prepare_folder(config.prefix_cache_disk)

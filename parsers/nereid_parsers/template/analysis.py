@@ -120,7 +120,7 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Infer the format as `analyze_template` does, with the help of the tokenizer's added tokens.
+    """Infer the format like `analyze_template`, but also use the tokenizer's added tokens.
 
     Args:
         jinja_source: The template.
@@ -152,9 +152,10 @@ def analyze_checkpoint_template(
 
 
 def _set_form(prober: Prober) -> bool:
-    """Set `prober.form` to a form in which the template renders content and tool calls.
+    """Find the form of messages that the template accepts, and store the form in `prober.form`.
 
-    If no form shows tool calls, the form shows only content.
+    In this form, the template renders content and tool calls. If no form shows tool calls, the form
+    shows only content.
 
     If the template renders no plain content, append the reason to `prober.undecided`.
 
@@ -198,7 +199,8 @@ def _recognise(
     content = compare_content(turn, ReasoningFindings())
     turn = replace(turn, end_markers=content.end_markers)
     if isinstance(fmt.layout, Messages):
-        # The rendering shows which markers end the turn. The layout already declares some of them.
+        # `turn.end_markers` contains all markers that end the turn. The layout already declares
+        # some of these markers, so `Format.ends` contains only the other markers.
         message_ends = fmt.layout.ends
         turn_ends = tuple(end for end in turn.end_markers if end not in message_ends)
         fmt = replace(fmt, ends=turn_ends)
@@ -239,7 +241,7 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
 def _make_format(
     turn: ModelTurn, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
 ) -> Format:
-    """Return the format with the inferred parts.
+    """Return a `Format` that consists of the inferred parts.
 
     If the parts contradict each other, return the format for plain content, and append the reason
     to the list `undecided` of the prober.
@@ -270,7 +272,7 @@ def _result(
     tools: ToolFindings,
     proofs: list[Proof],
 ) -> TemplateAnalysis:
-    """Return the `TemplateAnalysis` that contains these findings."""
+    """Combine all findings into a `TemplateAnalysis`."""
     prober = turn.prober
     supports = Supports(
         content=True,

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """The format of a checkpoint, and the reason for the choice.
+    """The chosen format of a checkpoint, and the reason for the choice.
 
     Attributes:
         format: The format.
@@ -45,7 +45,7 @@ class ChosenFormat:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointText:
-    """The parts of a checkpoint's files from which its chat format is determined.
+    """The data from a checkpoint's files that determine the chat format.
 
     Attributes:
         template: The chat template, or None if the checkpoint has no chat template.
@@ -94,7 +94,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Return the templates in the .jinja files of a checkpoint, by name.
+    """Return the templates in the .jinja files of a checkpoint. The keys are the templates' names.
 
     The files in additional_chat_templates/ have names such as "tool_use". The template in
     chat_template.jinja has the name "default".
@@ -107,7 +107,7 @@ def _read_jinja_templates(path: Path) -> dict[str, str]:
 
 
 def _select_template(templates: object) -> str | None:
-    """Return the template that is used with tools, or None if there is no template.
+    """Select the template for requests with tools. Return None if there is no template.
 
     Several templates are a dict of names and sources. In tokenizer_config.json they may also be a
     list.
@@ -131,7 +131,7 @@ def _select_template(templates: object) -> str | None:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a token of tokenizer_config.json, or "" if the token has no text.
+    """Return the text of a token in tokenizer_config.json, or "" if the token has no text.
 
     >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
     ('</s>', '</s>', '')
@@ -194,7 +194,7 @@ def format_for_checkpoint(
     name: str | None = None,
     chat_template: str | None = None,
 ) -> ChosenFormat:
-    """Return the format of a checkpoint, with the reason for the choice.
+    """Choose the format of a checkpoint. Return the format and the reason for the choice.
 
     The first available source determines the format: the names that the user chose, the
     checkpoint's response_template, or its chat template. If no source is available, the format is
@@ -228,7 +228,7 @@ def format_for_checkpoint(
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Replace the reasoning or the tool calls of `file_format` by those that the user chose.
+    """Replace the reasoning or the tools of `file_format` with the part that the user chose.
 
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
     `file_format`. If the layout of one of the formats is `Messages`, the two formats cannot be
@@ -252,8 +252,8 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
             reasoning=chosen_layout.reasoning, content=content, tools=file_layout.tools
         )
     else:
-        # The chosen tool calls may belong to a family whose reasoning is known, see
-        # `ToolEntry.reasoning`. That reasoning is used if the files show no reasoning.
+        # The registry may declare a reasoning part for the chosen tools (`ToolEntry.reasoning`).
+        # That part is used if the checkpoint's files show no reasoning.
         reasoning_part = file_layout.reasoning or chosen_layout.reasoning
         layout = Sections(reasoning=reasoning_part, content=content, tools=chosen_layout.tools)
     fmt = Format(
@@ -268,7 +268,7 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the checkpoint's files declare or imply, or plain content.
+    """Return the format that the checkpoint's files declare or imply. The default is plain content.
 
     The `why` of the result contains the reason for each source that could not be used.
     """
@@ -306,5 +306,5 @@ def _plain_format(problems: list[str]) -> ChosenFormat:
 
 
 def _sentence(text: str) -> str:
-    """Return `text` with a full stop at its end. A second full stop is not added."""
+    """Add a full stop to the end of `text`, unless `text` already ends with a full stop."""
     return text if text.endswith(".") else f"{text}."

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def inspect(path: str) -> Report:
-    """Return the report on a template's file or a checkpoint's folder."""
+    """Return the report on a template file or on a checkpoint folder."""
     chosen = format_for_checkpoint(path)
     why = f"Source of the format: {chosen.source}. {chosen.why}"
     return report_of(path, why, chosen.format, chosen.analysis)

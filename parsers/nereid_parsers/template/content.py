@@ -1,4 +1,4 @@
-"""Determine the markup around content and the end of a turn: comparisons C1 and C2."""
+"""Determine the markers around the content and the markers that end a turn (C1 and C2)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ContentFindings:
 
 
 def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
-    """Render a question with an answer, and record the comparison with the question alone (C1).
+    """Record the comparison C1: a question without an answer, and the question with an answer.
 
     Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
     `</answer>` and the end marker `<|im_end|>`.
@@ -82,7 +82,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Render content before a tool call, and look for markers around the content (comparison C2).
+    """Record the comparison C2: a tool call without content, and a tool call after content.
 
     Some templates write markers around the content only in messages with tool calls, and also if
     the content is empty. Example: "<say></say><call>.." without content and
@@ -112,7 +112,7 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 def _text_without_reasoning(
     turn: ModelTurn, conversation: Conversation, reasoning: Reasoning | None
 ) -> str:
-    """Render the answer of a conversation, and remove the markers of empty reasoning.
+    """Render an answer, and remove the markers of empty reasoning (`<think></think>`).
 
     Return "" if the template refuses the conversation. Example: the answer
     "<think></think><call>.." gives "<call>..".
@@ -121,7 +121,7 @@ def _text_without_reasoning(
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
-    r"""Return `text` without the markers of reasoning at its start.
+    r"""Remove the markers of reasoning from the start of `text`.
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
@@ -139,7 +139,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Find the markers that end the model's turn in `after`, the text after the content.
+    """Search `after`, the text after the content, for the markers that end the model's turn.
 
     There are three cases. The first column is the text after the content, the second column the
     text after a user's message, and the third column the result:
@@ -154,8 +154,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(text))
     if first in ("", EOS_TOKEN):
         return []
-    # The second marker, `<|eot|>`, belongs to the end of the turn if it also ends a user's message.
-    # Otherwise this marker may be the start of the next turn's header.
+    # If the second marker (`<|eot|>`) also ends a user's message, this marker ends the turn. If
+    # not, this marker may open the next turn.
     ends_user_message = second == leading_marker(after_user_message)
     is_other_marker = second not in ("", first)
     if is_other_marker and ends_user_message and second not in turn.header:
@@ -164,7 +164,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
-    """Return the end of a turn if this end consists of markers and words: `<|out|>turn<|of|>`.
+    """Search for the end of a turn that has words between markers, such as `<|out|>turn<|of|>`.
 
     A user's message must end with the same text, and possibly one more marker. Otherwise the
     result is [].
@@ -193,10 +193,10 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
-    """Return the marker that closes the content, with the white space before it, or "".
+    """Return the marker that closes the content, and the white space before this marker.
 
-    Example: for the opening `<answer>` and the text "</answer><|im_end|>", the result is
-    `</answer>`.
+    Return "" if no marker closes the content. Example: for the opening `<answer>` and the text
+    "</answer><|im_end|>", the result is `</answer>`.
 
     Args:
         after: The text after the content.
@@ -209,8 +209,8 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     marker = leading_marker(after)
     if not marker:
         return ""
-    # A marker that also follows user messages ends the turn. The exception is a marker with the
-    # name of the opening marker, such as `</answer>` after `<answer>`.
+    # A marker that also follows user messages ends the turn, so the marker does not close the
+    # content. The exception is the closing marker of the opening: `</answer>` for `<answer>`.
     ends_turn = marker == EOS_TOKEN or marker in turn.trailing_text
     if ends_turn and marker not in closing_spellings(opening):
         return ""

@@ -74,7 +74,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Template variables and a system message that may turn thinking on or off.
+    """Settings that may turn thinking on or off: template variables and a system message.
 
     Attributes:
         variables: Pairs of name and value, such as (("enable_thinking", False),).
@@ -125,7 +125,7 @@ class Conversation:
 
 
 def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversation:
-    """Return a conversation whose answer makes these tool calls."""
+    """Return a conversation whose answer contains the given tool calls."""
     return Conversation(AssistantMessage(content, calls=calls), tools=True)
 
 
@@ -133,12 +133,12 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# Other values of `InputForm.reasoning`.
+# Values of `InputForm.reasoning` that are not names of fields.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The members of a message that represent empty content, for each `InputForm.empty_content`.
+# The members of a message without content, for each value of `InputForm.empty_content`.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -214,7 +214,7 @@ class InputForm:
         return [self._assistant_message(AssistantMessage(calls=ONE_CALL), 0), result]
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id of the tool call with this number (from 0) in the conversation.
+        """Return the id of a tool call. The calls of a conversation are numbered from 0.
 
         >>> InputForm().call_id("f", 0), InputForm(ids="numbered").call_id("f", 0)
         ('zq7id0000', 'functions.f:0')
@@ -250,7 +250,7 @@ class InputForm:
         return message
 
     def _message_without_calls(self, answer: AssistantMessage) -> dict[str, Any]:
-        """Return an assistant message with its content and with its reasoning in separate fields.
+        """Return an assistant message that has the content and the reasoning in separate fields.
 
         >>> InputForm(empty_content="null")._message_without_calls(AssistantMessage())
         {'role': 'assistant', 'content': None}
@@ -266,7 +266,7 @@ class InputForm:
         return message
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
-        """Return a tool call of an assistant message.
+        """Return a tool call in the form that the template expects.
 
         >>> InputForm(flat_calls=True, arguments="text")._tool_call(ProbeCall("f", (("a", 1),)), 0)
         {'name': 'f', 'arguments': '{"a": 1}'}
@@ -281,7 +281,7 @@ class InputForm:
 
 
 def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
-    """Return the reasoning and the text of an answer as the parts of the list `content`.
+    """Return the `content` of an answer as a list: the reasoning, then the text.
 
     >>> _content_with_thinking(AssistantMessage("Hello.", reasoning="A greeting."))
     [{'type': 'thinking', 'thinking': 'A greeting.'}, {'type': 'text', 'text': 'Hello.'}]

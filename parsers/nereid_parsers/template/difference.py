@@ -34,7 +34,8 @@ _CLOSING_RULES = (
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
 )
-# Words that turn the name of an opening marker into the name of its closing marker.
+# Pairs of words. The first word is in an opening marker, `<|START_THINKING|>`. The second word is
+# at the same place in the closing marker, `<|END_THINKING|>`.
 _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
@@ -100,7 +101,7 @@ class ListMarkup:
 
 
 def tokens(text: str) -> list[str]:
-    """Return `text`, split into markers, words and single characters.
+    """Split `text` into markers, words and single characters.
 
     >>> tokens("<think>Two words")
     ['<think>', 'Two', ' ', 'words']
@@ -201,7 +202,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two markers of a list. A marker that is missing is returned as "".
+    """Return the first two markers of a list. A missing marker is "" in the result.
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -258,7 +259,7 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
 
 
 def closing_spellings(marker: str) -> list[str]:
-    """Return the possible spellings of the marker that closes the block which `marker` opens.
+    """Return the possible closing markers of an opening marker: `</think>` for `<think>`.
 
     >>> closing_spellings("<think>")
     ['</think>']
@@ -277,10 +278,10 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing text of a block whose opening text consists of several markers and words.
+    """Find the closing text of a block that several markers and words open.
 
-    The two texts differ only in their first marker. The result is "" if `text` does not start with
-    such a closing text.
+    The opening text and the closing text differ only in their first marker. The result is "" if
+    `text` does not start with such a closing text.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -296,14 +297,14 @@ def compound_closing(text: str, opening: str) -> str:
     before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
     if not shared:
         return ""
-    # Only a marker may precede `shared_end`. If the text before `shared_end` is longer than the
-    # whole opening, that text is no marker, and `shared_end` belongs to a later part.
+    # In a closing text, only one marker precedes `shared_end`. A longer text before `shared_end`
+    # shows that `shared_end` belongs to a later part of the message.
     is_one_marker = len(before_shared_end) <= len(opening)
     return before_shared_end + shared_end if is_one_marker else ""
 
 
 def opening_spellings(marker: str) -> list[str]:
-    """Return the possible spellings of the marker that opens the block which `marker` closes.
+    """Return the possible opening markers of a closing marker: `<think>` for `</think>`.
 
     >>> opening_spellings("</think>")
     ['<think>']

@@ -46,7 +46,7 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> ModelTurn:
-    r"""Record the comparison G, without and with the generation prompt. Return what it shows.
+    r"""Compare the renderings without and with the generation prompt, and return a `ModelTurn`.
 
     The text that the generation prompt adds opens the model's turn. Example: the added text is
     "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
@@ -70,7 +70,10 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Return pairs of switches and rendered prompt, one for each setting that can be rendered."""
+    """Render the prompt with each setting of the switches. Return pairs of switches and prompt.
+
+    Settings that the template refuses are omitted.
+    """
     prompts = []
     for switches in prober.thinking_switches():
         text = prober.render(Conversation(generation_prompt=True, switches=switches))
@@ -100,7 +103,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     else:
         # The template ignores add_generation_prompt, so only the answers can show a header.
         shared = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
-    # All turns may share more than the header: an empty block, a marker, or text after the role.
+    # `shared` may contain more than the header: an empty block, a marker, or text after the role.
     without_block = _drop_empty_block(shared)
     without_marker = _drop_opening_marker(without_block, answers)
     return _drop_text_after_role(without_marker, _user_header(without_prompt))
@@ -121,7 +124,7 @@ def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Return the text after the user's question in each rendered conversation with an answer."""
+    """Render each conversation of `_ANSWERED`. Return the texts after the user's question."""
     answers = []
     for conversation in _ANSWERED:
         text = prober.render(conversation)
@@ -163,7 +166,9 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
 
 
 def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
-    """Return the shortest prefix that `text` has in common with one of the renderings.
+    """Return the longest prefix of `text` with which all renderings start.
+
+    This is the shortest of the prefixes that `text` has in common with the renderings.
 
     >>> _shortest_common_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'
@@ -213,7 +218,9 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
 
 
 def _user_header(without_prompt: str) -> str:
-    r"""Return the text from the marker before the word "user" to the user's question, or "".
+    r"""Return the header of the user's message, or "" if no header is found.
+
+    The header is the text from the marker before the word "user" to the user's question.
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
@@ -230,7 +237,7 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Cut `header` after the role. The role is a word such as "assistant".
+    r"""Remove the text after the role from `header`. The role is a word such as "assistant".
 
     If every prompt and every answer continues with `<think>`, this marker seems to belong to the
     header. The user's header shows where the model's header really ends.

@@ -35,7 +35,7 @@ from nereid_parsers.tool_declarations import Body
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEntry:
-    """A template whose format is given, because the analysis cannot infer the format.
+    """A template whose format is declared here, because the analysis cannot infer the format.
 
     Attributes:
         model: The models that have the template.
@@ -51,7 +51,7 @@ class QuarantineEntry:
 
 
 def is_harmony(source: str) -> bool:
-    """Return whether a template writes messages with channels.
+    """Return whether a template writes a channel at the start of each message.
 
     Example: `<|channel|>analysis<|message|>` starts a message in the channel `analysis`.
     """
@@ -59,7 +59,7 @@ def is_harmony(source: str) -> bool:
 
 
 def is_recipient_lines(source: str) -> bool:
-    r"""Return whether a template starts each message with `>>>` and a line with its recipient.
+    r"""Return whether a template starts each message with `>>>`, the recipient and a line break.
 
     Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a tool call.
     """
@@ -118,7 +118,7 @@ def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
 
 
 def add_family_spellings(section: ToolSection) -> ToolSection:
-    """Return a tool section with the other spellings that models of the same family write.
+    """Add the spellings that the registry declares for the model family of `section`.
 
     A template shows one spelling of a tool call, but models also write others. The registry
     declares these spellings. A registered format belongs to the same family if the markers of its
@@ -145,7 +145,7 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
 
 
 def _other_spellings(family: ToolSection, first: Call) -> Iterator[Call]:
-    """Yield all spellings of a tool call that a family declares, except the first spelling.
+    """Yield the spellings that a family declares for its tool calls. The first one is omitted.
 
     Args:
         family: A registered section with the markers of the inferred section.
@@ -164,7 +164,7 @@ def _registered_sections() -> Iterator[ToolSection]:
 
 
 def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
-    """Return whether the markers of two sections and of their first tool calls are equal."""
+    """Return whether two sections have equal markers, and equal markup in the first tool call."""
     return (
         section.open.strip() == other.open.strip()
         and section.close.strip() == other.close.strip()
@@ -192,7 +192,7 @@ class _Markup(NamedTuple):
 
 
 def _markup_of(call: Call) -> _Markup:
-    """Return the markers and the keys of a tool call, without the white space around the markers.
+    """Return the markers and the keys of a tool call. White space around the markers is removed.
 
     >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
     >>> markup.open, markup.close, markup.around_arguments
@@ -221,7 +221,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of `call` that also accepts the JSON keys of the families' tool calls.
+    """Return a copy of `call` that also accepts the JSON keys which the given families declare.
 
     `Keys.also` contains other keys of the arguments, and `Keys.extra` contains keys that the parser
     ignores. The result has the keys of `call` and of all families in both fields.
@@ -240,7 +240,7 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
 
 
 def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the distinct strings of several groups, in order.
+    """Join several groups of strings into one tuple without duplicates.
 
     >>> _union([("a", "b"), ("b", "c")])
     ('a', 'b', 'c')
@@ -251,16 +251,16 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # ---- tool calls that a template does not render --------------------------------------------------
 
 
-# Some templates contain no marker of tool calls, but offer the tools with a phrase that identifies
-# the model family. The value for each phrase contains the family's markers of tool calls.
+# Some templates contain no marker of tool calls. But these templates offer the tools with a phrase
+# that identifies the model family. The dict maps each phrase to the family's tool call markers.
 _MARKERS_OF_PHRASES = {
-    # LFM2.5: the older templates of this family surround the list of tools with markers.
+    # LFM2.5. Older templates of this family are recognised by the markers around the list of tools.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the tool call markers of the models whose templates contain a known phrase.
+    """Return the tool call markers of each model family whose known phrase is in `text`.
 
     Args:
         text: The literal text of the template.
@@ -270,11 +270,10 @@ def markers_of_phrases(text: str) -> list[str]:
 
 
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
-    """Return the registered tool section whose markers a model knows.
+    """Find the registered tool section whose markers are all in `known_markers`.
 
-    All markers of the section must be in `known_markers`. Of several such sections, the one with
-    the most markers is returned. Return None if there is none, or if two different sections have
-    the most markers.
+    Of several such sections, the one with the most markers is returned. Return None if there is no
+    such section, or if two different sections have the most markers.
 
     Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
     contains Python calls.
@@ -294,7 +293,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return all markers of a tool section, except markers that contain a name.
+    """Return the markers of a tool section, without markers that contain a field such as `{name}`.
 
     Example: for `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`, the result contains
     `<tool_call>`, `</tool_call>`, `<arg_key>` and `</arg_key>`.

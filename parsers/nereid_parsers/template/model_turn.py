@@ -84,7 +84,7 @@ class ModelTurn:
     def text_after_header(
         self, conversation: Conversation, form: InputForm | None = None
     ) -> str | None:
-        r"""Return the text after the header of the model's turn in a rendered conversation.
+        r"""Render a conversation, and return the text after the header of the model's turn.
 
         Return None if the template refuses to render the conversation. Example: the rendering
         "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n". For the arguments
@@ -104,7 +104,7 @@ class ModelTurn:
         return after_header
 
     def generated_text(self, conversation: Conversation) -> str | None:
-        r"""Return the text that a model would generate for the answer of a conversation.
+        r"""Return the answer of `conversation` as the text that a model would generate.
 
         This is the text after the header, without the markers that end the turn. Example: the
         rendering "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
@@ -123,7 +123,7 @@ class ModelTurn:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the text of a prompt after the header of the model's turn.
+    r"""Return the part of a prompt that follows the header of the model's turn.
 
     Return "" if the prompt does not contain the header. Example: the prompt
     "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
@@ -134,7 +134,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return the part of `text` that is the header, with or without its outer white space.
+    r"""Return `header` as `text` contains the header: with or without the outer white space.
 
     Return "" if `text` does not contain the header.
 
@@ -148,7 +148,7 @@ def _header_in(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""Remove the suffixes from the end of `text`, with the white space after each suffix.
+    r"""Remove the suffixes from the end of `text`. White space after a suffix is also removed.
 
     >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
     'Hello\n'
@@ -162,7 +162,7 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
-    r"""Remove the prefixes from the start of `text`, with the white space after each prefix.
+    r"""Remove the prefixes from the start of `text`. White space after a prefix is also removed.
 
     >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
     '<start>assistant'
@@ -180,9 +180,18 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 def header_after_result(turn: ModelTurn) -> str:
     """Return the header if the model itself writes the header after a tool's result, or else "".
 
-    The model writes the header if rendered answers contain it after the result, but the generation
-    prompt does not. Example: the prompt ends with "</result>", and the rendered answer is
-    "</result><|assistant|>CONTENT". The result is `<|assistant|>`.
+    Usually the generation prompt contains the header, so that the model does not write it. After a
+    tool's result, two renderings are compared:
+
+    1. The prompt. If the prompt contains the header after the result, the function returns "".
+    2. The answers: content, or a tool call. If an answer contains the header after the result, a
+       model must write this header itself, so the function returns the header.
+
+    Example: the prompt ends with "RESULT</result>", and the rendered answer is
+    "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.
+
+    Args:
+        turn: The markup of the model's turn, which is one rendered message of the model.
     """
     header = turn.header.strip()
     prompt = _prompt_after_result(turn.prober)
@@ -234,7 +243,7 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
 
 
 def _prompt_after_result(prober: Prober) -> str | None:
-    """Return the text after the tool's result in a prompt, or None if there is no such text.
+    """Render a prompt after a tool's result. Return the text after the result, or None.
 
     Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
     """

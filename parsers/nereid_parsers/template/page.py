@@ -6,7 +6,7 @@ import jinja2
 
 from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, supports_rows
 
-# A page has more space than a terminal.
+# A page has more space than a terminal, so the page shows more text around each difference.
 _CONTEXT_CHARS = 4 * CONTEXT_CHARS
 
 # The macro `lines` shows the character ↵ at each line break. The macro `difference_of` shows the

@@ -78,7 +78,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The template failed because these variables are undefined. They are rendered as "".
+    # The template failed because these variables were undefined. Now each variable is "".
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class Prober:
         return self._cache[key]
 
     def _render(self, conversation: Conversation, form: InputForm) -> str | None:
-        """Render a conversation in a form. See `render`."""
+        """Render a conversation in the given form, without the cache of `render`."""
         has_tools = conversation.tools or form.always_tools
         variables = {
             "messages": form.messages(conversation),
@@ -143,7 +143,7 @@ class Prober:
     def record(
         self, name: str, changed: str, left: Conversation, right: Conversation, finding: str
     ) -> None:
-        """Record a comparison of two rendered conversations for the report.
+        """Add a comparison of two rendered conversations to the report.
 
         Args:
             name: The label of the comparison, such as "R1 reasoning presence".
@@ -185,7 +185,7 @@ class Prober:
         return None
 
     def _text_of_answer(self, conversation: Conversation, form: InputForm) -> str:
-        """Return the text that the answer of a conversation with tools adds to the rendering.
+        """Render a conversation with tools, and return only the text of the answer.
 
         Some templates list the tools at the end of the conversation. This list is removed from the
         text. Example: "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ". Return "" if the
@@ -201,7 +201,7 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings of switches that the analysis tries. The first setting has no switch.
+        """Return the settings of thinking switches that the analysis tries. The first one is empty.
 
         A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
         in the system message. Example: for a template that reads `enable_thinking`, the settings
@@ -231,7 +231,7 @@ class Prober:
         compared = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name
         usual_values: tuple[Any, ...] = tuple(_EFFORTS) if is_effort else (True, False)
-        # The keys are the texts of the values, because a dict does not distinguish True from 1.
+        # The keys are the texts of the values, because True and 1 are the same key in a dict.
         distinct = {repr(value): value for value in (*compared, *usual_values)}
         return list(distinct.values())[:_MAX_SWITCH_VALUES]
 
@@ -246,7 +246,7 @@ def is_thinking_switch(name: str) -> bool:
 
 
 def _mask_call_ids(text: str, form: InputForm) -> str:
-    r"""Replace the numbers and ids of tool calls in a rendering by COUNTER_MARK and ID_MARK.
+    r"""Replace the number of each tool call with COUNTER_MARK, and the id with ID_MARK.
 
     >>> _mask_call_ids("zqFirstTool:1 id=zq7id0001", InputForm())
     'zqFirstTool:\ue010 id=\ue011'
@@ -256,7 +256,7 @@ def _mask_call_ids(text: str, form: InputForm) -> str:
 
 
 def unmask_call_ids(text: str) -> str:
-    r"""Replace COUNTER_MARK and ID_MARK by the number and the id of the first tool call.
+    r"""Replace COUNTER_MARK with the number 0, and ID_MARK with the id of the first tool call.
 
     >>> unmask_call_ids("zqFirstTool:\ue010 id=\ue011")
     'zqFirstTool:0 id=zq7id0000'

@@ -1,4 +1,4 @@
-"""Check an inferred format by parsing the template's renderings and comparing the messages.
+"""Check an inferred format: parse rendered messages, and compare the results with the messages.
 
 The analysis infers a format from differences, and may be wrong. This module parses the text that
 the template renders for a message with the format. The result must be equal to the message.
@@ -54,7 +54,7 @@ class Proof:
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Parse each kind of rendered message, and return the parts that were parsed wrongly.
+    """Parse a rendered message of each kind. Each `Proof` lists the parts that were parsed wrongly.
 
     Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
     reasoning and content.
@@ -100,7 +100,7 @@ def _conversations(
 def _output(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the text that a model would generate after `prompt` as the answer of a conversation.
+    """Return the answer of `conversation` as a model would generate it after `prompt`.
 
     Return None if the template does not render the answer after the prompt. Example: for the prompt
     "..<|assistant|><think>" and the rendered answer "<think>Hm.</think>Hello.<|end|>", the result
@@ -118,7 +118,10 @@ def _output(
 def _output_after_header(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the rendered answer without the text that `prompt` already contains, or None."""
+    """Render the answer, and remove the text at its start that `prompt` already contains.
+
+    Return None if the template refuses the conversation.
+    """
     text = turn.generated_text(conversation)
     if text is None:
         return None
@@ -126,7 +129,7 @@ def _output_after_header(
 
 
 def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Return the text after `prompt` in a rendered conversation, without the end of the turn.
+    """Render a conversation that starts with `prompt`, and return the answer after the prompt.
 
     Return None if the rendered conversation does not start with the prompt. Example: the prompt
     "..RESULT<|assistant|>" and the rendering "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT".
@@ -139,7 +142,7 @@ def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: st
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the text that the prompt already contains from the start of `text`.
+    r"""Remove the start of `text`, if it repeats the end of the prompt.
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'
@@ -154,13 +157,13 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
     if prompt_end and text.lstrip().startswith(prompt_end):
         text = text.lstrip().removeprefix(prompt_end)
     if reasoning is not None and prompt_end.endswith(reasoning.close.strip()):
-        # The prompt already closes the empty reasoning, and the message repeats the marker.
+        # The prompt already closes the empty reasoning, but the message repeats the closing marker.
         text = text.lstrip().removeprefix(reasoning.close.strip())
     return text
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """Add the closing marker to the start of `text` if the prompt opens reasoning.
+    """If the prompt opens reasoning, add the closing marker to the start of `text`.
 
     A model would write the marker first, because the message has no reasoning.
 
@@ -172,7 +175,7 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
-    """Yield the names of the message parts in which the parsed message differs from `answer`."""
+    """Yield the name of each part that differs between the parsed message and `answer`."""
     if (parsed.reasoning or "").strip() != answer.reasoning:
         yield "reasoning"
     if (parsed.content or "").strip() != answer.content:
@@ -187,7 +190,7 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
 
 
 def _has_arguments(call: ProbeCall, arguments: str) -> bool:
-    """Return whether `arguments`, as JSON, equal the arguments of `call`."""
+    """Return whether the JSON text `arguments` contains the same arguments as `call`."""
     try:
         return bool(json.loads(arguments) == dict(call.arguments))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Render messages with tool calls, and cut out the text of the tool calls."""
+"""Render messages with tool calls, and extract the text of the tool calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CallRenderer:
 
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Remove the markers of the content from the start of `text`, if no content is between them.
+    """Remove the content markers at the start of `text`, if no content is between the markers.
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'

@@ -1,4 +1,7 @@
-"""The input and the result of the readers of tool calls, and functions that several readers use."""
+"""The types `CallTexts` and `CallFormat`, and functions that several tool call readers use.
+
+A reader is a function that infers a `CallFormat` from `CallTexts`, for example `read_json`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 # These bodies contain only the arguments. The head of the tool call contains the name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# The pattern of an id from which a template derives the name of the function.
+# Some templates render the id of a tool call instead of the function's name. The id has this form.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -59,9 +62,10 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the possible forms of a tool call whose head contains the name.
+    r"""Return the spellings of a tool call in which the function's name precedes the arguments.
 
-    The forms differ in their heads, see `_spellings_of_head`. Usually there is only one form.
+    Usually there is only one spelling. Several spellings differ in their heads, which are the texts
+    between the marker and the body. See `_spellings_of_head`.
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -80,7 +84,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     opening, before_name = _split_opening_marker(markup.item_open)
     marker = opening.strip()
     if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
-        # Each argument starts with the same marker, so this marker does not identify a tool call.
+        # Each argument also starts with this marker, so the marker does not identify a tool call.
         opening, before_name = "", markup.item_open
     return tuple(
         Call(body, open=opening, head=head, close=markup.item_close, id=call_id)
@@ -89,10 +93,17 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
-    """Return pairs of patterns: for the text before the body, and for the id of the tool call.
+    """Return the possible spellings of a head. Each spelling is paired with the pattern of the id.
 
-    Some templates render the id that the conversation contains. The prefix "functions." comes from
-    the probe conversation, and a model may write a shorter id or the name alone.
+    Most heads have one spelling, and the id is that of the field `{id}`. A head that contains
+    `functions.{name}:{number}` has three spellings. Such a template renders the id of the tool call
+    instead of the name, and the probe conversation chose the id "functions.f:0". A model may write
+
+        functions.f:0    the whole id
+        f:0              an id without "functions."
+        f                only the name
+
+    In the first two spellings, this text is the id of the tool call.
 
     >>> _spellings_of_head("<call>functions.{name}:{number}")
     [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),
@@ -109,9 +120,10 @@ def _spellings_of_head(head: str) -> list[tuple[str, str]]:
 
 
 def _split_opening_marker(text: str) -> tuple[str, str]:
-    r"""Split the text before a name into the tool call's opening marker and the start of the head.
+    r"""Split the text before a function's name into the opening marker and the rest.
 
-    White space after the marker belongs to the marker.
+    The rest is the start of the tool call's head. White space after the marker belongs to the
+    marker.
 
     >>> _split_opening_marker("<call>\n<function=")
     ('<call>\n', '<function=')
@@ -127,7 +139,7 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of a tool call's head, with fields for the name, the number and the id.
+    r"""Return the pattern of a tool call's head, such as `<call id={id} name={name}>`.
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
@@ -173,7 +185,7 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    r"""Return `texts` with COUNTER_MARK in place of the digits that number the tool calls.
+    r"""Replace the digits that number the tool calls in `texts` with COUNTER_MARK.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
@@ -183,7 +195,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     before_second, name, after_second = texts.two_calls.partition(SECOND_TOOL)
     if not name:
         return texts
-    # The texts before the names are reversed, so that all distances are counted from the names.
+    # `_distance_to_number` counts from the start of a text. The text before a name is reversed, so
+    # that the text starts next to the name.
     distance_before = _distance_to_number(before_first[::-1], before_second[::-1])
     distance_after = _distance_to_number(after_first, after_second)
     return CallTexts(*(_mask_numbers(text, distance_before, distance_after) for text in texts))
@@ -206,7 +219,7 @@ def _distance_to_number(first: str, second: str) -> int:
 
 
 def _mask_numbers(text: str, distance_before: int, distance_after: int) -> str:
-    r"""Return `text` with COUNTER_MARK in place of the number of each tool call.
+    r"""Replace the number of each tool call in `text` with COUNTER_MARK.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", 2, 0)
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
@@ -230,7 +243,7 @@ def _mask_numbers(text: str, distance_before: int, distance_after: int) -> str:
 
 
 def _mask_digit(text: str, at: int) -> str:
-    r"""Replace the digit at index `at` by COUNTER_MARK. Other characters are not changed.
+    r"""Replace the character at index `at` with COUNTER_MARK, if the character is a digit.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'

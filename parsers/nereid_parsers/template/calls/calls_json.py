@@ -71,7 +71,7 @@ def _read_two_objects(
     if first is None or second is None:
         return None
     if first.start == second.start and isinstance(first.value, list):
-        # One array contains both tool calls, although a single tool call is an object.
+        # The template writes two calls as one array, but a single call as an object.
         return _read_object_or_array(texts, keys, single, first)
     markup = _markup_of_two(texts.two_calls, first, second)
     calls = [_call(JsonObject(keys), markup)]
@@ -84,7 +84,7 @@ def _read_two_objects(
 def _read_object_or_array(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
 ) -> CallFormat:
-    """Infer the format if one tool call is written as an object, and several calls as an array.
+    """Infer the format of a template that writes one call as an object, and two calls as an array.
 
     Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
     """
@@ -92,7 +92,7 @@ def _read_object_or_array(
     opening = texts.one_call[: single.start]
     closing = texts.one_call[single.end :]
     if array_format.markup.open.strip() == opening.strip():
-        # The markers surround all tool calls together. So a single tool call has no markers.
+        # These markers belong to the section that contains all tool calls, not to a single call.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -100,8 +100,9 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of tool calls in JSON arrays: one array for all, or one for each tool call.
+    """Infer the format of tool calls in JSON arrays.
 
+    A template writes one array that contains all tool calls, or an array for each tool call.
     Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
     """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
@@ -121,8 +122,8 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
     opening = text[: array.start]
     closing = text[array.end :]
     if opening.strip() and not closing.strip():
-        # Only the end of the array shows the end of the tool calls. So the marker opens a tool
-        # call, not a section.
+        # A section needs a closing marker, but no marker follows the array. So `opening` is
+        # declared as the marker of a tool call.
         call = Call(JsonArray(keys), open=opening)
         return CallFormat("JSON array", (call,), ListMarkup())
     markup = ListMarkup(open=opening, separator=", ", close=closing)
@@ -143,12 +144,12 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Return a declaration that consists of the given body and the item markers of `markup`."""
+    """Declare a tool call: `body` between the markers `item_open` and `item_close` of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
 def _find_json_call(text: str, name: str) -> _JsonSpan | None:
-    """Return the first JSON object, or array of objects, that contains a tool call of `name`.
+    """Find the first JSON object or array that contains a call of the function `name`.
 
     >>> _find_json_call('<call>{"name": "f"}</call>', "f")
     _JsonSpan(start=6, end=19, value={'name': 'f'})
@@ -208,7 +209,8 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     arguments_path = _find_path(call, _has_first_argument) or ("arguments",)
     id_path = _find_id_path(call, name_path)
-    # The role of each key of the outermost object. The value of a key may be an inner object.
+    # `roles` maps keys of the outermost object to "name", "arguments" or "id". The value of such a
+    # key may be an inner object that contains the name, the arguments or the id.
     roles = {name_path[0]: "name", arguments_path[0]: "arguments"}
     if id_path is not None:
         roles.setdefault(id_path[0], "id")
@@ -227,7 +229,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
-    """Return the roles of the keys, in the order of the keys in the rendered tool call.
+    """Return the order in which a tool call contains the name, the arguments and the id.
 
     A constraint must use this order. If the id is the last key, the id is omitted, because a
     constraint cannot choose an id after the arguments.
@@ -258,7 +260,7 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether a value contains the key `FIRST_KEY`, in an object or in a JSON string."""
+    """Return whether `value` is an object or a JSON string that contains the key `FIRST_KEY`."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 
@@ -266,9 +268,9 @@ def _has_first_argument(value: object) -> bool:
 
 
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in which a JSON object with the arguments follows the name.
+    """Infer the format of tool calls such as `f{"a": 1}`: a name, then the arguments as JSON.
 
-    Return None if no such object follows. Example: `<call>f<args>{"a": 1}</call>` has the head
+    Return None if no JSON follows the name. Example: `<call>f<args>{"a": 1}</call>` has the head
     `{name}<args>` between the markers `<call>` and `</call>`.
     """
     text = texts.one_call
@@ -288,7 +290,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup around and between two tool calls that consist of a name and JSON.
+    """Return the markup of a list of two tool calls. Each tool call is a name, followed by JSON.
 
     Return None if one of the two names is not followed by JSON. Example: `<c>f{..}</c>,
     <c>g{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

@@ -42,7 +42,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, ")")
     if not texts.two_calls:
         # One call cannot show whether the markers surround each call or all calls. The analysis
-        # assumes that they surround all calls.
+        # assumes that the markers surround all calls.
         section = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(section, suffix)
     if markup.item_open.strip() or markup.item_close.strip():
@@ -53,7 +53,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of tool calls in Python syntax, if no markers surround a single call.
+    """Return the format of Python calls. Markers may surround the whole list, but no single call.
 
     Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
     `</calls>` that contains a list in brackets.
@@ -62,7 +62,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     after = markup.close
     plain = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     if before.rstrip().endswith("[") and after.lstrip().startswith("]"):
-        # The brackets belong to the body. The rest of the two texts are the section's markers.
+        # The brackets belong to the body. The text before `[` and the text after `]` are the
+        # markers of the section.
         opening = before.rstrip().removesuffix("[")
         closing = after.lstrip().removeprefix("]")
         # Inside a section, some models write the calls without the brackets of the list.
@@ -73,7 +74,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     if closing.strip():
         calls = tuple(map(Call, bodies))
         return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
-    # Without a closing marker there is no section, so the opening marker starts the tool calls.
+    # A section needs a closing marker, but no marker follows the calls. So `opening` is declared as
+    # the marker of a tool call.
     call = Call(bodies[0], open=opening)
     return CallFormat("Python calls", (call,), ListMarkup(close=closing))
 
@@ -120,7 +122,7 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
 
 def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after the first `last_character` that follows the argument `value`.
+    """Return the text after a tool call, which ends at the first `last_character` after `value`.
 
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'

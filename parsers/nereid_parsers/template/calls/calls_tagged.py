@@ -1,4 +1,4 @@
-"""Infer the format of tool calls whose arguments are written one by one between tags.
+"""Infer the format of tool calls that write each argument between tags.
 
 Either the tags name the argument in an attribute or a text, `<arg key="a">1</arg>`, or the element
 has the name of the argument, `<a>1</a>`.
@@ -35,10 +35,10 @@ from nereid_parsers.template.difference import (
 
 _WORDS = re.compile(r"[^\W_]+|[\W_]")  # Matches a word or one other character.
 _NUMBER_TEXT = str(NUMBER_VALUE)
-# The name, the key and the value of each probe call, in the order in which templates write them.
+# The words of each probe call, in the order of a rendering: the name, the key and the value.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-# The tags of elements that have the names of the arguments.
+# Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
 _FIRST_OPEN = f"<{FIRST_KEY}>"
 _FIRST_CLOSE = f"</{FIRST_KEY}>"
 _SECOND_CLOSE = f"</{SECOND_KEY}>"
@@ -47,7 +47,7 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls whose arguments are written between tags that contain the key.
+    """Infer the format of tool calls that mark the key and the value of each argument with tags.
 
     Return None if a value does not follow its key. Example:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
@@ -77,7 +77,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the markup around and between two tool calls with tagged arguments.
+    """Return the markup of a list of two tool calls that have tagged arguments.
 
     Return None if the words of the two tool calls are not in the expected order. Example: for
     `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is
@@ -116,7 +116,7 @@ def _infer_value_tags(
     if pieces is None:  # The template does not render numbers as text.
         return string_tags
     _, before_key, before_number, after_number = pieces
-    # An empty text means that the number has the same tag as the string.
+    # `removeprefix` returns "" if numbers and strings have the same opening tag.
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts)) or close
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
@@ -150,7 +150,7 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _number_close(after_number: str, after_string: str) -> str:
-    """Return the closing tag of a number, or "" if a string has the same closing tag.
+    """Return the closing tag of a number, or "" if numbers and strings have the same closing tag.
 
     >>> _number_close("</json></call>", "</text></call>")
     '</json>'
@@ -161,9 +161,10 @@ def _number_close(after_number: str, after_string: str) -> str:
 
 
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
-    r"""Return the pattern of an opening tag in which the type of the value is a field, or None.
+    r"""Replace the type in an opening tag with a field: `type="string"` becomes `type="{type}"`.
 
-    Return None if the two tags differ in more than one word, or if the word shows no type.
+    The type is the word that differs between the tag of a string and the tag of a number. Return
+    None if the two tags differ in more than one word, or if the word shows no type.
 
     >>> _pattern_with_type('" type="string">', '" type="number">')
     '" type="{type}">'
@@ -185,7 +186,7 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_spelling(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Return `values` with the tags of quoted strings, if the template quotes some strings.
+    """Add the tags of quoted strings to `values`, if the template quotes some strings.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
     `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the spelling
@@ -230,7 +231,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     )
     if pieces is None:
         return None
-    # `f ~<a>1~</a>~<b>2~</b>` is cut into ``, ` ~`, ``, `~`, `~<b>2~` and ``.
+    # `f ~<a>1~</a>~<b>2~</b>` is cut into "", " ~", "", "~", "~<b>2~" and "".
     before_name, before_first_tag, _, after_first_value, _, after = pieces
     marker = after_first_value.strip()
     if texts.two_calls:
@@ -246,7 +247,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the markup around and between two tool calls whose arguments are elements.
+    """Return the markup of a list of two tool calls whose arguments are elements (`<a>1</a>`).
 
     Return None if the elements of the two tool calls are not in the expected order. Example: for
     `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and

@@ -119,7 +119,7 @@ def structural_tag(
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for a prompt that ends inside reasoning which no marker can close."""
+    """Return an error: the prompt ends inside the reasoning, and the format has no end marker."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."
@@ -145,7 +145,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
 
 def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
-    """Return the texts that open and close the reasoning, or None if one of them does not exist.
+    """Return the two texts that open and close the reasoning, or None if a text does not exist.
 
     Examples: `("<think>", "</think>")`, and `("<|channel|>analysis<|message|>", "<|end|>")` for the
     layout `Messages`.
@@ -238,10 +238,10 @@ def _content_node(layout: Sections, request: Request) -> Node | None:
 
 
 def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the structural-tag nodes for the markers of empty content before tool calls.
+    """Return the structural-tag nodes for empty content, for example `<response></response>`.
 
-    Some templates write such empty content. Example of matching text: `<response></response>`. The
-    opening marker is optional, because the prompt may contain this marker.
+    Some templates write the markers of empty content before tool calls. The opening marker is
+    optional, because the prompt may contain this marker.
     """
     if wrapper is None or not wrapper.open.strip():
         return []
@@ -293,7 +293,7 @@ def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route for messages of a stage, or None. A route declares a message's header.
+    """Return the route that declares the header of the messages of a stage, or None.
 
     Of the routes with this stage, the first one whose header is an exact text is returned, because
     the model must write this header. If all headers contain fields, the first route is returned.
@@ -307,7 +307,7 @@ def _first_route(layout: Messages, stage: Stage) -> Route | None:
 
 
 def _header_text(layout: Messages, route: Route, name: str = "") -> str:
-    """Return the text of a message header, including the text between header and body.
+    """Return the text before a message body: the header, followed by `layout.header_end`.
 
     Example: `"<|channel|>final<|message|>"`.
 
@@ -349,8 +349,8 @@ def _reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState
             raise _no_end_marker(fmt)
         return []  # The structural tag then starts with the answer.
     end = layout.ends[0]
-    # The first end marker ends the reasoning. Every other marker that ends a message or the turn
-    # would end the output before the answer, so the reasoning must not contain such a marker.
+    # The reasoning ends at the first marker in `layout.ends`. Any other end marker would end the
+    # whole output before the answer, so the reasoning must not contain these markers.
     text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
     body = {"type": "tag", "begin": "", "content": text, "end": end}
     body_and_next_start = sequence(body, const(layout.start))
@@ -400,7 +400,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         for tool in request.tools
     ]
     if request.is_single or layout.call_end:
-        # If a tool call has its own closing marker, this marker also ends the turn.
+        # The closing marker of a tool call (`layout.call_end`) also ends the turn. So no second
+        # tool call can follow.
         return one_of(*calls)
     end = layout.ends[0] if layout.ends else ""
     return repeated(calls, const(end + layout.start), is_single=False)

@@ -13,8 +13,10 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8. Nodes of the types in _LEAF_TYPES contain no other nodes. For
-# the other types, two dicts give the key of the one inner node, or of the list of inner nodes.
+# The node types of xgrammar 0.2.8, in three groups. A node of a type in _LEAF_TYPES contains no
+# other node. A node of a type in _KEY_OF_INNER_NODE contains one inner node. A node of a type in
+# _KEY_OF_INNER_NODES contains a list of inner nodes. The last two constants give the key of the
+# inner node or list.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -180,9 +182,10 @@ def _check_node(node: object, path: str) -> None:
 
 
 def _inner_nodes(node: Mapping[str, Any], kind: str, path: str) -> Iterator[tuple[object, str]]:
-    """Yield the nodes inside a node of the type `kind`, with their paths in the request.
+    """Yield each inner node of `node`, together with the path of the inner node in the request.
 
-    Example: a sequence at the path `$` yields its elements with `$.elements[0]`, and so on.
+    `kind` is the type of `node`. Example: for a sequence at the path `$`, the first element has the
+    path `$.elements[0]`.
 
     Raises:
         ConstraintError: The value that must be a list of nodes is not a list, or is empty.

@@ -44,7 +44,7 @@ _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the structural-tag node for a pattern whose fields have one or more possible values.
+    """Return the structural-tag node for a pattern. Each field has one of the given `values`.
 
     Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
     `const("<parameter=city>")`.
@@ -121,7 +121,10 @@ def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
 
 
 def _is_unquoted_form_of(form: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether the opening of `quoted` is the opening of `form`, followed by more text."""
+    """Return whether the opening of `quoted` consists of the opening of `form` and more text.
+
+    Example: the opening `<v>"` consists of `<v>` and a quote.
+    """
     return form.open != quoted.open and quoted.open.startswith(form.open)
 
 
@@ -298,7 +301,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         return const("")
     if len(omissible) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(omissible, separator))
-    # The list may start with any of the members. So each option starts with another member.
+    # Any member can be the first member in the list, so each option starts with a different member.
     options = [
         sequence(first, *(optional(separated(node)) for node in omissible[number:]))
         for number, first in enumerate(omissible, start=1)

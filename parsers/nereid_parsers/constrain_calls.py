@@ -40,7 +40,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# The bodies that contain all tool calls of a message. All other bodies contain one tool call.
+# The types of a body that contains all tool calls of a message. A body of any other type contains
+# one tool call.
 ListBody = JsonArray | PythonCalls
 
 # The regular expressions for the fields of a tool call's head.
@@ -69,7 +70,8 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
         calls = [call_node(call, tool) for tool in tools]
         content = repeated(calls, separator, is_single=is_single)
     elif call.open.strip() and call.close.strip():
-        # If the list has its own markers, some models write a separate list for each call.
+        # Here the list has its own markers. Some models write a separate list, with these markers,
+        # for each tool call.
         lists = [_list_or_object(section, call.body, tools, is_single=is_single)]
         content = repeated(lists, separator, is_single=is_single)
     else:
@@ -129,7 +131,7 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
 def list_node(
     call: Call, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the node for a list that contains all tool calls, between the markers of `call`.
+    """Return the node for the markers of `call` and the list of all tool calls between them.
 
     `body` is the body of `call`. If `is_single` is true, the list contains exactly one tool call.
     Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
@@ -208,8 +210,9 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
     before, after = _object_around_arguments(keys, tool.name)
-    # If `keys.order` contains the id, the model must write the id there. An id in an inner object
-    # is not allowed at all, because the nodes below describe only the members of the outer object.
+    # The id is required if `keys.order` contains the id, because `before` or `after` then contains
+    # the id. An id in an inner object is not allowed, because the nodes below describe only the
+    # members of the outer object.
     has_optional_id = keys.id is not None and "." not in keys.id and "id" not in keys.order
     if not has_optional_id:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))

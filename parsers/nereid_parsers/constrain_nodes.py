@@ -7,11 +7,13 @@ from typing import Any
 
 Node = dict[str, Any]
 
-# At most two characters of white space, so that the model cannot generate white space without end.
+# White space has at most two characters here. Without this limit, the model could generate white
+# space without end.
 BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
-# JSON schema keywords whose text only describes values, and keywords that contain JSON values.
+# The first constant contains the keywords of a JSON schema whose text only describes a value. The
+# keywords in the second constant have values that are JSON data, and not schemas.
 _DESCRIPTIONS = ("title", "description", "$comment")
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
@@ -25,7 +27,7 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the structural-tag node that matches any text without the strings in `excludes`.
+    """Return the structural-tag node that matches any text that contains none of `excludes`.
 
     In a sequence, the text ends where the next node starts. White space around the strings is
     removed, and strings of only white space are ignored. Example: `any_text((" <a> ",))` gives
@@ -36,7 +38,7 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 
 
 def json_schema(schema: object, excludes: str = "") -> Node:
-    """Return the structural-tag node that matches the JSON text of a value of a schema.
+    """Return the structural-tag node that matches the JSON text of any value that a schema allows.
 
     At most one character of white space may follow another token of the JSON text. Without this
     limit, the model could generate white space without end.
@@ -117,7 +119,8 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
         return item
     if len(items) > _MAX_DUPLICATED_ITEMS:
         if separator == BLANKS:
-            # The blanks can match the empty text, so they may also follow the last item.
+            # `BLANKS` also matches the empty text, so the last item does not need a separator after
+            # it.
             return {"type": "plus", "content": sequence(item, separator)}
         if separator["type"] == "const_string":
             return separated_tags(items, separator["value"])
@@ -126,9 +129,10 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return a node that matches the same texts as `repeated`, but contains each item only once.
+    """Return a smaller node that matches the same texts as the node that `repeated` returns.
 
-    xgrammar accepts only constant text as the separator of such a node.
+    The smaller node contains each item once instead of twice. xgrammar accepts only constant text
+    as the separator of such a node.
     """
     return {
         "type": "tags_with_separator",
@@ -158,7 +162,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_blanks(node: Node) -> Node:
-    r"""Return `node` without the white space at both ends of the matched text.
+    r"""Return a node that matches the same texts as `node`, but without white space at the ends.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """

@@ -34,7 +34,11 @@ class ToolSchema:
         return cls(name, enforceable(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the argument `key`, with the definitions of all parameters."""
+        """Return the JSON schema of the argument `key`.
+
+        The result also contains the definitions (`$defs`) of the tool's schema, because the schema
+        of the argument may refer to these definitions.
+        """
         schema = self.parameters["properties"][key]
         definitions = {
             keyword: self.parameters[keyword]

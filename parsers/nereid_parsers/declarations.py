@@ -103,7 +103,7 @@ class Reasoning:
 
     @property
     def is_opened_by_model(self) -> bool:
-        """Whether the model itself writes the opening marker after a prompt without this marker."""
+        """Whether the model writes the opening marker if the prompt does not contain the marker."""
         return self.opener in (Opener.MODEL, Opener.EITHER)
 
     @property
@@ -171,7 +171,7 @@ class Route:
 
     @property
     def form(self) -> str:
-        """The header that constrained output contains."""
+        """The header that the model must write if the output is constrained."""
         return self.written or self.header
 
 

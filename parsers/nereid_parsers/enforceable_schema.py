@@ -1,4 +1,4 @@
-"""Rewrites a JSON schema: replaces keywords that xgrammar ignores by keywords that it enforces.
+"""Rewrites a JSON schema. Keywords that xgrammar ignores become keywords that xgrammar enforces.
 
 xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
 for integers with bounds.
@@ -118,7 +118,8 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
     parts = schema["allOf"]
     is_one_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
     if is_one_reference and _ANNOTATIONS.issuperset(others):
-        # Annotations restrict no values. So one schema can contain the reference and annotations.
+        # Annotations, such as `title`, do not restrict values. So the schema may contain `$ref`
+        # together with annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
         resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
@@ -130,7 +131,7 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Return a part of an `allOf` without the keywords `$ref` and `allOf`.
+    """Return one member of an `allOf`, rewritten without the keywords `$ref` and `allOf`.
 
     A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
     merged.
@@ -266,7 +267,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
-    """Return `properties` and `additionalProperties` of the schema that merges two schemas.
+    """Merge `properties` and `additionalProperties` of two schemas. Return the two keywords.
 
     Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
     `{"a": {"type": "string", "maxLength": 9}}`.
@@ -297,7 +298,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without the values of `enum` that do not have the type of the schema.
+    """Remove the values of `enum` that contradict the `type` of a schema. Return the new schema.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """

@@ -63,7 +63,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     text_after_turn = _text_after_turn(fmt, prompt)
     prefill = _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
     if prefill.strip():
-        # The parser reads the prefill first. The markers in the prefill then change the stage.
+        # The prompt already contains the start of the answer, which is called prefill here. The
+        # parser reads the prefill before the output, and the markers in the prefill then change the
+        # stage.
         return StartPoint(Stage.CONTENT, prefill)
     is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
     return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
@@ -114,9 +116,9 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
         last_message = prompt[last_start:]
         is_closed = any(end in last_message for end in layout.ends)
         return "" if is_closed else last_message
-    # The format has no end markers, so the last message may be a complete message of the user. The
-    # model continues the last message only if nothing follows the marker of this message, or if a
-    # marker opens the model's turn.
+    # The format has no end markers, so the prompt does not show whether its last message is
+    # complete. The model continues the last message in two cases: the prompt ends with the marker
+    # that starts this message, or a marker opens the model's turn.
     if prompt.rstrip().endswith(message_start):
         return message_start
     return _text_after_turn(fmt, prompt) or ""

@@ -161,8 +161,8 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# The bodies that contain only arguments. With such a body, the head of the tool call contains the
-# name.
+# The types of a body that contains only arguments, and not the function's name. The head of the
+# tool call then contains the name.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek: tool calls between begin and end tokens. Since V3.2, they are written in DSML tags."""
+"""DeepSeek: tool calls between begin and end tokens, or in DSML tags since V3.2."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

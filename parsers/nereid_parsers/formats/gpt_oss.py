@@ -27,7 +27,8 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
-        # A model sometimes writes `to=assistant`, and then the channel in which it continues.
+        # A model sometimes addresses the message to itself with `to=assistant`. Another channel
+        # then follows, and this channel determines the stage of the message.
         Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
         Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),

@@ -1,4 +1,4 @@
-"""Moonshot Kimi: tool calls between begin and end tokens. Since K3, they are in typed tags."""
+"""Moonshot Kimi: tool calls between begin and end tokens, or in typed tags since K3."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

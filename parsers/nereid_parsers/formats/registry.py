@@ -141,7 +141,7 @@ def get_format(
         tool_entry = _find_tools(tools) if tools is not None else None
         label = "+".join(part for part in (reasoning, tools) if part)
     if reasoning_entry is None and tool_entry is not None:
-        # Without a reasoning name, the format has the reasoning of the tool calls' model family.
+        # No reasoning name was given, so the format has the reasoning that the tool entry declares.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(label), reasoning_entry, tool_entry, policy)
 
@@ -163,7 +163,10 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for a name or an alias. Return an unknown name normalised."""
+    """Return the registered name for a name or an alias.
+
+    If the name is unknown, return the normalised name.
+    """
     normal = normalize(name)
     return aliases.get(normal, normal)
 
@@ -284,7 +287,7 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for a combination with a format that describes whole messages.
+    """Return the error for a combination of two formats, if one describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

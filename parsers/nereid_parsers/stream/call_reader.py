@@ -20,7 +20,8 @@ from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 from nereid_parsers.tool_declarations import JsonObject
 
-# Text that looked like a tool call was returned as content. The event gives one of these reasons.
+# Descriptions of deviations from the format. An event contains one of these descriptions, for
+# example if text that looked like a tool call was returned as content.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
@@ -60,7 +61,10 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read a tool section's opening marker. The marker is undecided until a call starts."""
+        """Read the opening marker of a tool section, and store the marker as undecided text.
+
+        The marker is removed from the output when the first tool call starts.
+        """
         self._is_in_section = True
         self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
@@ -183,7 +187,7 @@ class CallReader:
         return self.treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create the reader of the body after a matched head, and let this reader begin."""
+        """Create the reader of the body that follows a matched head. Call the reader's `begin`."""
         body = match.form.create_reader(self._writer, match.head, is_confirmed=match.is_confirmed)
         self._open_call = OpenCall(match, body, self._buffer, self._text)
         body.begin()
@@ -196,8 +200,9 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # If there is no unread text, the state machine reads the body only when more text arrives.
-        # Some readers can start the tool call without more text, so the body is read here.
+        # Some readers can start the tool call before any text of the body arrives. So the body is
+        # read now. Otherwise the state machine would wait for more text before it calls
+        # `read_body`.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
@@ -299,7 +304,8 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         form = self._last_form
-        # A closing marker of the last tool call is still expected, so `pos` is before this marker.
+        # If a closing marker of the last tool call is still expected, the text at `pos` is inside
+        # the markers of this call.
         is_inside_markers = bool(self._closing_markers)
         if form is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
             return None
@@ -348,7 +354,8 @@ class CallReader:
         Returns:
             The end of the marker, NEED_MORE or NO_MATCH. NO_MATCH outside a tool section.
         """
-        # The opening marker of a section is undecided until the first tool call starts.
+        # If there is undecided text, this text is the opening marker of the section, and no tool
+        # call has started in the section.
         is_empty_section_cut_off = self._buffer.is_final and bool(self._text.undecided)
         if not self._is_in_section:
             return NO_MATCH
@@ -405,7 +412,7 @@ class CallReader:
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        # The marker is undecided until the arguments start.
+        # The marker is undecided text until the arguments start.
         has_only_marker = call.is_confirmed and bool(self._text.undecided)
         if has_only_marker and not self._is_closed_in_undecided_text(call.form):
             return self._drop_or_treat_as_content(0, _NO_CALL)
@@ -426,7 +433,7 @@ class CallReader:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """Handle a tool section without a tool call at the end of the message.
+        """End a tool section that contains no tool call when the message ends.
 
         If the text of the section contains a tag, the text is removed. Otherwise the text is
         content.

@@ -79,7 +79,7 @@ class CallWriter:
         self._reports: list[str] = []
 
     def report(self, deviation: str) -> None:
-        """Store the description of a deviation from the format that the parser has tolerated.
+        """Store the description of a deviation from the format. The parser accepts this deviation.
 
         The end event of the open tool call, or of the next tool call, contains the description.
         Example: `report("the reasoning before the tool call is not closed")`.
@@ -88,7 +88,7 @@ class CallWriter:
             self._reports.append(deviation)
 
     def forget_reports(self) -> None:
-        """Discard the stored descriptions, because the text is not a tool call."""
+        """Discard the stored descriptions of deviations, because the text is not a tool call."""
         self._reports = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
@@ -155,7 +155,10 @@ class CallWriter:
     def end(self, fault: str | None = None) -> None:
         """End the tool call, and append the events that have not been appended yet.
 
-        No events are appended for a discarded tool call.
+        If the arguments are stored, no event of this tool call has been appended yet, so all events
+        are appended now. Otherwise the arguments were passed on as they arrived, and only the last
+        events are appended. The end event contains `fault` and the other reports about the tool
+        call. For a discarded tool call, no events are appended, and the reports are discarded, too.
 
         Args:
             fault: A description of the error in the text of the tool call, or None.
@@ -166,11 +169,11 @@ class CallWriter:
         if self._is_discarded:
             self._reports = []
         elif self.keeps_arguments:
-            self._append_stored_call()
+            self._append_all_events()
         else:
-            self._append_rest_of_call()
+            self._append_last_events()
 
-    def _append_rest_of_call(self) -> None:
+    def _append_last_events(self) -> None:
         """Append the last events of a tool call whose arguments were passed on as they arrived.
 
         A tool call without arguments gets the arguments `{}`.
@@ -188,7 +191,7 @@ class CallWriter:
         self._events.append(ToolCallEnd(self.last_index, "; ".join(self._reports) or None))
         self._reports = []
 
-    def _append_stored_call(self) -> None:
+    def _append_all_events(self) -> None:
         """Append all events of a tool call whose arguments are stored.
 
         If the arguments are not valid JSON and cannot be repaired, the policy decides whether the

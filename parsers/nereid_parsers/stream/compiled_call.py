@@ -123,7 +123,7 @@ class CompiledCall:
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether a tool call of this form may start after content. The form has no marker.
+        """Return whether a tool call of this form, which has no marker, may start after content.
 
         Only JSON, and Python calls between brackets, can be distinguished from content.
         """
@@ -162,8 +162,8 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     if not isinstance(call.body, TaggedArguments):
         return None
     closing = marker_parts(call.close)
-    # The first part of the closing marker follows directly after the last argument, so that this
-    # part ends the arguments.
+    # The first part of the closing marker directly follows the last argument. So this part is a
+    # stop marker, too.
     stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
@@ -242,20 +242,21 @@ class CompiledHeader:
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         """Compile `route`, which is a part of `layout`.
 
-        The arguments of a tool call that is a message of its own are matched by `message_call`.
+        If the message is a tool call, `message_call` matches the start of the arguments.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls
         self._message_call = message_call
-        # A pattern cannot distinguish a line break from other white space. If `header_end` consists
-        # only of white space, `match` therefore compares this white space after the pattern.
-        is_end_blank = not layout.header_end.strip()
-        self._blank_header_end = layout.header_end if is_end_blank else ""
-        pattern_end = "" if is_end_blank else layout.header_end
-        self._header_pattern = compile_pattern(route.header + pattern_end)
-        # The literal by which `has_started` recognises an incomplete header.
-        first_part = pattern(route.header)[0]
-        self._first_literal = first_part.strip() if isinstance(first_part, str) else ""
+        self._first_literal = _first_literal(route.header)
+        # Usually the pattern matches the header and `header_end`. But a pattern accepts any white
+        # space, so a pattern cannot demand a line break. If `header_end` consists only of white
+        # space, the pattern matches only the header, and `match` compares `_blank_header_end`.
+        if layout.header_end.strip():
+            self._blank_header_end = ""
+            self._header_pattern = compile_pattern(route.header + layout.header_end)
+        else:
+            self._blank_header_end = layout.header_end
+            self._header_pattern = compile_pattern(route.header)
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the first literal of the header is at `pos`.
@@ -288,3 +289,12 @@ class CompiledHeader:
             if body_start < 0:
                 return body_start
         return Head(end, name=fields.get("name", ""), call_id=fields.get("id", ""))
+
+
+def _first_literal(header: str) -> str:
+    """Return the literal with which a header starts, or "" if the header starts with a field.
+
+    Example: the header `<|channel|>{word}` starts with the literal `<|channel|>`.
+    """
+    first_part = pattern(header)[0]
+    return first_part.strip() if isinstance(first_part, str) else ""

@@ -17,7 +17,9 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # A shorter closing marker, such as "}", is not recognised in content, because content often
 # contains such text.
 _MIN_CLOSING_MARKER_CHARS = 4
-# A shorter text is too frequent in content to start a tool call whose opening marker is missing.
+# If the opening marker of a tool call is missing, the parser recognises the tool call by the
+# literal at the start of its head. Literals with fewer characters are not used, because content
+# often contains such short texts.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
@@ -133,9 +135,9 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_bare=False)
     content_kinds = calls.kinds | message_kinds
-    # A tool call can be a message of its own. The header of this message contains the function's
-    # name. `CompiledCall` requires a tool section, but the message is in no section. So a section
-    # is made here, for the markers that end broken arguments. The call in the section is not used.
+    # A whole message can be a tool call. The header of such a message contains the function's name.
+    # `CompiledCall` requires a tool section, but the message is not in a section. So a section is
+    # made here. Its markers end broken arguments, and its call is not used.
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),), also_close=layout.ends),

@@ -68,8 +68,8 @@ class CompiledTag:
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
         blanks_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
-        # Most text contains no marker. For that case, the look-ahead reduces the work to one test
-        # of a character class for each character.
+        # Most characters cannot start a marker. The look-ahead skips such a character after one
+        # test of a character class.
         lookahead = _first_char_lookahead((self.close, *early_ends, blanks_before_close))
         end = _value_end_regex(self.close, early_ends, blanks_before_close)
         prefixes = _value_end_prefixes((self.close, *early_ends), blanks_before_close)
@@ -191,17 +191,23 @@ class CompiledTags:
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
         """Return `pos` if the body can start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        A marker that ends the body is accepted too, because a tool call may have no arguments.
-        Example: with the values `<parameter={key}>`, the body can start with `<parameter=city>` or
-        with `</function>`.
+        Examples with the values `<parameter={key}>`: `<parameter=city>` and the stop marker
+        `</function>` give `pos`, because a tool call may have no arguments. The texts `<param` and
+        `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
+
+        The caller calls this method at the end of the text only if the message has ended. The
+        result is then `pos`, because the body is empty.
         """
-        if pos == len(text) or self.is_at_stop_marker(text, pos):
+        has_no_arguments = pos == len(text) or self.is_at_stop_marker(text, pos)
+        if has_no_arguments:
             return pos
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return pos
+        if opening == NEED_MORE:
+            return NEED_MORE
         may_become_marker = not is_final and self.may_become_stop_marker(text, pos)
-        return NEED_MORE if opening == NEED_MORE or may_become_marker else NO_MATCH
+        return NEED_MORE if may_become_marker else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Return the role of a stop marker inside a value.

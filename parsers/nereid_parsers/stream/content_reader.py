@@ -38,9 +38,9 @@ class ContentReader:
         self._calls = calls
         self._headers = headers
         self._calls_first = context.calls_first
-        # A handler reads a marker in the content, and returns the next state. The handler reads
-        # nothing and returns None if the marker has no meaning at this place. `read` then writes
-        # the marker as content.
+        # A handler reads a marker in the content, and returns the next state. If the marker has no
+        # meaning at this place, the handler leaves the marker in the buffer and returns None.
+        # `read` then writes the marker as content.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
@@ -70,11 +70,14 @@ class ContentReader:
         return handler(marker) or self._write_as_content(marker)
 
     def _close_calls(self, marker: str) -> State | None:
-        """Remove the closing marker of a tool call or tool section, or return None."""
+        """Remove a closing marker that directly follows a tool call, or that closes a tool section.
+
+        Return None if `marker` is at any other place.
+        """
         return self._remove(marker) if self._calls.close_section(marker) else None
 
     def _remove(self, marker: str) -> State:
-        """Read a marker that is removed from the content."""
+        """Remove a marker from the content."""
         self._text.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 

@@ -1,4 +1,4 @@
-"""Decides which forms of a tool call may start at a position, and matches them with the text."""
+"""Decides which forms of a tool call may start at a position, and matches these forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.values.argument_types import Tools
 
-# Ordinary text does not contain a tag that starts in this way.
+# A tag that starts in one of these ways is a special token. Ordinary text does not contain special
+# tokens.
 _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 
 

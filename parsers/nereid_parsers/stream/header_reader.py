@@ -10,7 +10,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event contains this description of a deviation from the format.
+# An event reports this deviation from the format.
 _NO_HEADER = "no header follows the marker"
 
 
@@ -30,7 +30,10 @@ class HeaderReader:
         self._calls_first = context.calls_first
 
     def start(self, marker: str) -> State:
-        """Read a message's start marker. The marker is undecided until the header is read."""
+        """Read the marker that starts a message, and store the marker as undecided text.
+
+        The marker is removed from the output after the header has been read.
+        """
         self._text.hold_undecided(self._buffer.take(len(marker)))
         return State.HEADER
 
@@ -74,7 +77,9 @@ class HeaderReader:
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Read a header that matches `route`, and return the state in which the body is read.
 
-        With the policy CALLS_FIRST, the header of a tool call after content is content.
+        With the policy CALLS_FIRST, no tool call may follow content. The header of such a tool call
+        is content: this method leaves the header in the buffer, and returns CONTENT_ONLY. In this
+        state, the parser reads the header as content.
         """
         self._text.drop_undecided()
         if route.stage is Stage.CALLS and self._calls_first and self._text.has_content:
@@ -92,6 +97,6 @@ class HeaderReader:
         return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
 
     def finish(self) -> None:
-        """Remove the marker that starts a message, if the output ends after this marker."""
+        """Remove the start marker of a message if the output ends directly after this marker."""
         if self._text.undecided:
             self._text.drop_undecided()

@@ -32,7 +32,7 @@ def spaced_marker_regex(marker: str) -> str:
 
 
 def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
-    """Return regexes that match the beginnings of a spaced marker at the end of a text.
+    """Return regexes that match the incomplete forms of a spaced marker at the end of a text.
 
     Example: for the marker `<a>b`, the regexes match the ends of `x<`, `x<a> ` and `x<a>`.
 
@@ -50,11 +50,18 @@ def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
 
 
 def _possible_regexes(longest_first: list[str]) -> list[str]:
-    """Return regexes that match a marker, or a prefix of a marker at the end of a text.
+    """Return regexes that match a marker, or the beginning of a marker at the end of a text.
 
-    The order matters, because the first regex that matches is used. Example: of the markers `<a>`
-    and `<a><b>`, the regex for a prefix of `<a><b>` precedes the regex for `<a>`. So in the text
-    `x<a><`, the match is `<a><`, which may still become `<a><b>`.
+    The search uses the first regex that matches, so the order of the regexes matters. The regex for
+    the beginning of a long marker must precede the regex for a shorter marker with the same
+    beginning. Example: for the markers `<a>` and `<a><b>`, the first three regexes match
+
+        1. `<a><b>`
+        2. a beginning of `<a><b>` at the end of the text
+        3. `<a>`
+
+    In the text `x<a><`, the second regex matches `<a><`, so the lexer waits for more text. If the
+    third regex were first, the lexer would find `<a>`, although the next text may be `b>`.
 
     Args:
         longest_first: The markers. Longer markers precede shorter markers.
@@ -79,8 +86,8 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
     if not markers:
         return None
     first_chars = "".join(re.escape(char) for char in sorted({marker[0] for marker in markers}))
-    # Most text contains no marker. For that case, the look-ahead reduces the work to one test of a
-    # character class for each character.
+    # Most characters cannot start a marker. The look-ahead skips such a character after one test of
+    # a character class.
     return re.compile(f"(?=[{first_chars}])(?:{'|'.join(regexes)})").search
 
 

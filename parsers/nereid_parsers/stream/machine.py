@@ -115,12 +115,13 @@ class Machine:
         num_stored_chars = self._reasoning.num_stored_chars()
         self._text.forget_prompt(num_stored_chars + len(self._buffer.unread()))
         if self._state is State.INLINE_REASONING:
-            # The event with the opening marker was discarded, but the client needs this marker.
+            # The events of the prompt are discarded, including the event with the opening marker.
+            # The client needs this marker, so the marker is written again.
             self._reasoning.repeat_opening_marker()
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Pass all text that follows, with its classification, to `trace`."""
+        """Pass each later piece of the text, together with its classification, to `trace`."""
         self._text.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
@@ -147,19 +148,22 @@ class Machine:
         The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # The order matters: each of the following steps may enter a state that a later step ends.
+        # The order of the following steps is important, because a step may enter a state that only
+        # a later step can end.
         if self._state is State.UNCLASSIFIED:
             self._enter(self._reasoning.finish_unclassified())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content.finish_marker(self._state)
         self._run()
-        # No closing marker of the reasoning has followed, so the stored text is a tool call.
-        # `finish_interrupted` puts this text back into the buffer, and `_run` reads the text.
+        # The message has ended without a closing marker of the reasoning, so the stored text is a
+        # tool call. `finish_interrupted` puts this text back into the buffer, and `_run` reads the
+        # text again.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning.finish_interrupted())
             self._run()
-        # If an incomplete tool call ends at a marker in its stored arguments, the text after this
-        # marker was put back into the buffer. That text may contain another incomplete tool call.
+        # `finish_body` may end an incomplete tool call at a marker in the stored arguments. The
+        # text after this marker is then put back into the buffer, and may contain another
+        # incomplete tool call.
         while self._state is State.CALL_BODY:
             self._enter(self._calls.finish_body())
             self._run()

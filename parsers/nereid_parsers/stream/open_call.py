@@ -41,7 +41,7 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create the open tool call, whose start is `match` and whose body is read by `body`."""
+        """Create an open tool call. `match` is the matched start, and `body` reads the body."""
         self.form = match.form
         self.is_confirmed = match.is_confirmed
         self._body = body
@@ -64,14 +64,15 @@ class OpenCall:
         buffer.pos = body.read(buffer.text, start)
         if self._writer.is_open:
             text = buffer.text[start : buffer.pos]
-            # `end_at_stored_marker` may cut stored arguments, so that their end is read again.
+            # `end_at_stored_marker` may cut the end off the stored arguments. The parser then reads
+            # this end again.
             self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
         else:
             self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify text of the body, if no tool call is open at the end of this text.
+        """Classify a piece of the body's text. No tool call is open at the end of this piece.
 
         There are three cases:
 
@@ -101,7 +102,7 @@ class OpenCall:
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
-        """End the body, which is complete or not valid, and return the outcome.
+        """End the reading of a body that is complete or not valid. Return the outcome.
 
         If the arguments are not valid, the outcome is ENDED in two cases: the reader of the body
         has completed the arguments, or the stored arguments contain the closing marker.
@@ -138,7 +139,7 @@ class OpenCall:
         return True
 
     def read_broken(self) -> bool:
-        """Pass on arguments that are not valid JSON, up to the next marker.
+        """Read arguments that are not valid JSON, and write them unchanged, up to the next marker.
 
         Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
 

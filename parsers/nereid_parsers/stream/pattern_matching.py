@@ -33,7 +33,7 @@ _BLANKS_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _BLANKS_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# The place before or after a tag, with the white space that the declaration has there.
+# The place before or after a tag. The match includes any white space at this place.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -277,7 +277,7 @@ def looks_like_markup(text: str) -> bool:
 
 
 def is_special_token(marker: str) -> bool:
-    """Return whether a marker is, or starts with, a special token with a vertical bar.
+    """Return whether a marker starts with a special token that contains a vertical bar.
 
     Examples: `<|channel>thought`, `<channel|>` and `<｜end｜>` are special tokens. `<think>` is
     not, because ordinary text may contain it.

@@ -18,7 +18,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event contains this description of a deviation from the format.
+# An event reports this deviation from the format.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
@@ -65,7 +65,7 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether the parser delays text until a marker shows whether the text is reasoning.
+        """Return whether text is delayed until a marker shows whether the text is reasoning.
 
         This method applies only if the prompt is not known.
         """
@@ -87,9 +87,9 @@ class ReasoningReader:
         return self._classify(is_reasoning=is_closing)
 
     def finish_unclassified(self) -> State:
-        """Put the stored text back into the buffer, because no marker has classified it.
+        """Put the stored text back into the buffer, because the message ends without a marker.
 
-        Return the next state. It depends on `is_reasoning_by_default`.
+        Return the next state, which depends on `is_reasoning_by_default`.
         """
         return self._classify(is_reasoning=self.is_reasoning_by_default)
 
@@ -115,7 +115,7 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start reasoning whose opening marker is not in the output, and return its state.
+        """Start reasoning without an opening marker in the output, and return the next state.
 
         If the client receives the reasoning as content, the missing opening marker is written as
         content, too.
@@ -123,7 +123,8 @@ class ReasoningReader:
         if self._is_inline:
             self.repeat_opening_marker()
         else:
-            # The prompt ends with the opening marker, so blank lines belong to this marker.
+            # The opening marker is at the end of the prompt. Blank lines after this marker belong
+            # to the marker and are removed.
             self._text.is_after_marker = True
         return self._state
 
@@ -243,7 +244,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | int:
-        """Match a tool call at `marker`, or after `marker` if `marker` opens a tool section.
+        """Match a tool call that starts at `marker`, or after a `marker` that opens a tool section.
 
         Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
 
@@ -288,7 +289,7 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _end_at_call(self) -> State:
-        """End the reasoning before a tool call, and report that its closing marker is missing."""
+        """End the reasoning before a tool call, and report that the closing marker is missing."""
         self._text.drop_blanks()
         self._text.is_after_marker = True
         self.has_reasoned = True

@@ -61,7 +61,7 @@ class TextWriter:
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Pass all text that follows, with its classification, to `trace`."""
+        """Pass each later piece of the text, together with its classification, to `trace`."""
         self._trace = trace
 
     def _classify(self, classification: str, text: str) -> None:
@@ -130,7 +130,7 @@ class TextWriter:
         return text if continues_content else self._without_blank_lines(text)
 
     def _take_removed_blanks(self) -> str:
-        r"""Return the white space that was removed after the last content, and forget it.
+        r"""Return the white space that was removed after the last content, and empty this store.
 
         Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
         call, and restored before `Two`. The content is `"One\n\nTwo"`.
@@ -165,7 +165,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Apply the rules for text after a marker to the text after a tool call."""
+        """Treat the text after a tool call like text after a marker."""
         self.is_after_marker = True
         self.has_text = False
 
@@ -225,7 +225,10 @@ class TextWriter:
 
     @property
     def undecided_text(self) -> str:
-        """The text that is removed if a tool call or message follows, and otherwise is content."""
+        """The text that is not classified yet.
+
+        If a tool call or a message follows, the text is removed. Otherwise the text is content.
+        """
         return "".join(self.undecided)
 
     def hold_undecided(self, text: str) -> None:

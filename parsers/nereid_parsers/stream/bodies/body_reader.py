@@ -102,7 +102,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. When a step has ended, the step sets `_step` to the next step."""
+    """Reads a body in steps. Each step reads one part and selects the step for the next part."""
 
     __slots__ = ("_step",)
 

@@ -28,7 +28,7 @@ class JsonArgumentsReader(BodyReader):
         self._scanner = JsonScanner()
 
     def read(self, text: str, pos: int) -> int:
-        """Start the tool call at its first text, and write the next piece of the arguments.
+        """Read the next piece of the arguments. The first piece also starts the tool call.
 
         End the tool call after the closing brace. For the result see `BodyReader.read`.
         """
@@ -36,8 +36,9 @@ class JsonArgumentsReader(BodyReader):
             pos = skip_blanks(text, pos)
             if pos == len(text):
                 return pos
-            # The tool call starts even if the text is not an object. The status BROKEN of an open
-            # tool call means that its arguments are broken, and not that its text is content.
+            # Start the tool call even if the text is not an object. The status BROKEN has two
+            # meanings: if a tool call is open, its arguments are broken. If no tool call is open,
+            # the text is content.
             if not self._start_named_call(self._head) or text[pos] != "{":
                 return self._reject(pos)
         end = self._scanner.scan(text, pos)
@@ -76,8 +77,8 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # The text after `pos` is content if it is not another tool call. After one complete
-            # tool call, the other members of the array are tool calls too.
+            # If no other tool call follows, the text after this position is content. One complete
+            # tool call confirms that the other members of the array are tool calls, too.
             self.last_call_end = pos
             self._is_confirmed = True
         return pos

@@ -71,8 +71,9 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        # The keys of the objects that enclose the current position. The list contains "" for an
-        # object with the role `_Role.WRAPPER`, because declared paths do not contain its key.
+        # The keys of the objects that enclose the current position. Declared paths do not contain
+        # the key of an object with the role `_Role.WRAPPER`. For such an object, the list contains
+        # "".
         self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -81,7 +82,8 @@ class ObjectReader(StepReader):
         self._early_arguments: list[str] = []
         self._scanner = JsonScanner()
         self._value_pieces: list[str] = []
-        # A method that receives each complete string, and returns False if this is not a tool call.
+        # The method that receives the next complete string. The method returns False if this string
+        # shows that the object is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
 
     def finish(self) -> None:
@@ -106,7 +108,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. A quote is not read yet, because it starts a key."""
+        """Read white space, a comma or `}`. At a quote, select the step that reads the key."""
         if text[pos].isspace() or text[pos] == ",":
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":
@@ -126,8 +128,8 @@ class ObjectReader(StepReader):
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # An unconfirmed tool call starts only with its arguments. If the outermost object ends
-            # without arguments, the object is content.
+            # If nothing else confirms the tool call, only the arguments can start the tool call.
+            # This object has ended without arguments, so the object is content.
             can_start = self._is_confirmed and self._start_call()
             if not can_start:
                 return self._reject(pos)
@@ -138,7 +140,10 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _set_key(self, key: str) -> bool:
-        """Store the key of a member, without outer white space. Expect a colon. Return True."""
+        """Store the key of a member and expect a colon. Return True, because any key is accepted.
+
+        White space around the key is removed.
+        """
         self._key = key.strip()
         self._step = self._read_colon
         return True
@@ -217,7 +222,8 @@ class ObjectReader(StepReader):
         """
         parent, _, key = path.rpartition(".")
         declared_parent = keys.arguments.rpartition(".")[0]
-        # If the tools are known, the function's name shows later whether this is a tool call.
+        # If the tools are known, the name of the function will show whether this object is a tool
+        # call.
         may_accept = first_char == "{" and (self._is_confirmed or self.writer.tools.is_known)
         if may_accept and not self._has_arguments:
             if key in _ARGUMENTS_KEYS and parent == declared_parent:
@@ -260,7 +266,7 @@ class ObjectReader(StepReader):
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Return `end`. If the value is complete, expect a key or the closing brace next.
+        """Return `end`. After a complete value, select the step that reads the next key.
 
         If the value is not valid JSON, set the status BROKEN.
 
@@ -354,7 +360,7 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _read_null(self, text: str, pos: int) -> int:
-        """Read arguments that start with "n". Write `{}` for `null`."""
+        """Read arguments that start with `n`. If the arguments are `null`, write `{}`."""
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
         if self._scanner.status is not MORE:
@@ -397,7 +403,7 @@ def _match_object_start(text: str, pos: int) -> int:
 
 @lru_cache(maxsize=256)
 def _declared_roles(keys: Keys) -> dict[str, _Role]:
-    """Return a dict that maps each declared path of keys to its role.
+    """Return a dict that maps the path of each declared key to the role of this key.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

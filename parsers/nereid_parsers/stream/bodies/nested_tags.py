@@ -117,7 +117,7 @@ class NestedReader(StepReader):
         if element.kind is _Kind.UNKNOWN:
             return self._decide_kind(element, text, pos)
         if element.kind not in _CONTAINERS:
-            return self._read_text(element, text, pos)
+            return self._read_text_or_tag(element, text, pos)
         pos = skip_blanks(text, pos)
         if pos == len(text):
             return pos
@@ -193,11 +193,11 @@ class NestedReader(StepReader):
         Examples, with the mark `~`: in `~<city>~<name>`, the element `city` has a child. In
         `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
         """
-        mark_start, is_whole_mark = self._next_mark(text, pos)
+        mark_start, is_mark_complete = self._next_mark(text, pos)
         has_text = skip_blanks(text, pos) < mark_start
         if has_text:
             return self._start_text(element, pos)
-        if not is_whole_mark:
+        if not is_mark_complete:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
         tag_start = skip_blanks(text, mark_start + len(self._mark))
         if text.startswith(_CLOSING_TAG_START, tag_start):
@@ -233,8 +233,9 @@ class NestedReader(StepReader):
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
         parent = self._elements[-2]
         if parent.delayed_values:
-            # Siblings with the same name form an array only if they contain text. `_open_element`
-            # expected such an array and wrote no key, but this element contains other elements.
+            # The previous siblings have the same name and contain text. So `_open_element` expected
+            # one more item of an array, and wrote no key. But this element contains other elements,
+            # so no array is possible. The delayed values and the key are written now.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")
@@ -250,17 +251,21 @@ class NestedReader(StepReader):
             return len(text), False
         return match.start(), match.group() == self._mark
 
-    def _read_text(self, element: _Element, text: str, pos: int) -> int:
-        """Read the text of an element up to the next mark, or read the mark and the tag at `pos`.
+    def _read_text_or_tag(self, element: _Element, text: str, pos: int) -> int:
+        """Read the text up to the next mark. If the mark is at `pos`, read the mark and the tag.
 
-        Example: from `Paris~</city>`, the first call reads `Paris`, and the next call reads the
-        closing tag.
+        Example with the mark `~`: from `Paris~</city>`, the first call reads `Paris`, and the
+        second call reads `~</city>`.
+
+        Returns:
+            The position after the text or the tag. The result is NEED_MORE if the text at `pos` may
+            become a mark. If no more text follows, an incomplete mark is read as text.
         """
-        mark_start, is_whole_mark = self._next_mark(text, pos)
+        mark_start, is_mark_complete = self._next_mark(text, pos)
         if mark_start > pos:
             self._add_text(element, text[pos:mark_start])
             return mark_start
-        if is_whole_mark:
+        if is_mark_complete:
             return self._read_tag(text, pos)
         if self.is_final:
             self._add_text(element, text[pos:])

@@ -42,7 +42,8 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # Only the reader of a value needs the white space, because strings may contain it.
+            # White space is skipped, but not in the step that reads a value. White space may be a
+            # part of a string there.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_blanks(text, pos)
                 continue
@@ -53,7 +54,7 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _wait_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE because `text[pos:]` is incomplete.
+        """Return NEED_MORE, because `text[pos:]` ends inside a name, a bracket or a separator.
 
         If no more text follows, or if `text[pos:]` is too long, set the status BROKEN and return
         `pos`.
@@ -63,7 +64,7 @@ class PythonCallsReader(StepReader):
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket before all tool calls, for example `[`. Return the position after it."""
+        """Read the bracket that opens the list of tool calls. Return the position after it."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start

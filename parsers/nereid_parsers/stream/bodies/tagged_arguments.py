@@ -24,8 +24,8 @@ _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
 _MISSING_CLOSE = "the closing marker of an argument is missing"
-# An argument is a string if its pattern field {string} has the first of these values, or if its
-# pattern field {type} has one of the other values.
+# The opening tag of an argument declares a string in one of two ways: the field {string} has the
+# value _IS_STRING, or the field {type} has one of the values in _STRING_TYPE_NAMES.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
 
@@ -38,15 +38,14 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
-        # These attributes describe the current value. `_value_pieces` contains the text of a value
-        # that is stored until its closing marker. For a string that is written as it arrives, the
-        # list is not used.
+        # These attributes describe the current value. A string is written as it arrives. The text
+        # of any other value is stored in `_value_pieces` until the closing marker of the value.
         self._form = tags.forms[0]
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:
-        """Start the tool call, because a head and an argument's tag are enough to recognise it.
+        """Start the tool call. The matched head already shows that the text is a tool call.
 
         If the tool call cannot start, set the status BROKEN.
         """
@@ -117,8 +116,8 @@ class TaggedReader(StepReader):
         if is_declared_string:
             schema_allows_string = schema_types is None or "string" in schema_types
             return _STRING_ONLY if schema_allows_string else schema_types
-        # If the tools are unknown, `argument_types` returns "string" by default. This default must
-        # not contradict the declaration in the opening.
+        # If the tools are unknown, `argument_types` returns "string" for every argument. This
+        # default is ignored here, because the opening tag declares that the value is not a string.
         schema_demands_string = self.writer.tools.is_known and schema_types == _STRING_ONLY
         return _STRING_ONLY if schema_demands_string else _NOT_STRING
 

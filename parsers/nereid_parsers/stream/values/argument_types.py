@@ -132,7 +132,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the first known set of types among the parts of an `allOf`, or None.
+    """Return the JSON types of the first part of an `allOf` that declares types, or None.
 
     Usually only one part declares types, for example a reference to another schema.
     """
@@ -240,9 +240,9 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False
     if "string" in types:
         return True
-    # The schema allows neither the type of this value nor a string, so no conversion is right. A
-    # fraction stays a fraction if the schema demands an integer. Any other number, and a boolean,
-    # becomes a string. null, an object or an array stays unchanged.
+    # The schema allows neither the type of this value nor a string, so no conversion gives an
+    # allowed value. A fraction stays unchanged if the schema demands an integer. Other numbers and
+    # booleans become strings. null, objects and arrays stay unchanged.
     if json_type == "number" and "integer" in types:
         return False
     return json_type in ("integer", "number", "boolean")
@@ -263,7 +263,8 @@ def _parse_literal(text: str) -> _Literal | None:
         return None
     try:
         with warnings.catch_warnings():
-            # Python warns about invalid escape sequences, but nobody can correct the model's text.
+            # Python warns about invalid escape sequences in the text. These warnings are useless,
+            # because the text comes from the model.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
         json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -20,14 +20,8 @@ _SCALAR_CHARS: _Matcher = re.compile(r"[\w.+\-]*").match
 _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
 
-def _end_of(matcher: _Matcher, text: str, pos: int) -> int:
-    """Return the end of the regex match at `pos`. The regexes of this module always match."""
-    match = matcher(text, pos)
-    return match.end() if match is not None else pos
-
-
 class JsonScanner:
-    """Finds the end of one JSON value. The scanner stores the open brackets, but no text.
+    """Finds the end of one JSON value. The scanner stores the open brackets, but not the text.
 
     The scanner examines only brackets, strings and escape sequences. Therefore a marker inside a
     string does not end the value. The scanner also accepts some values that are not valid JSON.
@@ -36,9 +30,9 @@ class JsonScanner:
     __slots__ = ("_closing_brackets", "_is_escaped", "_quote", "status")
 
     def __init__(self) -> None:
-        self._closing_brackets = ""
+        self._closing_brackets = ""  # The missing brackets. The last one is expected first.
         self._quote = ""  # The quote of the open string, or "".
-        self._is_escaped = False
+        self._is_escaped = False  # Whether the last text ended with a backslash in a string.
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
@@ -54,34 +48,43 @@ class JsonScanner:
         if self._is_escaped and pos < size:
             self._is_escaped = False
             pos += 1
-        while pos < size:
-            if not self._quote:
+        while pos < size and self.status is MORE:
+            if self._quote:
+                pos = self._scan_string(text, pos)
+            else:
                 pos = self._scan_outside_string(text, pos)
-                if self.status is not MORE:
-                    return pos
-                continue
-            pos = _end_of(_STRING_CHARS[self._quote], text, pos)
-            if pos == size:
-                return pos
-            if text[pos] == "\\":
-                # This backslash is the last character of the text. The regex has matched every
-                # other backslash together with the character after the backslash.
-                self._is_escaped = True
-                return pos + 1
-            self._quote = ""  # The character at `pos` closes the string.
-            pos += 1
-            if not self._closing_brackets:
-                self.status = DONE  # The whole value is a string.
-                return pos
         return pos
+
+    def _scan_string(self, text: str, pos: int) -> int:
+        """Scan the open string up to its closing quote, and return the position after this quote.
+
+        If the closing quote has not arrived, the result is the end of the text. Example: for the
+        text `a", 1` inside a string, the result is the position after the quote.
+        """
+        match = _STRING_CHARS[self._quote](text, pos)
+        if match is not None:  # The regex always matches.
+            pos = match.end()
+        if pos == len(text):
+            return pos
+        if text[pos] == "\\":
+            # This backslash is the last character of the text. The regex has matched every other
+            # backslash together with the character after the backslash.
+            self._is_escaped = True
+            return pos + 1
+        self._quote = ""  # The character at `pos` closes the string.
+        if not self._closing_brackets:
+            self.status = DONE  # The whole value is a string.
+        return pos + 1
 
     def _scan_outside_string(self, text: str, pos: int) -> int:
         """Scan up to the next bracket or quote, and return the position after this character.
 
         Example: for the text `1, [2]` inside an array, the result is the position after `[`.
         """
-        skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
-        pos = _end_of(skipped, text, pos)
+        match_skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
+        match = match_skipped(text, pos)
+        if match is not None:  # The regex always matches.
+            pos = match.end()
         if pos == len(text):
             return pos
         char = text[pos]

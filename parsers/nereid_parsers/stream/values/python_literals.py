@@ -16,10 +16,11 @@ from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _BARE_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
-# The texts that can follow a closing quote: one regex for a key of an object, one for an item of a
-# container or the value of a member, and one for an argument of a call. Each regex also matches the
-# beginning of such a text. A closing parenthesis does not end the call if another parenthesis or a
-# quote follows.
+# The regexes match the text after the closing quote of a string. _AFTER_KEY is used after a key of
+# an object, _AFTER_ITEM after an item of a container or the value of a member, and _AFTER_ARGUMENT
+# after an argument of a call. Each regex also matches if the text ends before the decision. In
+# _AFTER_ARGUMENT, a closing parenthesis does not end the call if a quote or another parenthesis
+# follows.
 _AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
 _AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
 _AFTER_ARGUMENT = re.compile(
@@ -32,7 +33,7 @@ _MAX_WORD_CHARS = 4096
 
 
 class _Expected(Enum):
-    """The token that may follow the text that has been read.
+    """The kind of token that may come next.
 
     VALUE       A value: the whole literal, or the value after a key and a colon.
     FIRST_ITEM  The first item of a list or tuple, or the closing bracket.
@@ -121,7 +122,7 @@ class LiteralReader:
         self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:
-        """Return the JSON text of the value that was added since the last call, and forget it."""
+        """Return the JSON text that was written since the last call of this method."""
         text = "".join(self._json_parts)
         self._json_parts.clear()
         return text
@@ -130,8 +131,8 @@ class LiteralReader:
         """Read `text` from `pos` on, and set `status`. `take_json` returns the JSON text.
 
         Return the position up to which the text was read. If this position is not the end of the
-        text, the caller passes the rest again, together with more text. `is_final` means that none
-        follows.
+        text, the caller passes the rest again, together with more text. `is_final` means that no
+        more text follows.
         """
         size = len(text)
         while pos < size and self.status is MORE:
@@ -147,16 +148,18 @@ class LiteralReader:
         return pos
 
     def closing_text(self) -> str:
-        """Return the text that completes the JSON text of the value, for example `"]}`.
+        """Return the text that completes the JSON text of the value.
 
-        A key without a colon is omitted, so after `{"a": 1, "b`, the result is `}`. A missing value
-        becomes null, so after `{"a": `, the result is `null}`.
+        Examples: after `{"a": ["x`, the result is `"]}`. A key without a colon is omitted, so after
+        `{"a": 1, "b`, the result is `}`. A missing value becomes null, so after `{"a": `, the
+        result is `null}`.
         """
         brackets = "".join(container.json_close for container in reversed(self._containers))
         if self._expected is _Expected.VALUE:
             return "null" + brackets
         if self._expected in (_Expected.FIRST_KEY, _Expected.COLON):
-            # The opening brace is written together with the first complete key.
+            # `{` may start an object or a set. So the opening brace is not written before the first
+            # key is complete.
             is_brace_missing = not self._containers[-1].num_items
             return "{" + brackets if is_brace_missing else brackets
         if self._converted_types is not None:
@@ -302,7 +305,7 @@ class LiteralReader:
         return pos + 1
 
     def _begin_value(self) -> None:
-        """Write the comma before an item, and set the token that may follow the value or key.
+        """Write the comma that precedes an item. Set the kind of token that may come next.
 
         A colon follows a key. A comma or a closing bracket follows any other value.
         """

@@ -10,8 +10,8 @@ from json.encoder import encode_basestring as quote_json
 
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
-# A quote inside a string closes the string only if the text after the quote can follow a string.
-# At most this number of characters after the quote is examined.
+# A quote may be a part of the string. The quote closes the string only if a text such as `,` or `)`
+# follows. At most this number of characters after the quote is examined.
 _MAX_LOOKAHEAD_CHARS = 256
 _ESCAPED_CHARS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
@@ -102,7 +102,8 @@ class StringReader:
             return self._read_quote(text, start, is_final)
         if match.group() == "\\":
             return self._read_escape(text, start, is_final)
-        # The text ends with the first characters of the quote, and more text may complete them.
+        # The text ends inside a quote, for example after the first character of `'''`. More text
+        # may complete the quote.
         if not is_final:
             return start
         self._output.append(escape_json(match.group()))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# Arguments with more than this number of blanks before the first key are never delayed. The search
-# for the key begins again with each piece of text, so the limit keeps the parsing time linear.
+# If more than this number of blanks precedes the first key, the arguments are not delayed. The
+# search for the key begins again with each piece of text, so without this limit the parsing time
+# would not be linear.
 _MAX_BLANKS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
@@ -72,7 +73,7 @@ class DelayedText(NamedTuple):
 
 
 class WrapperFilter:
-    """Stores the JSON text of arguments until it is known whether an extra object encloses them.
+    """Delays the JSON text of arguments until it is known whether an extra object encloses them.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
@@ -152,15 +153,16 @@ class WrapperFilter:
         return text
 
     def finish(self) -> DelayedText:
-        """Return the text that is still delayed when the arguments end.
+        """Return the text that is still delayed when the arguments end, without the extra object.
 
-        Example: after `{"arguments": {"a": 1}}`, the text is `"a": 1}`, because `add` has already
-        returned the opening brace.
+        If no extra object encloses the arguments, the delayed text is returned unchanged. Example:
+        for `{"arguments": {"a": 1}}`, `add` has returned the first brace. The result of `finish` is
+        `"a": 1}`, so that the client receives `{"a": 1}`.
         """
-        text = "".join(self._delayed)
+        delayed = "".join(self._delayed)
         if self._state is not _State.END:
-            return DelayedText(text, is_unwrapped=False)
-        inner = unwrap("{" + text)
+            return DelayedText(delayed, is_unwrapped=False)
+        inner = unwrap("{" + delayed)  # `add` has already returned the opening brace.
         if inner is None:
-            return DelayedText(text, is_unwrapped=False)
+            return DelayedText(delayed, is_unwrapped=False)
         return DelayedText(inner.removeprefix("{"), is_unwrapped=True)

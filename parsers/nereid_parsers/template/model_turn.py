@@ -180,12 +180,13 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 def header_after_result(turn: ModelTurn) -> str:
     """Return the header if the model itself writes the header after a tool's result, or else "".
 
-    Usually the generation prompt contains the header, so that the model does not write it. After a
-    tool's result, two renderings are compared:
+    Usually the generation prompt contains the header, so that the model does not write it. Some
+    prompts that end with a tool's result contain no header. The function renders two things:
 
-    1. The prompt. If the prompt contains the header after the result, the function returns "".
-    2. The answers: content, or a tool call. If an answer contains the header after the result, a
-       model must write this header itself, so the function returns the header.
+    1. A prompt after a tool's result. If this prompt contains the header after the result, the
+       function returns "".
+    2. Answers after a tool's result: content, and a tool call. If an answer contains the header
+       after the result, a model must write this header itself. The function returns the header.
 
     Example: the prompt ends with "RESULT</result>", and the rendered answer is
     "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.

@@ -109,7 +109,7 @@ def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
 def compare_reasoning_presence(
     turn: ModelTurn, conversation: Conversation
 ) -> ReasoningMarkup | None:
-    """Record the comparison R1: a message with reasoning and the message without reasoning.
+    """Record the comparison R1: a message without reasoning, and the same message with reasoning.
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
 
@@ -179,13 +179,13 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> tupl
     opening = _opening_before_reasoning(turn, around.before)
     closing = closing_marker(around.between, opening)
     if not opening:
-        # The name of the closing marker may show the opening marker: `</think>` shows `<think>`.
+        # The opening marker may be derived from the closing marker: `<think>` from `</think>`.
         opening = _first_occurring(turn, opening_spellings(closing.strip()))
     return opening, closing
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
-    r"""Find the marker that opens the reasoning in `before`, the text before the reasoning.
+    r"""Search `before`, the text before the reasoning, for the marker that opens the reasoning.
 
     If `before` is blank, return the marker in the generation prompt. Return "" if no marker opens
     the reasoning. Example: the text "<think>\n", or the text "" after a generation prompt that ends
@@ -211,7 +211,7 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
-        # If the opening marker has a line of its own, the closing marker probably has one too.
+        # If a line break follows the opening marker, the closing marker probably has its own line.
         line_break = "\n" if opening.endswith("\n") else ""
         turn.prober.record(
             "R2 thinking switch",
@@ -227,7 +227,7 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the marker that closes the reasoning which a prompt opens.
+    """If a prompt opens reasoning, return the marker that closes this reasoning.
 
     Return "" if the prompt opens no reasoning. There are three cases. Each example is the end of a
     prompt:
@@ -241,12 +241,12 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     opening, second = first_two(markers(prompt.after_header))
     closings = closing_spellings(opening)
     has_thinking_name = is_thinking_marker(opening)
-    if second and (has_thinking_name or second in closings):  # the first case
+    if second and (has_thinking_name or second in closings):  # the first case of the docstring
         return second
     closing = _first_occurring(turn, closings)
-    if has_thinking_name:  # the second case
+    if has_thinking_name:  # the second case of the docstring
         return closing or next(iter(closings), "")
-    # the third case
+    # the third case of the docstring
     depends_on_switch = prompt.after_header != turn.prompts[0].after_header
     return closing if depends_on_switch else ""
 
@@ -278,7 +278,7 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
-    r"""Return the markup for a pair of reasoning markers and an optional pair of content markers.
+    r"""Convert one or two pairs of markers. The first pair marks reasoning, the second content.
 
     The white space around the markers is not known. Usually each marker is on a line of its own.
 
@@ -325,9 +325,9 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Render reasoning directly before a tool call, and record the comparison R5.
+    """Record the comparison R5: a tool call, and a tool call directly after reasoning.
 
-    Some templates omit the closing marker of reasoning there. Example: in
+    Some templates omit the closing marker of reasoning before a tool call. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.
 
     Args:
@@ -375,7 +375,7 @@ def _text_between(text: str, first: str, last: str) -> str | None:
 
 
 def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first candidate that occurs in the template or in a generation prompt, or "".
+    """Return the first candidate that the template or a generation prompt contains, or "".
 
     Example: of ["<|END_THINKING|>", "</think>"], a template with the string constant "</think>"
     gives "</think>".

@@ -1,4 +1,4 @@
-"""Cut the markers of reasoning out of rendered texts.
+"""Extract the markers of reasoning from rendered texts.
 
 The functions take the text before or after a reasoning and return the marker in it. A marker is
 returned with the white space around it, because the white space is a part of the format.
@@ -51,8 +51,8 @@ def last_opening(before: str) -> str:
     after_marker = before[last.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker  # These words open the reasoning.
-    # `<|open|>think<|sep|>` is one run of characters without white space. For a marker that
-    # contains a space, such as `<start think>`, the last run `think>` is only a part of the marker.
+    # The opening is the last text without white space, for example `<|open|>think<|sep|>`. The
+    # exception is a marker that contains a space: of `<start think>`, that text is only `think>`.
     text_to_marker = before[: last.end()]
     last_run = text_to_marker.split()[-1]
     opening = max(last_run, last.group(), key=len)
@@ -62,7 +62,7 @@ def last_opening(before: str) -> str:
 
 
 def first_opening(after_header: str) -> str:
-    r"""Return the marker that opens reasoning at the end of a generation prompt.
+    r"""Return the marker with which a generation prompt opens reasoning.
 
     If words precede the first marker, then these words open the reasoning. The result is "" if the
     prompt has no text there.
@@ -123,7 +123,7 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last of several opening markers, if a model may write this marker alone.
+    """Return the last marker of `opening`, if a model may write this marker without the others.
 
     The result is a tuple with this marker. It is empty if `opening` does not end with a marker, has
     only one marker, or ends with a marker that also occurs in other markup of the format.
@@ -159,7 +159,7 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
 
 
 def empty_pairs(text: str) -> list[tuple[str, str]]:
-    """Return the pairs of markers in which the closing marker directly follows the opening marker.
+    """Find empty blocks in `text`, such as `<think></think>`, and return the markers of each block.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [('<think>', '</think>'), ('<answer>', '</answer>')]

@@ -61,7 +61,7 @@ def alternatives(regex: str) -> list[Pieces]:
 
 
 def _join_literals(pieces: Pieces) -> Pieces:
-    """Return the pieces with neighbouring literals joined.
+    """Join neighbouring literals.
 
     >>> _join_literals(("<", "a", Blank(), ">"))
     ('<a', Blank(), '>')
@@ -91,7 +91,7 @@ class _Reader:
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def read_alternatives(self) -> list[Pieces]:
-        """Read `one|other`, up to the end of the group or of the expression.
+        """Read alternatives such as `a|b`, up to the end of the group or of the expression.
 
         >>> _Reader("a|b").read_alternatives()
         [('a',), ('b',)]

@@ -1,4 +1,4 @@
-"""Find the messages in which a template renders reasoning, and the fields of this reasoning."""
+"""Find out in which messages a template renders reasoning, and from which fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 
-# This text shows that the template printed a part of a message as JSON or as a Python dict.
+# Matches a part of a message that the template printed as JSON or as a Python dict.
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
@@ -59,7 +59,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders, and the effects of switches.
+    """Find a conversation whose reasoning the template renders. Also find the effects of switches.
 
     The markers of reasoning are not yet determined. The prober's form gets the place from which the
     template renders reasoning.
@@ -75,10 +75,11 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
 
 def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
-    """Return a conversation whose reasoning the template renders, and the place of the reasoning.
+    """Find a conversation whose reasoning the template renders.
 
-    All kinds of answers, settings of the switches and places of the reasoning are tried. The place
-    is a value of `InputForm.reasoning`. Return None if the template renders no reasoning.
+    Return the conversation and the place of the reasoning, which is a value of
+    `InputForm.reasoning`. All kinds of answers, settings of the switches and places are tried.
+    Return None if the template renders no reasoning.
     """
     prober = turn.prober
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
@@ -95,7 +96,7 @@ def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` contains the reasoning of `answer`, then the content and the calls.
+    """Return whether `text` contains the reasoning of `answer`, and then its content and its calls.
 
     A text that prints parts of the message as JSON or as a Python dict is not accepted.
 
@@ -149,7 +150,10 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether `smaller` has the same effect as `prompt`, and sets no other switches."""
+    """Return whether some of the switches of `prompt` are enough for the effect of `prompt`.
+
+    These switches are the switches of `smaller`.
+    """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}
     return some_switches <= all_switches and smaller.after_header == prompt.after_header

@@ -23,8 +23,8 @@ from nereid_parsers.template.proof import Proof
 CONTEXT_CHARS = 60  # characters shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters shown of a prompt
 
-# Takes the kind of a text ("title", "reasoning", "added", ...) and the text. Returns the text, with
-# the terminal's escape sequences for the colour of that kind.
+# A function that takes the kind of a text ("title", "reasoning", "added", ...) and the text. It
+# returns the text with the terminal's escape sequences for the colour of that kind.
 Paint = Callable[[str, str], str]
 
 
@@ -36,13 +36,13 @@ _COMPARISONS_EXPLAINED = (
 
 
 def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
-    """Return `text` without a colour."""
+    """Return `text` unchanged. This `Paint` function adds no colour."""
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """The features of conversations that a template supports.
+    """The features that a template supports, such as several tool calls in one message.
 
     Attributes:
         content: Whether the template renders content.
@@ -86,7 +86,7 @@ class TemplateAnalysis:
     proofs: tuple[Proof, ...] = ()
 
     def explain(self) -> str:
-        """Return the comparisons, the format, the checked samples and open questions as text."""
+        """Return the analysis as text: comparisons, format, checked samples and open questions."""
         return report_text(report_of("", "", self.format, self))
 
 
@@ -141,7 +141,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and return the message's text with the kind of each part."""
+    """Parse a rendered message. Return its parts and their kinds, such as "reasoning"."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
@@ -157,7 +157,7 @@ def _sample(fmt: Format, proof: Proof) -> Sample:
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the spans. Adjacent spans of the same kind are joined.
+    """Join adjacent spans of the same kind, and yield the resulting spans.
 
     >>> list(_join_spans([("content", "a"), ("content", "b"), ("markup", "<c>")]))
     [('content', 'ab'), ('markup', '<c>')]
@@ -169,7 +169,10 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """Return the structural tag of a required tool call as JSON, or the reason why none exists."""
+    """Return the constraint of a required tool call: a structural tag as JSON.
+
+    If the format has no constraint, return a sentence with the reason.
+    """
     prompt = proofs[0].prompt if proofs else None
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
@@ -263,7 +266,7 @@ def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterat
 
 
 def _on_one_line(text: str) -> str:
-    r"""Return `text` with line breaks written as `\n`.
+    r"""Escape the line breaks in `text`, so that the text fits on one line.
 
     >>> _on_one_line("<a>\n")
     '<a>\\n'
@@ -299,7 +302,7 @@ def _value_text(value: object) -> str:
 
 
 def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
-    """Yield lines that show a part of a format, one for each field that differs from its default.
+    """Yield the lines that describe a part of a format. Fields with default values are omitted.
 
     Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'" and
     "  close: '</think>'".

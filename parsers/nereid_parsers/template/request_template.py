@@ -1,4 +1,4 @@
-"""Renders the chat requests of a server as the library transformers does, but limits the work."""
+"""Renders chat requests like the library transformers, but limits the time and the output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestTemplate:
         """
         self._source = source
         self._template = CompiledTemplate(source, Budget(), datetime.now)
-        # Each thread has a template with a budget of its own, so that no thread waits for another.
+        # Each thread has its own template and budget, so that threads do not wait for each other.
         self._of_thread = threading.local()
 
     def render(self, variables: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
@@ -70,7 +70,7 @@ class RequestTemplate:
         return _cut_after(final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
-        """Render with the template of this thread, which is created at the first use."""
+        """Render with this thread's copy of the template. The first call creates the copy."""
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
         text: str = self._of_thread.template.render(variables, Budget(limits))
@@ -118,7 +118,7 @@ def _has_text(part: object) -> bool:
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: without null members, and with the reasoning.
+    """Remove the null members of a message, and add the fields that contain the reasoning.
 
     Templates read the reasoning under one of two names, so the message contains both names.
     Example: `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking`

@@ -41,12 +41,12 @@ from nereid_parsers.tool_declarations import Body
 _VERSION = 1
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
-# The pattern fields for the named groups of a regular expression. Other groups become {word}.
+# Maps named groups of a regular expression to fields of a pattern. Other groups become {word}.
 _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The start of a tool call: the marker, and the pattern of the head. Each can be empty."""
+    """The start of a tool call: the marker, and the pattern of the head. Either can be empty."""
 
     marker: str
     head: str
@@ -74,7 +74,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
 
 
 def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a declaration.
+    """Check a declaration, and return its fields.
 
     Raises:
         FormatError: The declaration is malformed, has another version, or has an unknown field.
@@ -103,7 +103,10 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker, from `key` or from the alternatives of `key_pattern`.
+    r"""Return the spellings of a marker. `key` is the member that declares the marker.
+
+    Example: the member "open" declares literals, and the member "open_pattern" declares a regular
+    expression.
 
     >>> _literals({"open": "<a>"}, "open"), _literals({"open_pattern": r"<a>|<b>\s*"}, "open")
     (('<a>',), ('<a>', '<b>'))
@@ -194,7 +197,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return one start of a tool call for each marker that `open` or `open_pattern` allows.
+    """Return the possible starts of a tool call, as `open` or `open_pattern` declares them.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
@@ -211,7 +214,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _call_start(pieces: Pieces) -> _CallStart:
-    r"""Return the start of a tool call, from one alternative of `open_pattern`.
+    r"""Convert one alternative of `open_pattern` into the start of a tool call.
 
     >>> _call_start(("<call>", Blank(), "<f=", Field("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
@@ -233,13 +236,14 @@ def _call_start(pieces: Pieces) -> _CallStart:
     if not any(isinstance(piece, Field) for piece in pieces):
         return _CallStart("".join(_literal_text(piece) for piece in pieces), "")
     if isinstance(pieces[1], Field):
-        # The literal directly before a field belongs to the head, so no literal is the marker.
+        # The first literal directly precedes a field, so this literal belongs to the head. There is
+        # no marker.
         return _CallStart("", _pattern(pieces))
     return _CallStart(first_literal, _pattern(pieces[1:]))
 
 
 def _without_leading_blanks(pieces: Pieces) -> Pieces:
-    """Return the pieces without the white space at their start."""
+    """Remove the pieces at the start that are white space."""
     while pieces and isinstance(pieces[0], Blank):
         pieces = pieces[1:]
     return pieces
@@ -308,7 +312,7 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
 
 
 def _bare_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
-    """Return the body whose strings have the first pair of `string_delims` as quotes.
+    """Return a body that quotes strings with the first pair of `string_delims`.
 
     Only the first pair is used, because a template renders all strings with one pair.
 
@@ -346,11 +350,12 @@ def _keys(transform: object) -> Keys:
     rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
     if rule is None:
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    # The rule is {"function": {..}}, {"name": .., "arguments": ..}, or one placeholder.
+    # The rule has one of three forms: {"function": {..}}, {"name": .., "arguments": ..}, or a
+    # placeholder.
     call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
     function = call.get("function", rule)
     if isinstance(function, str):
-        # One placeholder stands for the whole function, whose JSON object has the usual keys.
+        # The placeholder refers to a JSON object with the usual keys "name" and "arguments".
         function_path = _path(function)
         return Keys(
             name=".".join((*function_path, "name")),
@@ -394,7 +399,7 @@ def _name_and_arguments_paths(
 
 
 def _path(placeholder: object) -> tuple[str, ...]:
-    """Return the keys of a placeholder, without the key "content" at its start.
+    """Split a placeholder into keys: "{content.tool.name}" gives ("tool", "name").
 
     >>> _path("{content.tool.name}"), _path("{content}")
     (('tool', 'name'), ())

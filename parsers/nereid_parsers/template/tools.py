@@ -65,7 +65,7 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 # Words in the markers of tools and tool results. Markers of tool calls contain "call" instead.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `form` without rendered tool calls.
-# Comparisons of ONE_CALL and another tool call: the label, the change, and the other tool call.
+# Comparisons of ONE_CALL with another tool call: the label, the change, and the other tool call.
 _CALL_CHANGES = (
     ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
     ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
@@ -148,7 +148,7 @@ def find_tools(
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Return the renderings of tool calls from which the readers in `calls/` infer the format."""
+    """Render the tool calls from which the readers in `calls/` infer the format."""
     number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
     special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
     return CallTexts(
@@ -164,7 +164,7 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Render a message with a tool call, and record the comparison with a content message (T1).
+    """Record the comparison T1: a message with content, and a message with a tool call instead.
 
     Returns:
         The text of the tool call, or "" if the template does not render tool calls.
@@ -183,7 +183,9 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Render a message with two tool calls, and record the comparison with one call (T2).
+    """Compare a message with one tool call and a message with two tool calls (comparison T2).
+
+    The comparison is added to the report, and the rendering of the two tool calls is returned.
 
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.
@@ -208,7 +210,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Compare a tool call with calls that differ from this call in one thing (T3 to T7b)."""
+    """Record the comparisons T3 to T7b: a tool call, and the same call with one change."""
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
     for name, description, call in _CALL_CHANGES:
@@ -249,7 +251,7 @@ class ContentBeforeCall(NamedTuple):
 
 
 def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Render content before a tool call, and record the comparison with a call alone (T8).
+    """Record the comparison T8: a tool call without content, and a tool call after content.
 
     Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and
     the header `<|start|>assistant`.
@@ -289,9 +291,10 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Return the registered tool section of a template that offers tools but renders no tool calls.
+    """Search the registry for the tool section of a template that renders no tool calls.
 
-    Append a sentence about the result to the list `undecided` of the prober.
+    The template must offer the tools. Append a sentence about the result to the list `undecided` of
+    the prober.
 
     Returns:
         The section, or None if the template does not offer the tools, renders a part of a tool
@@ -317,7 +320,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return the markers that may be markers of tool calls, although no tool call is rendered.
+    """Return markers that may surround tool calls, for a template that renders no tool calls.
 
     The markers are in the text of the template or in the tokenizer's vocabulary, or they differ in
     one word from the markers of the tools and their results. Example: the markers
@@ -334,7 +337,7 @@ def _possible_call_markers(prober: Prober) -> set[str]:
 
 
 def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
-    """Return the format from the first matching reader, or None if no reader matches `texts`.
+    """Return the format that the first matching reader infers, or None if no reader matches.
 
     Append a sentence to `undecided` for each reader that infers an invalid format, and if no reader
     matches.
@@ -357,7 +360,7 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
-    """Return the tool section with these tool calls, or None if the section is invalid.
+    """Return a tool section that contains `calls`, or None if the section is invalid.
 
     `close` is the closing text of the section, without the markers that end the turn. If the
     section is invalid, append the reason to `undecided`.

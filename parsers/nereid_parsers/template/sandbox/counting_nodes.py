@@ -20,9 +20,10 @@ from nereid_parsers.template.sandbox.limits import Budget
 
 
 class Generation(ext.Extension):
-    """The block `{% generation %}`, which marks the model's text. Its body is rendered.
+    """A Jinja extension for the block `{% generation %}`, which surrounds the model's text.
 
-    The extension also limits the time in which jinja2 parses a template.
+    The block renders its body. The extension also limits the time in which jinja2 parses a
+    template.
     """
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
@@ -34,7 +35,7 @@ class Generation(ext.Extension):
             yield token
 
     def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
-        """Return the syntax tree of one block."""
+        """Return the syntax tree of one block `{% generation %}`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
@@ -70,7 +71,7 @@ class AddCounting(NodeTransformer):
         return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Count the items of a loop."""
+        """Add the filter `_count_items` to a loop, so that the items of the loop are counted."""
         self.generic_visit(node)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:

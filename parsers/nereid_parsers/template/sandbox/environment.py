@@ -193,7 +193,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of a function call. Raise LimitError if it would be too large."""
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro can write all literal text of the template. Other functions write none.
+        # A macro can write all literal text of the template. Other functions write no literal text.
         budget.step(__self.literal_size if is_macro else 0)
         # The object whose method is called, such as `text` in `text.replace(..)`.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
@@ -320,7 +320,7 @@ class CompiledTemplate:
         self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
 
     def for_another_thread(self) -> CompiledTemplate:
-        """Return the same template with a budget of its own. Nothing is compiled again."""
+        """Return a copy of this template with its own budget. The compiled code is not copied."""
         other = copy.copy(self)
         is_immutable = not self.changes_lists
         other._load(_LimitedEnvironment(Budget(), is_immutable=is_immutable, now=self._now))
@@ -358,7 +358,7 @@ class CompiledTemplate:
 
 
 def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
-    """Compile a template, with the filters that `counting` adds, and return the Python code.
+    """Add the filters of `counting` to a template, compile the template, and return the code.
 
     Raises:
         TemplateError: The source has a syntax error.

@@ -41,7 +41,7 @@ class LimitError(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on the sum of all renderings that share one `Budget`.
+    """The limits of a `Budget`. They apply to the sum of all renderings that use the budget.
 
     Attributes:
         steps: The number of loop items, calls and filters.
@@ -118,7 +118,7 @@ class Budget:
         self.make(literal_size)
 
     def make(self, size: int) -> None:
-        """Count a value of the given size against the limit for all renderings.
+        """Add `size` to the total size of all values, and check the total against `Limits.made`.
 
         Raises:
             LimitError: The template makes too much text.
@@ -273,9 +273,10 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
 
 
 def check_numbers(values: Iterable[object]) -> None:
-    """Raise LimitError if an operation could use one of the values as a very large length.
+    """Raise LimitError if one of the values is a number above MAX_NUMBER.
 
-    Example: `'%*d' % (99999, 1)` would write 99999 characters.
+    An operation may use such a number as the length of a text. Example: `'%*d' % (99999, 1)` would
+    write 99999 characters.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model that generates draft tokens for the sequences of the large model.
 
-Before each step of the large model, the draft model generates some tokens for all sequences
-together, one token of each sequence in each pass:
+Before each step of the large model, the draft model runs a few passes. Each pass generates one
+draft token for each sequence. Example for one sequence, of which the draft model has already
+computed the tokens a and b:
 
     known tokens of the sequence         a b c d
     pass 1 of the draft model            computes c d, and samples x
-    pass 2                               computes x, and samples y
-    the step of the large model          computes d x y, and samples x z: x is accepted, y is not
+    pass 2 of the draft model            computes x, and samples y
+    the step of the large model          computes d x y, and samples x z
+                                         (the draft token x is accepted, and y is rejected)
     pass 1 before the next step          computes z
 
-The draft model samples with the sampling parameters and the random numbers of the request, so that
-it often selects the token that the large model selects, too. The answer never depends on the draft
-tokens, because the large model verifies them (sampling/draft_verification.py).
+The draft model uses the sampling parameters and the random numbers of the request. The draft model
+therefore often selects the same token as the large model. The answer never depends on the draft
+tokens, because the large model verifies each draft token (sampling/draft_verification.py).
 
-The draft model has its own KV cache, with its own block tables and prefix cache. If the blocks are
-not enough for a sequence, the sequence gets no draft tokens.
+The draft model has its own KV cache, with its own block tables and prefix cache. If this cache has
+too few free blocks for a sequence, the sequence gets no draft tokens.
 """
 
 import logging
@@ -41,10 +43,12 @@ from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
 
 logger = logging.getLogger(__name__)
 
-# A sequence gets draft tokens only if the next step computes at most this number of its known
-# tokens. More tokens remain while a prompt is computed, or after a preemption.
+# A sequence gets draft tokens only if the large model still has to compute at most this number of
+# the sequence's known tokens. More tokens are left while a prompt is computed, and after a
+# preemption.
 _MAX_REMAINING = 16
-# The time of a pass over more tokens of a sequence does not show what a draft token costs.
+# The time of drafting is measured only if the draft model has to compute at most this number of
+# known tokens for each sequence. Otherwise, the known tokens would need most of the time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -54,7 +58,7 @@ class DraftSizes:
 
     Attributes:
         num_blocks: the number of blocks of the KV cache.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         max_num_seqs: the largest number of sequences that run at the same time.
         max_model_len: the largest number of tokens in a sequence of the draft model.
         max_num_batched_tokens: the largest number of tokens in one pass.
@@ -98,8 +102,8 @@ class _Draft:
     def update(self) -> None:
         """Replace the draft tokens by the tokens that the large model has accepted or sampled.
 
-        The draft model computes those tokens again that differ from its draft tokens, and always
-        the last token, because sampling needs the logits of the last token.
+        In the next pass, the draft model computes the tokens that differ from its draft tokens. It
+        always computes the last token, because sampling needs the logits of the last token.
         """
         own = self.own
         new_tokens = self.target.token_ids[self.num_known :]
@@ -113,7 +117,7 @@ class DraftModel:
     """Generates draft tokens with a small model; see `Drafter`.
 
     Attributes:
-        lengths: the lengths, the acceptance and the cost of the drafts.
+        lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
     """
 
     def __init__(self, path: ForwardPath, sizes: DraftSizes, hook: AttentionHook) -> None:
@@ -156,7 +160,7 @@ class DraftModel:
         try:
             self._generate(drafts, len(sequences))
         except Exception:
-            # Drafting ends here for good, and the requests continue without draft tokens.
+            # The draft model is never used again. The requests continue without draft tokens.
             logger.exception("The draft model failed. The engine continues without draft tokens.")
             self._is_broken = True
             self._proposals = {}
@@ -176,7 +180,10 @@ class DraftModel:
         self._hook.remove()
 
     def _begin(self, target: Sequence) -> _Draft | None:
-        """Return the updated draft of a sequence; None if it gets no draft tokens in this step."""
+        """Update and return the draft of a sequence.
+
+        Return None if the sequence gets no draft tokens in this step.
+        """
         num_known = len(target.token_ids)
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
         if target.num_output_tokens == 0 or not is_decoding or target.images is not None:
@@ -194,7 +201,8 @@ class DraftModel:
         draft.update()
         draft.length = length
         if self._tables.cache is not None:
-            # The draft tokens are not in the cache yet, because they may be rejected.
+            # At this moment, `draft.own` contains only known tokens. Draft tokens must not get into
+            # the prefix cache, because they may be rejected.
             self._tables.cache.add(draft.own)
         if not self._tables.try_extend(draft.own, num_known + length):
             self._release(target)
@@ -230,7 +238,7 @@ class DraftModel:
         """Generate the draft tokens of a step, and store them in `_proposals`.
 
         Args:
-            drafts: the drafts of the sequences, without draft tokens.
+            drafts: the drafts of the sequences. They contain no draft tokens yet.
             num_sequences: the number of sequences in the step.
         """
         start = time.perf_counter()
@@ -245,10 +253,10 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[_Draft]) -> list[_Draft]:
-        """Compute the missing tokens of some drafts, and sample one more token for each draft.
+        """Compute the uncomputed tokens of some drafts, and sample the next token of each draft.
 
-        A long sequence of missing tokens is computed in several steps. The draft gets no token
-        before the last of these steps.
+        If a draft has more uncomputed tokens than one pass may compute, several steps compute these
+        tokens. The draft gets no draft token before the last of these steps.
 
         Returns:
             The drafts that need another pass for this step.

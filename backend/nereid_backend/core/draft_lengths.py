@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the number of draft tokens for each sequence and step.
 
-A draft token saves time if it is accepted, and costs time in any case. If each draft token of a
-sequence is accepted with probability p, the token number n of a draft is accepted with probability
-p ** n, because all tokens before it must be accepted, too. An accepted token saves the time of one
-sequence in a step without drafts. A draft should therefore contain the token number n only if
-p ** n is larger than the cost ratio:
+Each draft token costs time, but only an accepted draft token saves time. Let p be the probability
+that a draft token is accepted if all draft tokens before it are accepted. The draft token number n
+is then accepted with the probability p ** n. An accepted token saves the time that a step without
+drafts needs for one sequence. A draft should therefore contain the token number n only if p ** n is
+larger than the cost ratio:
 
     cost ratio = additional time for one draft token / (time of a step without drafts / sequences)
 
-Both numbers are measured. A step with one sequence mostly reads the weights of the model, so the
-cost ratio is small. In a step with many sequences, the cost ratio can exceed 1, and then drafts are
-turned off.
+The probability p and the cost ratio are measured. A step with one sequence mostly reads the weights
+of the model, so the cost ratio is small. In a step with many sequences, the cost ratio can exceed
+1. Drafts are then turned off.
 """
 
 import math
@@ -21,26 +21,28 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.sequence import Sequence
 
-# Before the first draft, a draft token counts as accepted with this probability.
+# The assumed probability that a draft token is accepted, before the first draft is verified.
 _FIRST_RATE = 0.8
-# A new sequence starts with the rate of all sequences, as if it had been measured with this number
-# of draft tokens.
+# A new sequence starts with the rate of all sequences. This rate has the weight of a measurement
+# with this number of draft tokens.
 _FIRST_WEIGHT = 3.0
-# The counts of a sequence, and those of all sequences together, are multiplied by these factors
-# before a new draft is added. Old drafts therefore lose their weight.
+# Before a new draft is added, the counts of the sequence are multiplied by the first factor. The
+# counts of all sequences together are multiplied by the second factor. Old drafts therefore lose
+# their weight.
 _DECAY, _OVERALL_DECAY = 0.9, 0.99
-# If drafts do not pay for a sequence, it gets no drafts for a number of steps. Then, a draft of one
-# token is tried. The pause doubles each time, up to the second number.
+# If drafts cost more time than they save, the sequence gets no drafts for 32 steps. After this
+# pause, a draft of one token is tried. Each further pause is twice as long, up to 1024 steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
-# The cost ratio before it is measured, and the range of measured ratios.
+# The assumed cost ratio before the first measurements, and the range to which measured ratios are
+# limited.
 _FIRST_RATIO = 0.25
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
-# The number of measurements of which the median is used.
+# A measured value is the median of this number of recent measurements.
 _NUM_MEASUREMENTS = 9
-# With fewer measurements, the cost ratio counts as unknown, because the first steps with drafts can
-# be slow.
+# With fewer measurements, the assumed cost ratio is used. The first steps with drafts can be slow.
 _MIN_MEASUREMENTS = 3
-# After this number of steps with drafts, one step without drafts is measured.
+# The number of steps with drafts before a step without drafts is measured: 8 before the first such
+# measurement, and 64 before each further one.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
 
@@ -51,9 +53,9 @@ class _Rate:
 
     Attributes:
         accepted: the weighted number of accepted draft tokens.
-        verified: the weighted number of accepted draft tokens, and of those rejected draft tokens
-            that all tokens before them were accepted. The draft tokens after a rejected token were
-            not tested.
+        verified: the weighted number of verified draft tokens. They are the accepted draft tokens
+            and the first rejected draft token of each draft. The tokens after the first rejected
+            token do not count, because they were not tested.
     """
 
     accepted: float
@@ -109,7 +111,10 @@ class StepCosts:
         self._measured: dict[int, _Measured] = {}
 
     def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Add the time of a step that computed one known token of each sequence, and drafts."""
+        """Add the time of a step.
+
+        The step has computed one known token of each sequence, and `num_drafts` draft tokens.
+        """
         measured = self._of(num_sequences)
         if num_drafts == 0:
             measured.plain.append(seconds / num_sequences)
@@ -144,7 +149,8 @@ class StepCosts:
     def _of(self, num_sequences: int) -> _Measured:
         """Return the measurements for a number of sequences.
 
-        Numbers that differ by less than 13 % share their measurements: 16 and 17, or 64 to 71.
+        From 16 on, neighbouring numbers share their measurements. Example: 16 and 17 share theirs,
+        and so do the numbers from 64 to 71.
         """
         shift = max(0, num_sequences.bit_length() - 4)
         return self._measured.setdefault(num_sequences >> shift << shift, _Measured())
@@ -182,10 +188,11 @@ class DraftLengths:
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
-        The method must be called once for each step, because the call shortens the pause.
+        Call this method once for each step of the sequence, because each call shortens a pause by
+        one step.
 
-        Example: max_tokens is 4, the cost ratio is 0.25, and 60 % of the draft tokens of the
-        sequence were accepted. The result is 2, because 0.6 ** 2 is above 0.25 and 0.6 ** 3 is not.
+        Example: max_tokens is 4, the cost ratio is 0.25, and 60 % of the sequence's draft tokens
+        were accepted. The result is 2, because 0.6 ** 2 is above 0.25, but 0.6 ** 3 is below.
         """
         history = self._histories.get(sequence)
         if history is None:

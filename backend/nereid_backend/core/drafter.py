@@ -12,7 +12,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for running sequences.
 
     Attributes:
-        lengths: the lengths, the acceptance and the cost of the drafts.
+        lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
     """
 
     lengths: DraftLengths

@@ -28,7 +28,7 @@ class OpenedDraft:
         checkpoint: the draft model.
         chosen: the forward path of the draft model.
         bytes_per_token: the memory of one token in the KV cache of the draft model.
-        hook: the draft model's entry in transformers' attention interface.
+        hook: the entry of the draft model in transformers' attention interface.
     """
 
     checkpoint: Checkpoint
@@ -41,8 +41,8 @@ class OpenedDraft:
     ) -> DraftModel:
         """Allocate the KV cache of the draft model.
 
-        The draft model gets as many blocks as the large model, so that each running sequence
-        usually has blocks in both.
+        The draft model gets as many blocks as the large model. Each running sequence therefore
+        usually finds enough blocks in the caches of both models.
 
         Args:
             config: the settings of the engine.
@@ -73,9 +73,10 @@ class OpenedDraft:
 
 
 def check_draft_folder(config: EngineConfig) -> None:
-    """Raise a ConfigError if the draft model is not the folder of a checkpoint.
+    """Raise a ConfigError if the setting draft_model does not name the folder of a checkpoint.
 
-    The function is called before the weights of the large model are loaded.
+    This function is called before the weights of the large model are loaded, because loading them
+    takes long.
     """
     if config.draft_model is not None and not (Path(config.draft_model) / "config.json").is_file():
         raise ConfigError(
@@ -96,7 +97,7 @@ def open_draft(
         progress: called with one line for each slow operation.
 
     Returns:
-        The draft model; None if the settings turn draft models off.
+        The draft model; None if the settings select no draft model.
 
     Raises:
         ConfigError: if one of the models cannot be used for speculative decoding, or if their
@@ -133,7 +134,7 @@ def open_draft(
 
 
 def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
-    """Raise a ConfigError if a model cannot remove rejected draft tokens."""
+    """Raise a ConfigError if the forward path of a model cannot remove rejected draft tokens."""
     if not spec.removes_tokens:
         raise ConfigError(
             f"draft_model: the forward path {spec.name} of {checkpoint.architecture} cannot remove "
@@ -164,9 +165,9 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return the ids of the tokens in tokenizer.json, without added tokens.
+    """Return the tokens and their ids in tokenizer.json, without the added tokens.
 
-    Return None if the checkpoint has no such file.
+    Return None if the checkpoint has no file tokenizer.json.
     """
     file = Path(checkpoint_folder(model)) / "tokenizer.json"
     if not file.is_file():

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the model's own code by a compiled forward pass while the engine is serving requests.
 
-The stages are:
+There are three stages:
 
-    compile   another process, at the lowest priority      the engine runs the model's own code
-    check     one short step between two steps of the      the logits of test sequences are compared
-              engine, until all test sequences are done    with those of the unmodified model
-    swap      between two steps                            the engine runs the compiled forward pass
+1. Another process compiles the forward pass into a library, at the lowest priority.
+2. The engine checks the library: it computes test sequences with the library, and compares their
+   logits with the logits of the unmodified model. Between two steps with requests, the engine
+   computes one short step of this check.
+3. Between two steps, the engine replaces the model's own code by the library.
 
-If a stage fails, the engine logs a warning and continues with the model's own code. The library is
-stored on disk, and the next start of the engine loads it.
+The engine runs the model's own code until the third stage. If a stage fails, the engine logs a
+warning and continues with the model's own code. The library is stored on disk, and the next start
+of the engine loads the library.
 """
 
 import logging
@@ -42,19 +44,21 @@ from nereid_backend.runner import ForwardPath
 
 log = logging.getLogger(__name__)
 
-# Smaller models are demos and test models. Their servers often end before the compilation does.
+# Smaller models are not compiled in the background. They are used in demos and tests, where the
+# server often ends before the compilation would end.
 MIN_WEIGHTS_BYTES = 64 * 2**20
-# The memory that a compilation may need.
+# A compilation may need this amount of memory. If less memory is free, no compilation is started.
 _MIN_FREE_BYTES = 3 * 2**30
 
 
 class ForwardSwap:
-    """The compilation, the check and the use of a compiled forward pass.
+    """Compiles a forward pass in another process, checks the library, and makes a path use it.
 
-    `advance` is called between two steps of the engine.
+    The engine calls `advance` between two steps.
 
     Attributes:
-        is_done: whether the compiled forward pass is in use, or a failure was logged.
+        is_done: whether no work is left, because the compiled forward pass is in use, or because a
+            failure was logged.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class ForwardSwap:
         """Start the compilation in another process.
 
         Args:
-            path: the forward path that gets the compiled forward pass.
+            path: the forward path that will use the compiled forward pass.
             checkpoint: the model.
             hook: the engine's entry in transformers' attention interface.
-            chosen: the choice of the path, with the test sequences.
-            folder: the folder for the library.
+            chosen: the chosen forward path, and the test sequences.
+            folder: the folder in which the library will be stored.
             progress: called with one line when the compiled forward pass is used.
 
         Raises:
@@ -96,9 +100,10 @@ class ForwardSwap:
         return not self.is_done and self._compilation.outcome is not None
 
     def advance(self) -> None:
-        """Do the next part of the work, if the compilation has ended. A part takes one short step.
+        """Load the library, or compute the next step of the check.
 
-        A failure is logged once. It never affects the requests.
+        Do nothing while the compilation runs. The last call makes the path use the library. A
+        failure is logged once and never affects the requests.
         """
         if not self.is_ready:
             return
@@ -119,10 +124,12 @@ class ForwardSwap:
         self._compilation.close()
 
     def _check(self) -> Generator[None, None, None]:
-        """Load the library, check its logits, and use it. Yield after each step of the check.
+        """Load the library, check its logits, and make the path use the library.
+
+        Yield after the library is loaded, and after each step of the check.
 
         Raises:
-            Exception: of any class, if the library does not exist or is not correct.
+            Exception: of any class, if there is no library, or if its logits are wrong.
         """
         if reason := self._compilation.outcome:
             raise RuntimeError(reason)
@@ -149,7 +156,7 @@ def _reason_against_compilation(folder: Path) -> str | None:
     free = available_memory()
     if free < _MIN_FREE_BYTES:
         return (
-            f"{format_bytes(free)} of memory are free, and a compilation may need "
+            f"only {format_bytes(free)} of memory are free, but a compilation may need "
             f"{format_bytes(_MIN_FREE_BYTES)}"
         )
     return None
@@ -163,20 +170,21 @@ def use_fast_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> ForwardSwap | None:
-    """Use the compiled forward pass on disk, or start to compile the forward pass.
+    """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
 
-    Do nothing on GPUs, for small models, and for all forward paths except `packed`.
+    Do nothing for models on GPUs, for models in several processes (tensor parallelism), for small
+    models, and for all forward paths except `packed`.
 
     Args:
         config: the settings.
         path: the forward path with the sizes of the engine. Mutated if the library is on disk.
         checkpoint: the model.
         hook: the engine's entry in transformers' attention interface.
-        chosen: the choice of the path, with the test sequences.
+        chosen: the chosen forward path, and the test sequences.
         progress: called with one line about the result.
 
     Returns:
-        The running compilation; None if there is none.
+        The compilation that was started; None if no compilation was started.
     """
     is_small = checkpoint.weights_bytes < MIN_WEIGHTS_BYTES
     if checkpoint.device.type != "cpu" or config.tensor_parallel_size > 1 or is_small:

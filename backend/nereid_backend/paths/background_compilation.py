@@ -11,8 +11,9 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 
 _MODULE = "nereid_backend.paths.compile_process"
-# A compilation takes a minute, but the process gets little time on a busy machine, and it may wait
-# for compilations of other models.
+# The process is killed after this time. A compilation takes about a minute if the machine is idle.
+# It takes longer if other processes need the CPUs, or if the process must wait for the compilation
+# of another model.
 _TIMEOUT_S = 3600.0
 
 
@@ -24,10 +25,10 @@ class BackgroundCompilation:
     """
 
     def __init__(self, message: bytes, folder: Path, timeout_s: float = _TIMEOUT_S) -> None:
-        """Start the process. The caller does not wait for it.
+        """Start the process, without waiting for the end of the compilation.
 
         Args:
-            message: the description of the model; see `pack_skeleton`.
+            message: the message that describes the model; see `pack_skeleton`.
             folder: the folder for the library.
             timeout_s: the time in seconds after which the process is killed.
 
@@ -39,7 +40,8 @@ class BackgroundCompilation:
         self._connection, child_end = Pipe()
         fd = child_end.fileno()
         with child_end:
-            # The process leads a new process group, so that the C++ compiler can be killed with it.
+            # The process starts the C++ compiler. Both are in a new process group, so that one
+            # signal can kill both.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(fd), str(folder)],
                 pass_fds=[fd],
@@ -55,11 +57,15 @@ class BackgroundCompilation:
 
     @property
     def outcome(self) -> str | None:
-        """The reason why there is no library, "" after a success, or None before the end."""
+        """The result of the compilation.
+
+        None while the compilation runs, "" if the library is stored, and otherwise the reason why
+        there is no library.
+        """
         return self._outcome
 
     def close(self) -> None:
-        """Kill the process if it is running, and wait for its end."""
+        """Kill the process if it is running, and wait until the process and the thread end."""
         self._kill()
         self._thread.join()
 
@@ -79,7 +85,8 @@ class BackgroundCompilation:
 
     def _kill(self) -> None:
         """Kill the process and the C++ compiler."""
-        # The process id is valid, because only the thread `_wait` waits for the process.
+        # While `returncode` is None, nobody has waited for the process, so the kernel has not given
+        # the process id to another process.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

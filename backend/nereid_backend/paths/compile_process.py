@@ -3,13 +3,15 @@
 
     python -m nereid_backend.paths.compile_process FD FOLDER
 
-FD is the inherited end of a connection, and FOLDER is the folder for the library. Messages:
+FD is the number of a file descriptor, which is this process's end of a connection to the engine.
+FOLDER is the folder for the library. Messages:
 
     engine -> process   the bytes that `pack_skeleton` returns
     process -> engine   the reason why there is no library, as UTF-8; empty after a success
 
-The process has the lowest priority, and a limit of memory. It leads a process group, which contains
-the C++ compiler. The group is killed when the engine closes its end of the connection or dies.
+The process has the lowest priority and a memory limit. The process and the C++ compiler form a
+process group. When the engine dies or closes its end of the connection, all processes of this group
+are killed.
 """
 
 import contextlib
@@ -25,10 +27,11 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# The lowest priority. If another process needs the same CPU, this process gets a fiftieth of it.
+# The lowest priority. If a process with niceness 0 needs the same CPU, and Linux schedules both
+# processes in the same group, this process gets about 1.5 % of the CPU's time.
 _NICENESS = 19
-# The address space that the compilation may need in addition to the libraries and the model. A
-# compilation of 36 layers needs about 2 GB.
+# The limit of the address space that the compilation may use. The imported libraries and the model
+# do not count. A compilation of 36 layers needs about 2 GB.
 _MAX_BYTES = 6 * 2**30
 _LEFTOVER_AGE_S = 3600
 
@@ -66,7 +69,8 @@ def _compile(message: bytes, folder: Path) -> None:
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    # Imported here, so that a process that waits for another compilation needs little memory.
+    # These modules are imported here, so that a process needs little memory while it waits for
+    # another compilation.
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
@@ -84,7 +88,7 @@ def _compile(message: bytes, folder: Path) -> None:
     model, attention, is_native, num_threads = unpack_skeleton(message)
     limit = _virtual_bytes() + _MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # The compiler writes the number of threads into the code.
+    # torch's compiler writes the number of threads into the library.
     torch.set_num_threads(num_threads)
     try:
         build_library(model, AttentionHook(attention), folder, is_native=is_native)
@@ -103,10 +107,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this machine compiles a forward pass in the background.
+    """Return a context that only one process of this machine can enter at a time.
 
-    The operating system releases the lock when the process ends. If the folder does not support
-    locks, several processes compile at the same time.
+    Other processes wait until the context ends. The context locks a file in `folder`. The operating
+    system releases the lock when the process ends. If the folder does not support locks, several
+    processes compile at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -117,7 +122,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def _end_with_engine(connection: Connection) -> None:
-    """Wait until the engine has closed the connection, then kill this process and the compiler."""
+    """Wait until the engine closes the connection, then kill this process and the C++ compiler."""
     # The engine sends no second message, so the end of the connection is the next event.
     with contextlib.suppress(EOFError, OSError):
         connection.poll(None)

@@ -151,7 +151,7 @@ def has_library(folder: Path) -> bool:
 
 
 def write_trace_error(folder: Path, error: TraceError) -> None:
-    """Record in the folder of a library that there will be no library."""
+    """Store the error in the folder of a library, so that later starts do not trace the model."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
@@ -166,21 +166,25 @@ def read_trace_error(folder: Path) -> str | None:
 
 
 def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
-    """Load the library in `folder`, and let it read the weights of the model.
+    """Load the library in `folder`, and give the weights of the model to the library.
 
-    The caller must check the logits of the library and then call `CompiledForward.confirm`.
+    The caller must check the logits of the library. If the logits are correct, the caller must call
+    `CompiledForward.confirm`.
 
     Raises:
-        UnfitError: if several checks of the library did not succeed.
-        Exception: of any class, if the library is damaged or does not fit to the model.
+        UnfitError: if the last `_MAX_FAILED_CHECKS` checks of the library did not succeed.
+        Exception: of any class, if the library is damaged or does not match the model.
     """
     _count_check(folder)
     device = model.device
-    # By default, the library takes locks, because several threads may call it. A call that takes
-    # locks cannot be captured into a CUDA graph. The engine calls the library from one thread, so
-    # the locks are turned off. The public function `aoti_load_package` would take 1.4 s longer,
-    # because it compares the processor with the processor of the compilation; the name of `folder`
-    # depends on the processor. The result of `aoti_load_package` also takes longer in each call.
+    # By default, each call of the library takes locks, because several threads may call it. A call
+    # that takes locks cannot be captured into a CUDA graph. The engine calls the library from one
+    # thread, so the locks are turned off.
+    #
+    # The public function `aoti_load_package` is not used, because it takes 1.4 s longer: it checks
+    # that this processor equals the processor of the compilation. This check is unnecessary here,
+    # because the name of `folder` depends on the processor. Each call of a library that
+    # `aoti_load_package` has loaded also takes longer.
     library = torch._C._aoti.AOTIModelPackageLoader(
         str(folder / _LIBRARY_FILE), "model", True, 1, -1 if device.index is None else device.index
     )
@@ -195,10 +199,10 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
 
 
 def _count_check(folder: Path) -> None:
-    """Count the check of a library that begins now, until `CompiledForward.confirm` is called.
+    """Count a check of a library as failed. `CompiledForward.confirm` deletes the count.
 
-    A broken library could crash the process. The server would then start the engine again, which
-    would load the same library.
+    The check is counted before it begins, because a broken library could crash the process. The
+    server would then start the engine again, and the engine would load the same library again.
 
     Raises:
         UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
@@ -209,7 +213,7 @@ def _count_check(folder: Path) -> None:
             f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
             "Delete this folder to compile the model again"
         )
-    # The folder of another user cannot be written.
+    # If the folder belongs to another user, this process cannot write the file.
     with contextlib.suppress(OSError), file.open("ab") as opened:
         opened.write(b".")
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a model without its large weights to another process of this machine.
+"""Sends a model to another process of this machine, but not the values of large weights.
 
 The other process compiles the model's code. The compiler needs the shapes of the weights, but not
 their values. In the received model, a large tensor therefore has the right shape and uninitialised
-values. The operating system provides the memory of such a tensor only when a program writes to it,
-so the received model needs almost no memory. Small tensors keep their values, because the compiler
-may write them into the code.
+values. The operating system provides the memory of a tensor only when a program writes to this
+memory, so the received model needs almost no memory. Small tensors keep their values, because the
+compiler may write these values into the library.
 """
 
 import io
@@ -27,7 +27,7 @@ class Skeleton(NamedTuple):
     Attributes:
         model: the model.
         attention: the name under which the engine has registered its attention in transformers.
-        is_native: whether attention uses the CPU kernels; see `compile_forward`.
+        is_native: whether the model's attention uses the CPU kernels; see `compile_forward`.
         num_threads: the number of CPU threads that the engine uses.
     """
 
@@ -38,7 +38,7 @@ class Skeleton(NamedTuple):
 
 
 def pack_skeleton(skeleton: Skeleton) -> bytes:
-    """Return the message that describes a model to `unpack_skeleton`.
+    """Convert a model to a message. `unpack_skeleton` restores the model from the message.
 
     Raises:
         UnfitError: if a part of the model cannot be sent to another process.
@@ -53,11 +53,13 @@ def pack_skeleton(skeleton: Skeleton) -> bytes:
 
 
 def unpack_skeleton(message: bytes) -> Skeleton:
-    """Return the model of a message that `pack_skeleton` has created.
+    """Restore a model from a message that `pack_skeleton` has created.
 
-    The message must come from this machine's engine, because unpacking can execute any code.
+    The message must come from an engine on this machine, because a message can make this function
+    execute any code.
     """
-    # Models with Python files of their own are imported from the folder of such files.
+    # A checkpoint can contain Python files. transformers copies these files to a folder, and this
+    # call lets pickle import them from that folder.
     init_hf_modules()  # type: ignore[no-untyped-call]
     skeleton: Skeleton = pickle.loads(message)
     return skeleton
@@ -67,13 +69,17 @@ class _SkeletonPickler(pickle.Pickler):
     """A pickler that omits the values of large tensors."""
 
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
-        """Return how `value` is restored. Only tensors differ from the default of pickle."""
+        """Return the function that restores a tensor, and the arguments of this function.
+
+        For other values, return NotImplemented. pickle then handles the value by default.
+        """
         if not isinstance(value, Tensor):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        # The number of elements from the first to the last one in memory. An expanded tensor has
-        # more elements than its memory.
+        # The number of elements in the tensor's memory, from the first to the last one. Example: an
+        # expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has 1000
+        # elements.
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
         )
@@ -99,11 +105,11 @@ def _restore_tensor(
 
     Args:
         shape: the shape.
-        stride: the distances of elements in memory, for each dimension.
+        stride: for each dimension, the distance between two neighbouring elements in memory.
         dtype: the data type.
         is_parameter: whether the tensor is a parameter of a module.
-        extent: the number of elements in memory.
-        data: the bytes of these elements; None if the values do not matter.
+        extent: the number of elements in the tensor's memory.
+        data: the bytes of the memory; None for a large tensor, whose values were not sent.
     """
     memory = torch.empty(extent, dtype=dtype)
     if data:

@@ -172,7 +172,7 @@ def test_an_engine_that_cannot_start_ends_the_compilation(checkpoint):
         (
             "available_memory",
             2**30,
-            "1.0 GiB of memory are free, and a compilation may need 3.0 GiB",
+            "only 1.0 GiB of memory are free, but a compilation may need 3.0 GiB",
         ),
         ("BackgroundCompilation", OSError("too many processes"), "too many processes"),
         ("pack_skeleton", UnfitError("the model has a lambda"), "the model has a lambda"),

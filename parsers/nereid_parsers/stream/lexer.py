@@ -32,7 +32,7 @@ def spaced_marker_regex(marker: str) -> str:
 
 
 def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
-    """Return regexes that match the incomplete forms of a spaced marker at the end of a text.
+    """Return regexes that match an incomplete marker at the end of a text.
 
     Example: for the marker `<a>b`, the regexes match the ends of `x<`, `x<a> ` and `x<a>`.
 

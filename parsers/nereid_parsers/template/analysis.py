@@ -246,8 +246,8 @@ def _make_format(
     If the parts contradict each other, return the format for plain content, and append the reason
     to the list `undecided` of the prober.
     """
-    # The parser removes end markers from the text. It must also remove headers inside a message, so
-    # these headers are declared as end markers.
+    # The parser removes end markers from the text. The parser must also remove headers inside a
+    # message, so these headers are declared as end markers.
     inner_headers = tools.inner_headers or reasoning.inner_headers
     headers = (*inner_headers, header_after_result(turn))
     ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]

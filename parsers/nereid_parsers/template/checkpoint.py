@@ -45,7 +45,7 @@ class ChosenFormat:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointText:
-    """The data from a checkpoint's files that determine the chat format.
+    """The chat template, the `response_template` and the tokens that a checkpoint contains.
 
     Attributes:
         template: The chat template, or None if the checkpoint has no chat template.
@@ -94,7 +94,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Return the templates in the .jinja files of a checkpoint. The keys are the templates' names.
+    """Read the .jinja files of a checkpoint. Return a dict from template names to sources.
 
     The files in additional_chat_templates/ have names such as "tool_use". The template in
     chat_template.jinja has the name "default".

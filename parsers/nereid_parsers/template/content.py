@@ -53,8 +53,9 @@ class ContentFindings:
 def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
     """Record the comparison C1: a question without an answer, and the question with an answer.
 
-    Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
-    `</answer>` and the end marker `<|im_end|>`.
+    Return the markers that the comparison shows. Example: the answer
+    "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`, `</answer>` and the end
+    marker `<|im_end|>`.
 
     Args:
         turn: The header and the end of the model's turn, and the prober.

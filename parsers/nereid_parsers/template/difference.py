@@ -73,7 +73,7 @@ class Comparison:
     finding: str
 
     def parts(self) -> Difference:
-        """Return the two renderings, split where they differ."""
+        """Split the two renderings where they differ."""
         return difference(self.left, self.right)
 
 

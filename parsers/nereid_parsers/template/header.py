@@ -37,7 +37,7 @@ _MAX_USER_HEADER = 80  # the largest length of a header, in characters
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
-# Conversations that end with an answer. The header of the model's turn occurs in all of them.
+# Conversations with an answer. Each rendering contains the header of the model's turn.
 _ANSWERED = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),

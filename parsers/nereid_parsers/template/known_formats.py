@@ -214,7 +214,7 @@ def _markup_of(call: Call) -> _Markup:
 
 
 def _keys_of(call: Call) -> Keys | None:
-    """Return the declared JSON keys of a tool call, or None if its body is not JSON."""
+    """Return the declared JSON keys of a tool call, or None if the body is not JSON."""
     if isinstance(call.body, JsonObject | JsonArray) and isinstance(call.body.keys, Keys):
         return call.body.keys
     return None

@@ -57,7 +57,7 @@ class GenerationPrompt:
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation whose rendering is this prompt."""
+        """The conversation that was rendered as this prompt."""
         return Conversation(generation_prompt=True, switches=self.switches)
 
 
@@ -134,7 +134,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return `header` as `text` contains the header: with or without the outer white space.
+    r"""Find `header` in `text`. The white space around the header may be missing in `text`.
 
     Return "" if `text` does not contain the header.
 
@@ -244,7 +244,7 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
 
 
 def _prompt_after_result(prober: Prober) -> str | None:
-    """Render a prompt after a tool's result. Return the text after the result, or None.
+    """Render a prompt that contains a tool's result. Return the text after the result, or None.
 
     Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
     """

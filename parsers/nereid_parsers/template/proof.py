@@ -118,7 +118,7 @@ def _output(
 def _output_after_header(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render the answer, and remove the text at its start that `prompt` already contains.
+    """Render the answer. Remove the start of the answer if `prompt` already contains this start.
 
     Return None if the template refuses the conversation.
     """
@@ -142,7 +142,7 @@ def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: st
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the start of `text`, if it repeats the end of the prompt.
+    r"""Remove the start of `text`, if this start repeats the end of the prompt.
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'

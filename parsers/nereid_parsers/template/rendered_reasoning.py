@@ -96,7 +96,7 @@ def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` contains the reasoning of `answer`, and then its content and its calls.
+    """Return whether `text` contains the reasoning of `answer` before the content and the calls.
 
     A text that prints parts of the message as JSON or as a Python dict is not accepted.
 
@@ -131,7 +131,7 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """Return the text that each switch adds after the header in the generation prompt.
+    """For each switch, return the text that the switch adds to the generation prompt.
 
     Settings without an effect are omitted. A setting of several switches is also omitted if some of
     these switches alone have the same effect. Example: if the only effective switch is
@@ -150,9 +150,9 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether some of the switches of `prompt` are enough for the effect of `prompt`.
+    """Return whether the switches of `smaller` alone cause the effect of `prompt`.
 
-    These switches are the switches of `smaller`.
+    This is the case if `smaller` has the same effect and sets only switches of `prompt`.
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}

@@ -141,7 +141,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message. Return its parts and their kinds, such as "reasoning"."""
+    """Parse a rendered message into parts. Each part has a kind, such as "reasoning"."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
@@ -249,9 +249,10 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
 
 
 def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
-    """Yield two lines that show where two renderings differ, with some text before and after.
+    """Yield one line for each of two renderings. The lines show where the renderings differ.
 
-    Yields nothing if the renderings are equal.
+    Each line also shows some text before and after the difference. Yields nothing if the renderings
+    are equal.
 
     >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
     ['- <a>yes</a>', '+ <a>no</a>']

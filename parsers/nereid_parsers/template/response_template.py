@@ -243,14 +243,14 @@ def _call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_blanks(pieces: Pieces) -> Pieces:
-    """Remove the pieces at the start that are white space."""
+    """Remove white space from the start of the pieces."""
     while pieces and isinstance(pieces[0], Blank):
         pieces = pieces[1:]
     return pieces
 
 
 def _pattern(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression into a pattern.
+    r"""Convert the pieces of a regular expression into a pattern such as `<f {name}>`.
 
     An expression for white space becomes a line break, which matches any white space in a pattern.
 
@@ -261,7 +261,7 @@ def _pattern(pieces: Pieces) -> str:
 
 
 def _pattern_text(piece: Piece) -> str:
-    """Return the pattern of one piece of a regular expression."""
+    """Convert one piece of a regular expression into a pattern."""
     if isinstance(piece, Field):
         return _PATTERN_FIELDS.get(piece.name, "{word}")
     return escape_braces(piece) if isinstance(piece, str) else "\n"

@@ -368,7 +368,7 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
     markup = calls.markup
     try:
         if not markup.open.strip():
-            # Without an opening marker there is no section, so `close` is not a closing marker.
+            # A section needs an opening marker. Here is none, so `close` does not close a section.
             return ToolSection(calls.calls, separator=markup.separator)
         return ToolSection(
             calls.calls, open=markup.open, close=close.rstrip(), separator=markup.separator

@@ -19,7 +19,7 @@ from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# These bodies contain only the arguments. The head of the tool call contains the name.
+# These bodies contain only the arguments, because the text before the body contains the name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # Some templates render the id of a tool call instead of the function's name. The id has this form.
@@ -93,17 +93,16 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
-    """Return the possible spellings of a head. Each spelling is paired with the pattern of the id.
+    """Return pairs: a possible head of a tool call, and the pattern of the tool call's id.
 
-    Most heads have one spelling, and the id is that of the field `{id}`. A head that contains
-    `functions.{name}:{number}` has three spellings. Such a template renders the id of the tool call
-    instead of the name, and the probe conversation chose the id "functions.f:0". A model may write
+    The head is the text before the arguments. Most heads have only one spelling, and the id is the
+    text of the field `{id}`. But some templates render the id of a tool call instead of the name,
+    and the probe conversation has the id "functions.f:0". Such a head contains
+    `functions.{name}:{number}`, and has three spellings:
 
-        functions.f:0    the whole id
-        f:0              an id without "functions."
-        f                only the name
-
-    In the first two spellings, this text is the id of the tool call.
+        functions.f:0    The model writes the id of the probe conversation.
+        f:0              The model writes an id without "functions.".
+        f                The model writes no id, only the name.
 
     >>> _spellings_of_head("<call>functions.{name}:{number}")
     [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),

@@ -28,7 +28,7 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in Python syntax, alone or in a list.
+    """Infer the format of tool calls in Python syntax: single calls, or a list of calls.
 
     Return None if the tool calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
     markers around each tool call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
@@ -81,7 +81,7 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
 
 
 def read_bare_keys(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls whose arguments are an object with unquoted keys.
+    """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:1}`.
 
     Return None if the keys are quoted, or the strings have no quotes. Example:
     `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
@@ -122,7 +122,7 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
 
 def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after a tool call, which ends at the first `last_character` after `value`.
+    """Return the text after a tool call. The call ends at the first `last_character` after `value`.
 
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'

@@ -77,7 +77,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the markup of a list of two tool calls that have tagged arguments.
+    """Return the `ListMarkup` of two tool calls that have tagged arguments.
 
     Return None if the words of the two tool calls are not in the expected order. Example: for
     `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is
@@ -93,7 +93,7 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_value: str
 ) -> TaggedArguments:
-    """Return the tags around the values of arguments.
+    """Infer the tags around the value of an argument.
 
     Some templates write other tags for numbers than for strings. Each example shows an argument `a`
     that is the string "x", and an argument `a` that is the number 41:
@@ -131,7 +131,7 @@ def _infer_value_tags(
 
 
 def _open_pattern(before_key: str, before_value: str = "") -> str:
-    """Return the pattern of an opening tag.
+    """Return the pattern of an opening tag, such as `<arg key="{key}">`.
 
     >>> _open_pattern('<arg key="', '">')
     '<arg key="{key}">'
@@ -247,7 +247,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the markup of a list of two tool calls whose arguments are elements (`<a>1</a>`).
+    """Return the `ListMarkup` of two tool calls whose arguments are elements (`<a>1</a>`).
 
     Return None if the elements of the two tool calls are not in the expected order. Example: for
     `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and

@@ -45,7 +45,7 @@ class Generation(ext.Extension):
 
 
 class AddCounting(NodeTransformer):
-    """Adds counting filters to a parsed template, and records its constants and variables.
+    """Adds counting filters to a template's syntax tree, and records constants and variables.
 
     Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The
     environment in the module `environment` defines the filters. jinja2 finds the methods of this

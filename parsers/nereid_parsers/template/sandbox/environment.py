@@ -177,7 +177,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """Return the result of a binary operation. Raise LimitError if it would be too large."""
+        """Compute a binary operation. Raise LimitError if the result would be too large."""
         self.budget.check_operator(operator, left, right)
         return self.budget.check(super().call_binop(context, operator, left, right))
 
@@ -190,7 +190,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Return the result of a function call. Raise LimitError if it would be too large."""
+        """Call a function. Raise LimitError if the result would be too large."""
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         # A macro can write all literal text of the template. Other functions write no literal text.

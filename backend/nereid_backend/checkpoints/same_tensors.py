@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a checkpoint has the tensors of another checkpoint, with other numbers."""
+"""Checks that the tensors of two checkpoints have the same names, shapes and data types.
+
+The values of the tensors may differ.
+"""
 
 import json
 from pathlib import Path
@@ -8,18 +11,22 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.errors import ModelError
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
-"""The shape and the data type of each tensor of a checkpoint, by name."""
+"""Maps the name of each tensor of a checkpoint to the shape and the data type of the tensor."""
+
+_REMEDY = "Use a checkpoint of the same model, or restart the server with the new checkpoint."
 
 
 def read_layout(folder: str) -> Layout:
-    """Return the shapes and data types of a checkpoint's tensors without reading their numbers.
+    """Return the shapes and data types of a checkpoint's tensors, without reading their values.
 
     Raises:
         ModelError: if the folder is not a checkpoint in safetensors files, or a file is damaged.
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(f"{folder} is not a folder on the server.")
+        raise ModelError(
+            f"{folder} is not a folder on the server. Name the folder of a checkpoint."
+        )
     tensors = open_tensors(path, for_reading=False)
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
@@ -28,21 +35,24 @@ def check_same_layout(old: Layout, new: Layout) -> None:
     """Raise a ModelError that names the first tensor that differs between two checkpoints."""
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            raise ModelError(f"the new checkpoint lacks the tensor {name}.")
+            raise ModelError(
+                f"the new checkpoint lacks the tensor {name}, which the served model has. {_REMEDY}"
+            )
         if name not in old:
             raise ModelError(
-                f"the new checkpoint has the tensor {name}, which the served model does not have."
+                f"the new checkpoint has the tensor {name}, which the served model does not have. "
+                f"{_REMEDY}"
             )
         if old[name] != new[name]:
             raise ModelError(
                 f"the tensor {name} of the new checkpoint has the shape {list(new[name][0])} and "
                 f"the type {new[name][1]}, but the served model needs the shape "
-                f"{list(old[name][0])} and the type {old[name][1]}."
+                f"{list(old[name][0])} and the type {old[name][1]}. {_REMEDY}"
             )
 
 
 def read_architecture(folder: str) -> str:
-    """Return the name of the model's class in config.json; "" if the file does not name a class.
+    """Return the name of the model's class from config.json, or "" if the file names no class.
 
     Raises:
         ModelError: if config.json is missing or damaged.

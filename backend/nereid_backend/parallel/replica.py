@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism: the settings and the GPUs of one of several engine processes.
+"""Data parallelism: prepares the settings and the GPUs of each engine process.
 
-Each engine process has its own GPUs and a complete model. The processes do not communicate with
-each other. The executor distributes the requests (serving/executor/replica_selector.py).
+Each engine process has its own GPUs and loads the complete model. The processes do not communicate
+with each other. The executor distributes the requests (serving/executor/replica_selector.py).
 """
 
 import os
@@ -18,16 +18,16 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
-    """Return the settings of an engine process, and restrict the process to its own GPUs.
+    """Restrict this engine process to its own GPUs, and return the settings of the process.
 
-    The processes share the CPUs and the space for the prefix cache on disk. Each process has its
-    own random seed, so that equal requests without a seed get different outputs.
+    Each process gets an equal part of the CPUs and of the disk space for the prefix cache. Each
+    process gets its own random seed, so that equal requests without a seed get different outputs.
 
     Call this function before the process uses a GPU.
 
     Args:
         config: the settings of the server.
-        index: the number of the process, from 0.
+        index: the number of this engine process, from 0.
 
     Raises:
         ConfigError: the machine has fewer GPUs than the processes need.
@@ -50,8 +50,9 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
     """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
-    # device_count asks NVML. torch.cuda.is_available would load the CUDA driver, which reads the
-    # environment variable only once.
+    # `device_count` counts the GPUs without loading the CUDA driver. `torch.cuda.is_available`
+    # would load the driver. The driver reads CUDA_VISIBLE_DEVICES only once, so the change at the
+    # end of this function would then have no effect.
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         return
@@ -73,8 +74,8 @@ def own_gpus(visible: str, index: int, num_own: int) -> str:
 
     Args:
         visible: the value of CUDA_VISIBLE_DEVICES for the server; empty for all GPUs.
-        index: the number of the process.
-        num_own: the number of GPUs of each process.
+        index: the number of the engine process, from 0.
+        num_own: the number of GPUs of each engine process.
     """
     numbers = range(index * num_own, (index + 1) * num_own)
     names = visible.split(",")

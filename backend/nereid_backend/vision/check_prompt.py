@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a model accepts the images of a prompt, before the prompt is scheduled.
 
-An error in a step ends all sequences of the step. The code of some models raises an error for
-unusual prompts. Example: two images without a token between them. Such a prompt must not end the
-requests of other clients, so it is refused when it arrives.
+The code of some models raises an error for unusual prompts, such as a prompt with two images and no
+token between them. If a step raises an error, all sequences of the step end. An unusual prompt is
+therefore refused when it arrives, so that it cannot end the requests of other clients.
 """
 
 from typing import Any
@@ -20,25 +20,26 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 
 class PromptCheck:
-    """Runs a model's code up to the decoder, which needs only the time of the image encoder.
+    """Runs the part of a model's code that computes the inputs of the decoder.
 
-    The features of the images are stored, so that the following steps do not run the encoder again.
+    This part takes about as long as the image encoder. The image features are stored, so that the
+    steps of the request do not run the image encoder again.
     """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401 - a model of transformers
         self._model = model
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        # Without the decoder's module, the inputs of the decoder cannot be recorded.
+        # If the model has no separate module for the decoder, the decoder's inputs cannot be
+        # recorded.
         self._decoder = decoder if isinstance(decoder, Module) and decoder is not model else None
         self._features = features
         self._attention = attention
 
     @torch.inference_mode()
     def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
-        """Compute the decoder's inputs for a prompt, and drop them.
+        """Raise a RequestError if the model's code cannot compute a prompt.
 
-        Raises:
-            RequestError: the model's code raises an error for this prompt.
+        The code computes the inputs of the decoder, which are not used here.
         """
         if self._decoder is None:
             return
@@ -49,7 +50,7 @@ class PromptCheck:
             # The inputs cannot be recorded, so this prompt cannot be checked.
             return
         except Exception as error:
-            # A model's code can raise any exception. Only the request with these images ends.
+            # A model's code can raise any exception. The exception ends only this request.
             raise RequestError(
                 "messages: the model cannot process the images of this prompt: "
                 f"{type(error).__name__}: {first_line(error)}"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the images of remote URLs and of file URLs, if the settings allow it.
+"""Reads images from remote URLs and from file URLs, if the settings allow the URLs.
 
-A client could use a URL to reach services that only this machine can reach, or to read its files.
-Therefore only allowed hosts with public addresses and files in one folder are read. The connection
-goes to the address that was checked, so that a second answer of the name server has no effect. Each
-redirect is checked like the first URL.
+A client could misuse a URL to read files of this machine, or to reach services that only this
+machine can reach. Images are therefore read only from allowed hosts with public addresses, and from
+one folder.
+
+The address of a host is looked up once, checked, and then used for the connection. A second lookup
+could return another address. Each redirect is checked like the first URL.
 """
 
 import asyncio
@@ -28,9 +30,14 @@ if TYPE_CHECKING:
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_REDIRECTS = 3
-# A compressed body could be small and have a huge content, so none is requested or decompressed.
+_TOO_SLOW = (
+    "{field}: the download of the images took longer than the limit (image_url_timeout_s). Send "
+    "the images as data URLs, such as data:image/png;base64,..."
+)
+# A small compressed body can contain a huge file. Bodies are therefore requested without
+# compression and never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
-# These IPv6 addresses contain an IPv4 address, which may be private.
+# The IPv6 addresses in these networks contain an IPv4 address, which may be private.
 _TRANSLATED = [
     ipaddress.ip_network(text)
     for text in ("::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "2001::/32")
@@ -45,18 +52,18 @@ class _Budget:
     deadline: float
 
     def remaining_s(self, field: str) -> float:
-        """Return the remaining time in seconds. Raise a RequestError if there is none."""
+        """Return the remaining time in seconds. Raise a RequestError if no time remains."""
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
-            raise RequestError(f"{field}: the download of the images took too long.")
+            raise RequestError(_TOO_SLOW.format(field=field))
         return remaining
 
 
 class ImageSources:
-    """Replaces URLs of images by the images."""
+    """Reads the images to which URLs refer, from the hosts and the folder that are allowed."""
 
     def __init__(self, hosts: str = "", timeout_s: float = 5.0, folder: str = "") -> None:
-        """Create an object that allows these sources.
+        """Create an object that reads images only from these hosts and from this folder.
 
         Args:
             hosts: the hosts from which images are downloaded, separated by commas. `*.example.org`
@@ -70,14 +77,14 @@ class ImageSources:
         self._folder = folder
 
     def read(self, images: Sequence[bytes], limits: ImageLimits, max_bytes: int) -> list[bytes]:
-        """Return images in which each URL is replaced by the content of the file in base64.
+        """Replace each URL in a list of images by the content of its file in base64.
 
         Data URLs and images in base64 are returned unchanged.
 
         Args:
-            images: URLs or images in base64.
+            images: the images; each is a URL or is encoded in base64.
             limits: the limits of the images.
-            max_bytes: the largest size of all files that are read.
+            max_bytes: the largest total size of the files that are read.
 
         Raises:
             RequestError: a URL is not allowed, the file cannot be read, or a limit is exceeded.
@@ -86,7 +93,7 @@ class ImageSources:
         if len(images) > limits.max_images:
             raise RequestError(
                 f"messages: the request has {len(images)} images, but the limit is "
-                f"{limits.max_images}."
+                f"{limits.max_images}. Send fewer images."
             )
         budget = _Budget(max_bytes, time.monotonic() + self._timeout_s)
         result = []
@@ -114,15 +121,15 @@ class ImageSources:
             ) from error
 
         async def download() -> bytes:
-            # The time limits of httpx2 are for single operations. A server that sends single bytes
-            # would never exceed them.
+            # httpx2 limits only the time of each single operation. A host that sends the image byte
+            # by byte would never exceed this limit.
             async with asyncio.timeout(budget.remaining_s(field)):
                 return await self._follow(url, field, limit)
 
         try:
             return asyncio.run(download())
         except TimeoutError as error:
-            raise RequestError(f"{field}: the download of the images took too long.") from error
+            raise RequestError(_TOO_SLOW.format(field=field)) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise RequestError(
                 f"{field}: the image could not be downloaded: {type(error).__name__}."
@@ -132,7 +139,8 @@ class ImageSources:
         """Return the content of a remote URL. At most `_MAX_REDIRECTS` redirects are followed."""
         import httpx2
 
-        # A proxy would connect to addresses that were not checked, so the environment is ignored.
+        # The proxy settings of the environment are ignored, because a proxy could connect to an
+        # address that was not checked.
         async with httpx2.AsyncClient(trust_env=False, follow_redirects=False) as client:
             for _ in range(_MAX_REDIRECTS + 1):
                 self._check_host(url, field)
@@ -141,7 +149,8 @@ class ImageSources:
                     "GET",
                     httpx2.URL(url.geturl()).copy_with(host=address, fragment=None),
                     headers={**_HEADERS, "Host": url.netloc},
-                    # TLS checks the certificate for this name instead of the address.
+                    # The URL now contains an address, but the certificate must be valid for the
+                    # name of the host.
                     extensions={"sni_hostname": url.hostname},
                     timeout=self._timeout_s,
                 )
@@ -151,7 +160,10 @@ class ImageSources:
                 target = urljoin(url.geturl(), response.headers["location"])
                 await response.aclose()
                 url = _parse(target.encode(), field)
-        raise RequestError(f"{field}: the URL has more than {_MAX_REDIRECTS} redirects.")
+        raise RequestError(
+            f"{field}: the URL has more than {_MAX_REDIRECTS} redirects. Send the URL of the image "
+            "itself."
+        )
 
     def _check_host(self, url: SplitResult, field: str) -> None:
         """Raise a RequestError if the settings do not allow the scheme, host and port of a URL."""
@@ -191,7 +203,8 @@ class ImageSources:
         except (OSError, ValueError):
             raise refusal from None
         try:
-            # The path of the open file has no links, and cannot change after this check.
+            # This is the path of the open file, without symbolic links. If a client replaces the
+            # file after the check, the open file is still read.
             opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if not is_file or not opened.is_relative_to(Path(self._folder).resolve()):
@@ -209,7 +222,7 @@ def _parse(url: bytes, field: str) -> SplitResult:
     """Return the parts of a URL.
 
     Raises:
-        RequestError: the URL is damaged, or contains a user name.
+        RequestError: the URL is not valid, or contains a user name or a password.
     """
     try:
         parts = urlsplit(url.decode("ascii"))
@@ -223,10 +236,10 @@ def _parse(url: bytes, field: str) -> SplitResult:
 
 
 def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
-    """Return whether an entry of the list of hosts allows a host and a port.
+    """Return whether an entry of the setting image_url_hosts allows a host and a port.
 
     Examples: "*.example.org" allows "a.example.org" but not "example.org". "*" allows every host on
-    the default port, and "example.org:8443" allows only the port 8443.
+    the default port. "example.org:8443" allows only the port 8443 of this host.
 
     Args:
         allowed: the entry.
@@ -261,7 +274,10 @@ async def _public_address(url: SplitResult, field: str) -> str:
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an address is public. Addresses that contain an IPv4 address are not."""
+    """Return whether an address is public.
+
+    IPv6 addresses that contain an IPv4 address do not count as public.
+    """
     parsed = ipaddress.ip_address(address.split("%")[0])
     if any(parsed in each for each in _TRANSLATED):
         return False
@@ -269,7 +285,11 @@ def _is_public(address: str) -> bool:
 
 
 async def _read_body(response: "httpx2.Response", field: str, limit: int) -> bytes:
-    """Return the body of a response with the status 200, and close the response."""
+    """Return the body of a response, and close the response.
+
+    Raises:
+        RequestError: the status is not 200, or the body has more than `limit` bytes.
+    """
     try:
         if response.status_code != 200:
             raise RequestError(
@@ -287,5 +307,6 @@ async def _read_body(response: "httpx2.Response", field: str, limit: int) -> byt
 
 def _too_large(field: str, limit: int) -> RequestError:
     return RequestError(
-        f"{field}: the image file has more than the {limit} bytes that this request may still read."
+        f"{field}: the image file has more than the {limit} bytes that this request may still "
+        "read. Send smaller or fewer images."
     )

@@ -88,7 +88,7 @@ def test_an_image_of_an_allowed_host_is_downloaded(port, local_is_public, path):
         ("file", "the scheme file"),
         ("missing", "the status 404"),
         ("large", "more than the 1000 bytes"),
-        ("slow", "took too long"),
+        ("slow", "took longer than the limit"),
     ],
 )
 def test_wrong_answers_are_refused(port, local_is_public, path, problem):

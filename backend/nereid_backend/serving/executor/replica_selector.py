@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the engine process of each request, if there are several engine processes.
+"""Selects an engine process for each request, if there are several engine processes.
 
-Each engine process has its own prefix cache. A request is therefore sent to the process that has
-got the longest prefix of the prompt, unless this process has many more sequences than another
-process. The selector does not ask the processes what is in their caches. Instead, the selector
-stores which prompts were sent to which process.
+Each engine process has its own prefix cache. A request is therefore sent to the process that
+already received the longest prefix of the prompt. Exception: if this process has many more
+sequences than another process, the process with the fewest sequences gets the request.
+
+The selector does not read the caches of the processes. Instead, the selector stores which prompts
+were sent to which process.
 """
 
 import hashlib
@@ -17,8 +19,8 @@ _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
 # The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
 _MAX_CHUNKS = 100_000
-# The process with the longest prefix may have this number of sequences more than the process with
-# the fewest sequences.
+# The process with the longest prefix gets a request only if it has at most this number of sequences
+# more than the process with the fewest sequences.
 _MAX_EXTRA_SEQUENCES = 4
 
 
@@ -26,7 +28,8 @@ def chunk_hashes(token_ids: bytes) -> list[bytes]:
     """Return one hash for each full chunk of a prompt.
 
     The hash of a chunk depends on all tokens up to the end of the chunk. Two prompts therefore have
-    their first n hashes in common if they have their first 64 * n tokens in common.
+    their first n hashes in common if they have their first 64 * n tokens in common. Example: a
+    prompt of 200 tokens has 3 full chunks, so the result has 3 hashes.
 
     Args:
         token_ids: the token ids of the prompt as int32 numbers.
@@ -51,22 +54,25 @@ class ReplicaSelector:
     def __init__(self, num_replicas: int) -> None:
         self._lock = threading.Lock()
         self._num_sequences = [0] * num_replicas
-        # The number of the last request of each process. Of processes with the same number of
-        # sequences, the process whose last request is the oldest one is selected.
+        # For each process, the serial number of its last request. If several processes have the
+        # same number of sequences, the process with the oldest last request is selected.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
-        # The processes that got each chunk. The least recently used chunk is first.
+        # Maps the hash of a chunk to the processes that received the chunk. The least recently
+        # stored chunk is first.
         self._replicas_of: OrderedDict[bytes, set[int]] = OrderedDict()
 
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
-        """Return the process for a request, and count the sequences of the request.
+        """Select a process for a request, and return the number of the process.
+
+        The sequences of the request are added to the count of the process.
 
         Args:
             token_ids: the token ids of the prompt as int32 numbers.
             num_sequences: the number of sequences of the request.
-            running: the processes that accept requests. There must be at least one.
+            running: the processes that accept requests. At least one process must be running.
         """
-        # With one process, there is nothing to compare.
+        # If there is only one process, the hashes are not needed.
         hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
         with self._lock:
             limit = min(self._num_sequences[one] for one in running) + _MAX_EXTRA_SEQUENCES
@@ -80,12 +86,15 @@ class ReplicaSelector:
             return best
 
     def release(self, replica: int, num_sequences: int) -> None:
-        """Record that a request of a process has ended."""
+        """Subtract the sequences of a request that has ended from the count of its process."""
         with self._lock:
             self._num_sequences[replica] -= num_sequences
 
     def forget(self, replica: int) -> None:
-        """Forget the prompts that were sent to a process, because its cache was lost."""
+        """Delete the record of the prompts that were sent to a process.
+
+        The caller uses this method when the process has died, because its prefix cache is lost.
+        """
         with self._lock:
             for chunk, replicas in list(self._replicas_of.items()):
                 replicas.discard(replica)
@@ -93,7 +102,10 @@ class ReplicaSelector:
                     del self._replicas_of[chunk]
 
     def _with_longest_prefix(self, hashes: Sequence[bytes], running: set[int]) -> set[int]:
-        """Return the processes that got the longest prefix of a prompt."""
+        """Return those of the `running` processes that received the longest prefix of a prompt.
+
+        If no process received the first chunk of the prompt, return all running processes.
+        """
         best = running
         for one in hashes:
             remaining = best & self._replicas_of.get(one, set())
@@ -103,13 +115,16 @@ class ReplicaSelector:
         return best
 
     def _least_loaded(self, replicas: Collection[int]) -> int:
-        """Return the process with the fewest sequences."""
+        """Return the process in `replicas` with the fewest sequences."""
         return min(replicas, key=lambda one: (self._num_sequences[one], self._last_request[one]))
 
     def _store(self, hashes: Sequence[bytes], replica: int) -> None:
-        """Store that a process got a prompt, and forget the least recently used chunks."""
-        # The first chunk of a prompt is stored last, because a chunk is useless without the chunks
-        # before it, and the least recently stored chunks are forgotten first.
+        """Store that a process received a prompt.
+
+        If more than `_MAX_CHUNKS` chunks are stored, delete the least recently stored chunks.
+        """
+        # The first chunk of a prompt is stored last, so that it is deleted after the later chunks.
+        # A later chunk is useless if an earlier chunk of the prompt is missing.
         for one in reversed(hashes):
             self._replicas_of.setdefault(one, set()).add(replica)
             self._replicas_of.move_to_end(one)

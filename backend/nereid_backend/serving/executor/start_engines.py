@@ -14,9 +14,9 @@ from nereid_backend.serving.serving_settings import ServingSettings
 def start_engines(settings: ServingSettings, config: EngineConfig) -> list[SupervisedProcess]:
     """Start the engine processes, and wait until their models are loaded.
 
-    The first process is started alone. If the checkpoint or a setting is wrong, only one process
-    reports the error. The other processes are then started at the same time, and read the weights
-    from the kernel's page cache.
+    The first process is started alone, so that only one process reports a wrong checkpoint or a
+    wrong setting. When the first process has loaded its model, the other processes are started at
+    the same time. They read the weights from the kernel's page cache.
 
     Raises:
         EngineError: loading failed or took too long. The message gives the reason.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process that a thread starts again after the process has died."""
+"""A child process, and the thread that starts the process again after its death."""
 
 import threading
 
@@ -13,7 +13,7 @@ class _StoppedError(NereidError):
 
 
 class SupervisedProcess:
-    """A child process of a Triton model, and its restarts.
+    """Runs a child process of a Triton model, and restarts the process after its death.
 
     A restart takes as long as loading the model. A separate thread therefore restarts the process,
     while the loop of the model (supervised_model.py) serves the requests of the other processes.
@@ -21,13 +21,13 @@ class SupervisedProcess:
 
     Attributes:
         index: the number of the process among the processes of its model, from 0.
-        title: the name of the process in the log, such as "engine".
+        title: the name of the process in the log, such as "engine" or "engine 1".
         child: the child process that was started last.
         is_running: whether the process accepts requests. Any thread may read this attribute.
         has_given_up: whether all restarts have failed, so that the process is not started again.
         error: the reason of the last death; None before the first death.
-        num_deaths: the number of times that the process has died or could not be started. The model
-            sets this number to 0 when the process has proved to work.
+        num_deaths: the number of times that the process has died or could not be started. The
+            Triton model sets this number to 0 when the process works again.
         num_restarts: the number of successful restarts.
         num_requests: the number of requests of this process without a final response.
     """
@@ -56,7 +56,8 @@ class SupervisedProcess:
         self._log_prefix = log_prefix
         self._stopping = threading.Event()
         self._restarting: threading.Thread | None = None
-        # The new process, which the restarting thread sets before it ends.
+        # The process that the restarting thread has started. `has_restarted` moves the process to
+        # `child`.
         self._replacement: ChildProcess | None = None
 
     def restart(self, error: EngineError) -> None:
@@ -72,9 +73,10 @@ class SupervisedProcess:
         self._restarting.start()
 
     def has_restarted(self) -> bool:
-        """Return True once after each restart, when the new process is ready.
+        """Use the new process as soon as its restart has completed.
 
-        If the restart has failed, set `has_given_up` and return False.
+        Return True in the first call after each successful restart, and otherwise False. If the
+        restart has failed, set `has_given_up`.
         """
         if self._restarting is None or self._restarting.is_alive():
             return False
@@ -88,14 +90,17 @@ class SupervisedProcess:
         return True
 
     def stop(self) -> None:
-        """End the process, or the thread that restarts the process."""
+        """End the process. If a thread is restarting the process, end this thread first."""
         self._stopping.set()
         if self._restarting is not None:
             self._restarting.join()
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process until the limit of deaths is reached; runs in a thread."""
+        """Try to start a new process, until a start succeeds or the limit of deaths is reached.
+
+        This method runs in the restarting thread.
+        """
         limit = self._program.max_restarts.value
         while self.num_deaths < limit and not self._stopping.is_set():
             self.num_deaths += 1
@@ -121,6 +126,6 @@ class SupervisedProcess:
                 return
 
     def _check_stopping(self) -> None:
-        """Raise an error if the server is shutting down."""
+        """Raise a _StoppedError if the server is shutting down."""
         if self._stopping.is_set():
             raise _StoppedError

@@ -63,7 +63,7 @@ _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
 class ReasoningState(Enum):
-    """The state of the reasoning at the start of the constrained text.
+    """The state of the reasoning at the position where the constrained output starts.
 
     OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
     POSSIBLE  The model may open the reasoning.
@@ -78,7 +78,7 @@ class ReasoningState(Enum):
 
 
 def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
-    """Return the state of the reasoning at the start of the constrained text.
+    """Return the state of the reasoning at the position where the constrained output starts.
 
     Args:
         start: The state of the reasoning at the end of the prompt.

@@ -157,7 +157,7 @@ def _tagged_json(
 
 
 def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:
-    """Return the Python words that a value may be, in addition to JSON.
+    """Return the Python words, such as `None`, that a model may write instead of JSON words.
 
     Example: the types {"boolean"} give ["True", "False"]. The result is [] if the schema lists the
     allowed values, because these values are JSON.

@@ -238,7 +238,7 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_blanks(node: Node, blanks: Node) -> Node:
-    """Return `node` with `blanks` inserted into its constants, wherever JSON allows white space.
+    """Insert `blanks` into the constants of `node` where JSON allows white space. Return the node.
 
     Example: `const('{"name":')` gives the sequence `{`, blanks, `"name"`, `:`, blanks.
     """

@@ -55,7 +55,7 @@ class _Resolved(NamedTuple):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Return a schema that accepts the same values, and whose keywords xgrammar enforces.
+    """Rewrite a schema so that xgrammar enforces more keywords. The accepted values are the same.
 
     The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
     integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.

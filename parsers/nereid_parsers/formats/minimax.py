@@ -1,4 +1,4 @@
-"""MiniMax and dots, whose tool calls have the same tags."""
+"""The model families MiniMax and dots, whose tool calls have the same tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Shown, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

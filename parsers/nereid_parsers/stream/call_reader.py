@@ -433,7 +433,7 @@ class CallReader:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """End a tool section that contains no tool call when the message ends.
+        """Remove a tool section without a tool call at the message's end, or treat it as content.
 
         If the text of the section contains a tag, the text is removed. Otherwise the text is
         content.

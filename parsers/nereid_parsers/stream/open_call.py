@@ -102,7 +102,7 @@ class OpenCall:
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
-        """End the reading of a body that is complete or not valid. Return the outcome.
+        """Stop reading a body that is complete or not valid. Return the outcome.
 
         If the arguments are not valid, the outcome is ENDED in two cases: the reader of the body
         has completed the arguments, or the stored arguments contain the closing marker.

@@ -103,10 +103,13 @@ def closing_marker(between: str, opening: str) -> str:
 
 
 def _words_or_marker(text: str, first: re.Match[str]) -> str:
-    r"""Return the words before the first marker of `text`, or the marker if no words precede it.
+    r"""Return the words before the first marker of `text`. Without words, return the marker.
 
-    The white space after the marker is returned with the marker.
+    The white space before and after the marker is returned with the marker.
 
+    >>> text = "I am done.\n<b>"
+    >>> _words_or_marker(text, MARKER.search(text))
+    'I am done.\n'
     >>> text = "\n<a>\n<b>"
     >>> _words_or_marker(text, MARKER.search(text))
     '\n<a>\n'
@@ -118,8 +121,8 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
     words = text[: first.start()]
     if words.strip():
         return words
-    after_marker_and_blanks = text[first.end() :].lstrip()
-    return text.removesuffix(after_marker_and_blanks)
+    rest = text[first.end() :].lstrip()
+    return text.removesuffix(rest)
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """End the open tool call, because its text is not valid, and complete its JSON text.
+        """End the open tool call, whose text is not valid. Complete the JSON text of its arguments.
 
         Returns:
             Whether the tool call was ended. A reader that passes on the model's own text returns

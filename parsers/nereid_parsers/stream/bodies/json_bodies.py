@@ -77,7 +77,7 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # If no other tool call follows, the text after this position is content. One complete
+            # If no other tool call follows, the text after `pos` is content. One complete
             # tool call confirms that the other members of the array are tool calls, too.
             self.last_call_end = pos
             self._is_confirmed = True

@@ -1,4 +1,4 @@
-"""Converts tool calls in Python syntax, and arguments with bare keys, to JSON."""
+"""Converts tool calls in Python syntax, and arguments with unquoted keys, to JSON."""
 
 from __future__ import annotations
 

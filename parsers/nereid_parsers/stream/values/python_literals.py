@@ -18,7 +18,7 @@ _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _BARE_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The regexes match the text after the closing quote of a string. _AFTER_KEY is used after a key of
 # an object, _AFTER_ITEM after an item of a container or the value of a member, and _AFTER_ARGUMENT
-# after an argument of a call. Each regex also matches if the text ends before the decision. In
+# after an argument of a call. Each regex also matches if more text is required for the decision. In
 # _AFTER_ARGUMENT, a closing parenthesis does not end the call if a quote or another parenthesis
 # follows.
 _AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
@@ -343,7 +343,7 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start a string. Write its quote, unless the string is a key or is converted.
+        """Start a string. If the string is a key or will be converted, do not write its quote yet.
 
         A key is stored, because a colon must follow the key. The value of a member is stored if the
         schema does not allow a string, because the value is then converted to another type.

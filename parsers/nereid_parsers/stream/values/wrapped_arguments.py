@@ -147,7 +147,7 @@ class WrapperFilter:
         return "" if is_incomplete else self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
-        """Return `text`, and let `add` return all later text unchanged."""
+        """Stop the filter, so that `add` returns all later text unchanged. Return `text`."""
         self.is_passing = True
         self._delayed = []
         return text

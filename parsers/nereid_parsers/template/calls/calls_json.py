@@ -31,7 +31,7 @@ class _JsonSpan(NamedTuple):
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects, or members of a JSON array.
+    """Infer the format of tool calls that are JSON objects, alone or in a JSON array.
 
     Return None if no JSON contains the function's name. Example: the two tool calls
 
@@ -57,7 +57,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of JSON objects by comparing two tool calls of one message.
+    """Infer the format of tool calls that are JSON objects, from two tool calls of one message.
 
     Return None if the JSON of one of the two tool calls is not found.
 
@@ -82,17 +82,25 @@ def _read_two_objects(
 
 
 def _read_object_or_array(
-    texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
+    texts: CallTexts, keys: Keys | NameIsKey, object_span: _JsonSpan, array_span: _JsonSpan
 ) -> CallFormat:
     """Infer the format of a template that writes one call as an object, and two calls as an array.
 
-    Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
+    Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two. The
+    result has two forms of a tool call: the array and the object.
+
+    Args:
+        texts: The renderings of tool calls.
+        keys: The keys of the object.
+        object_span: The object in `texts.one_call`.
+        array_span: The array in `texts.two_calls`.
     """
-    array_format = _read_one_array(texts.two_calls, keys, array)
-    opening = texts.one_call[: single.start]
-    closing = texts.one_call[single.end :]
-    if array_format.markup.open.strip() == opening.strip():
-        # These markers belong to the section that contains all tool calls, not to a single call.
+    array_format = _read_one_array(texts.two_calls, keys, array_span)
+    opening = texts.one_call[: object_span.start]
+    closing = texts.one_call[object_span.end :]
+    if opening.strip() == array_format.markup.open.strip():
+        # The same marker precedes the object and the array. So the marker belongs to the section,
+        # which already declares this marker, and the form of the object has no marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -165,7 +173,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
         except (ValueError, RecursionError):
             continue
         members = value if isinstance(value, list) else [value]
-        # JSON that ends before the name is another value, such as a list of tools.
+        # JSON that ends before the name is not the tool call. It may be a list of tools.
         if end > name_at and any(_is_call(member, name) for member in members):
             return _JsonSpan(start, end, value)
     return None
@@ -222,7 +230,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         name=".".join(name_path),
         arguments=".".join(arguments_path),
         id=".".join(id_path) if id_path else None,
-        # Models may add the key "type" even if the template does not write it.
+        # Models may add the key "type" even if the template does not write this key.
         extra=tuple(dict.fromkeys((*other_keys, "type"))),
         order=order,
     )
@@ -290,7 +298,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup of a list of two tool calls. Each tool call is a name, followed by JSON.
+    """Return the `ListMarkup` of two tool calls. Each tool call is a name, followed by JSON.
 
     Return None if one of the two names is not followed by JSON. Example: `<c>f{..}</c>,
     <c>g{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

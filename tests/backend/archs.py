@@ -4,6 +4,8 @@
     python tests/backend/archs.py --seconds 200   stop after 200 s; the next run continues
     python tests/backend/archs.py llama mamba     run these types again
     python tests/backend/archs.py --page          print the text of docs/history/exactness.md
+    python tests/backend/archs.py --columns int4 int8 LoRA --results build/variants.jsonl
+                                                  test only these columns
     python tests/backend/archs.py --tensor-parallel-size 2 --results build/archs-tp.jsonl
                                                   divide each model over two processes
 
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import transformers
 from backend.exactness import MAX_TOKENS, PROMPTS, SITUATIONS, Answers, open_engine, reference
+from backend.weight_variants import VARIANTS, NotApplicableError
 from nereid_backend import UnsupportedModelError
 from nereid_backend.errors import ConfigError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -41,6 +44,8 @@ from backend import shrink
 
 _SECONDS = 90
 _MEMORY_BYTES = 8 * 2**30
+_COLUMNS = (*SITUATIONS, *VARIANTS)
+_ALL_EQUAL = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
 _TIERS = ("packed", "rows", "padded", "single")
 
 
@@ -51,7 +56,8 @@ class Result:
     Attributes:
         status: "exact", "wrong", "refused" or "not built".
         tier: the path that the engine chose in the first situation.
-        cells: for each situation, the number of equal tokens and of all tokens, such as "96/96".
+        cells: for each column, the number of equal tokens and of all tokens, such as "96/96". The
+            cell is "-" if the type has no layer that the column tests.
         reason: why the type was refused or not built, or the error that ended its process.
         num_distinct: the number of different tokens among the expected tokens.
         seconds: the wall time of the type's process.
@@ -66,19 +72,19 @@ class Result:
     seconds: float = 0.0
 
 
-def examine(model_type: str, size: int, result: Result) -> None:
+def examine(model_type: str, size: int, columns: list[str], result: Result) -> None:
     """Run one type and store the outcome in `result`.
 
-    The model runs in every situation. If it is divided over `size` processes, it runs only in the
+    The model runs in every column. If it is divided over `size` processes, it runs only in the
     situation "mixed".
     """
-    situations = SITUATIONS if size == 1 else {"mixed": SITUATIONS["mixed"]}
     with tempfile.TemporaryDirectory() as name:
         folder = shrink.save(model_type, Path(name))
         expected = reference(folder)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
-        for situation, (settings, run) in situations.items():
+        for situation in [name for name in SITUATIONS if name in columns]:
+            settings, run = SITUATIONS[situation]
             try:
                 engine = open_engine(folder, tensor_parallel_size=size, **settings)
             except (UnsupportedModelError, ConfigError) as error:
@@ -89,8 +95,12 @@ def examine(model_type: str, size: int, result: Result) -> None:
                 result.cells[situation] = _cell(expected, run(engine))
             finally:
                 engine.close()
-        total = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
-        if all(cell == total for cell in result.cells.values()):
+        for variant in [name for name in VARIANTS if name in columns]:
+            try:
+                result.cells[variant] = _cell(*VARIANTS[variant](folder))
+            except (ConfigError, NotApplicableError):
+                result.cells[variant] = "-"
+        if set(result.cells.values()) <= {_ALL_EQUAL, "-"}:
             result.status = "exact"
 
 
@@ -99,13 +109,13 @@ def _cell(expected: Answers, got: Answers) -> str:
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
 
-def examine_in_child(model_type: str, size: int) -> Result:
+def examine_in_child(model_type: str, size: int, columns: list[str]) -> Result:
     """Run `examine` in a child process, and return the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, size, writer)
+        _serve(model_type, size, columns, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
@@ -115,14 +125,14 @@ def examine_in_child(model_type: str, size: int) -> Result:
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, size: int, writer: int) -> None:
+def _serve(model_type: str, size: int, columns: list[str], writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     result = Result(model_type)
     start = time.monotonic()
     try:
-        examine(model_type, size, result)
+        examine(model_type, size, columns, result)
     except BaseException as error:  # noqa: BLE001 - any error is this type's result
         result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     result.seconds = round(time.monotonic() - start, 1)
@@ -147,13 +157,27 @@ def summary(results: dict[str, Result]) -> str:
         f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested. "
         f"{kinds['exact']} types give equal tokens: {by_tier}. {kinds['wrong']} types give "
         f"different tokens. The engine rejects {kinds['refused']} types. {kinds['not built']} "
-        "types cannot be built as test models"
+        f"types cannot be built as test models. {_variant_summary(results)}".strip()
     )
+
+
+def _variant_summary(results: dict[str, Result]) -> str:
+    """Return a sentence for each column of rounded weights and adapters that was tested."""
+    sentences = []
+    for name in VARIANTS:
+        cells = Counter(r.cells[name] for r in results.values() if name in r.cells)
+        if cells:
+            num_wrong = cells.total() - cells[_ALL_EQUAL] - cells["-"]
+            sentences.append(
+                f"Column {name}: {cells[_ALL_EQUAL]} types give equal tokens, {num_wrong} types "
+                f"give different tokens, and {cells['-']} types have no such layers."
+            )
+    return " ".join(sentences)
 
 
 def table(results: dict[str, Result]) -> str:
     """Return a Markdown table with one line for each type."""
-    names = [name for name in SITUATIONS if any(name in one.cells for one in results.values())]
+    names = [name for name in _COLUMNS if any(name in one.cells for one in results.values())]
     lines = [f"| Type | Forward path | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         if result.status in ("exact", "wrong"):
@@ -211,6 +235,9 @@ def main() -> None:
         help="divide each model over this number of processes",
     )
     parser.add_argument(
+        "--columns", nargs="+", choices=_COLUMNS, help="the columns to test (default: all)"
+    )
+    parser.add_argument(
         "--page", action="store_true", help="print the text of docs/history/exactness.md and exit"
     )
     asked = parser.parse_args()
@@ -224,11 +251,14 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     asked.results.parent.mkdir(parents=True, exist_ok=True)
+    columns = asked.columns or list(_COLUMNS if asked.tensor_parallel_size == 1 else ["mixed"])
     end = time.monotonic() + asked.seconds
     for model_type in asked.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model_type in results and not asked.types) or time.monotonic() > end:
             continue
-        result = results[model_type] = examine_in_child(model_type, asked.tensor_parallel_size)
+        result = results[model_type] = examine_in_child(
+            model_type, asked.tensor_parallel_size, columns
+        )
         with asked.results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
         what = " ".join(result.cells.values()) or result.reason

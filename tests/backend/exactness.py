@@ -1,14 +1,14 @@
 """Runs an engine in several situations, and computes the expected greedy tokens."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import transformers
 from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 Answers = list[list[int]]
 
@@ -27,10 +27,19 @@ PROMPTS = make_prompts()
 
 def reference(folder: Path) -> Answers:
     """Return the greedy tokens of transformers for each prompt alone."""
+    return greedy_tokens(load_float32(folder))
+
+
+def load_float32(folder: Path) -> PreTrainedModel:
+    """Load a checkpoint with transformers."""
     config = AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0]).from_pretrained(
+    return getattr(transformers, config.architectures[0]).from_pretrained(
         folder, dtype=torch.float32
     )
+
+
+def greedy_tokens(model: PreTrainedModel) -> Answers:
+    """Return the greedy tokens of a model of transformers for each prompt alone."""
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -67,11 +76,17 @@ def bytes_for(engine: Engine, num_tokens: int) -> int:
     return per_block * (num_tokens // info.block_size + 1)
 
 
-def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
+def run_staggered(
+    engine: Engine,
+    params: Sequence[SamplingParams] = (PARAMS,) * len(PROMPTS),
+    *,
+    checks: bool = True,
+) -> Answers:
     """Answer three prompts, and add the other prompts one by one while the engine runs.
 
     Args:
         engine: an engine without requests.
+        params: the parameters for each prompt.
         checks: whether to verify the block pool after each step. All used blocks must belong to
             requests.
     """
@@ -79,7 +94,7 @@ def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
     waiting = list(enumerate(PROMPTS))
     for _ in range(3):
         number, prompt = waiting.pop()
-        engine.add_request(str(number), prompt, PARAMS)
+        engine.add_request(str(number), prompt, params[number])
     while engine.has_work() or waiting:
         for update in engine.step():
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)
@@ -87,7 +102,7 @@ def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
             engine.check()
         if waiting:
             number, prompt = waiting.pop()
-            engine.add_request(str(number), prompt, PARAMS)
+            engine.add_request(str(number), prompt, params[number])
     assert not checks or engine.stats().kv_cache_blocks_used == 0
     return [answers[str(number)] for number in range(len(PROMPTS))]
 

@@ -105,8 +105,10 @@ class LoraLayers:
         # The adapter of each row of the running step, as an index in `_adapters`; -1 for rows
         # without an adapter. None outside of a step with adapters.
         self._owners: Tensor | None = None
-        # The masks of the running step; see `_mask`. The keys are the ranks of the adapters.
-        self._masks: dict[tuple[int, ...], Tensor] = {}
+        # The adapter of each chunk of the running step, in the same form.
+        self._chunk_owners = np.zeros(1, dtype=np.int64)
+        # The masks of the running step; see `_mask`. The keys are the arguments of `_mask`.
+        self._masks: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
         """Return whether the matrices of an adapter are in memory."""
@@ -147,7 +149,8 @@ class LoraLayers:
         indices = {adapter: index for index, adapter in enumerate(self._adapters)}
         owners = [-1 if adapter is None else indices[adapter] for adapter, _ in parts]
         counts = np.array([num_tokens for _, num_tokens in parts])
-        self._owners = upload(np.array(owners).repeat(counts), self._device)
+        self._chunk_owners = np.array(owners)
+        self._owners = upload(self._chunk_owners.repeat(counts), self._device)
         try:
             yield True
         finally:
@@ -206,23 +209,35 @@ class LoraLayers:
         hidden = down(inputs[0].reshape(-1, down.in_features).to(down.weight.dtype))
         # Set the numbers to 0 instead of multiplying them by 0, because NaN and infinity times 0
         # are NaN.
-        hidden.masked_fill_(self._mask(joined.ranks), 0)
+        hidden.masked_fill_(self._mask(joined.ranks, len(hidden)), 0)
         output.view(-1, up.out_features).add_(up(hidden))
 
-    def _mask(self, ranks: tuple[int, ...]) -> Tensor:
+    def _mask(self, ranks: tuple[int, ...], num_rows: int) -> Tensor:
         """Return a mask that hides the results of adapters that a row does not use.
+
+        A layer usually computes one row for each token of the step. Some models store compressed
+        keys and values, and one of their layers expands the keys and values of the whole context in
+        every step. Such a layer computes the same number of rows for each chunk.
 
         Example: the rows have the adapters [0, 1], and `ranks` is (1, 2). The mask is
         [[False, True, True], [True, False, False]].
 
+        Args:
+            ranks: the ranks of the joined adapters.
+            num_rows: the number of rows that the layer computes.
+
         Returns:
-            Booleans, [num_rows, sum of ranks].
+            Booleans, [num_rows or 1, sum of ranks].
         """
         assert self._owners is not None
-        if ranks not in self._masks:
-            owners = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
-            self._masks[ranks] = self._owners[:, None] != owners.to(self._owners.device)
-        return self._masks[ranks]
+        if (ranks, num_rows) not in self._masks:
+            rows = self._owners
+            if len(rows) not in (1, num_rows):
+                per_chunk = num_rows // len(self._chunk_owners)
+                rows = upload(self._chunk_owners.repeat(per_chunk), self._device)
+            columns = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
+            self._masks[ranks, num_rows] = rows[:, None] != columns.to(rows.device)
+        return self._masks[ranks, num_rows]
 
 
 def _linear(matrix: Tensor) -> nn.Linear:

@@ -1,0 +1,132 @@
+"""Compares greedy tokens with transformers for rounded weights, and for requests with an adapter.
+
+Each function takes the folder of a checkpoint, and returns the expected tokens and the tokens of
+the engine. The prompts run together, as in the situation "mixed" of backend.exactness.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from backend.exactness import (
+    PARAMS,
+    PROMPTS,
+    Answers,
+    greedy_tokens,
+    load_float32,
+    open_engine,
+    run_staggered,
+)
+from backend.lora.adapter_writer import write_adapter
+from nereid_backend.linear import grouped_linear
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.quantise_weights import quantise_linears
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+class NotApplicableError(Exception):
+    """Raised if a type of model has no layer that the variant changes."""
+
+
+def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
+    """Compare the engine with transformers on the dequantised weights.
+
+    The engine computes without the kernels for integers, because they also round the inputs of the
+    layers. The model of transformers gets the dequantised weights. Its output layer gets a weight
+    of its own, because the engine rounds a copy of a weight that is tied to the embedding.
+
+    Raises:
+        ConfigError: if the engine cannot round the weights of the model.
+    """
+    model = load_float32(folder)
+    quantise_linears(model, bits)
+    for layer in model.modules():
+        if type(layer) is GroupedLinear:
+            weight = layer.dequantised().contiguous()
+            layer.__class__ = nn.Linear
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+    with mock.patch.object(grouped_linear, "is_available", return_value=False):
+        return greedy_tokens(model), _run_rounded(folder, bits)
+
+
+def rounded_weights_and_inputs(folder: Path, bits: int) -> tuple[Answers, Answers]:
+    """Compare the engine with transformers if both compute linear layers with the CPU kernels.
+
+    The kernels round the weights and the inputs of the layers.
+
+    Raises:
+        ConfigError: if the engine cannot round the weights of the model.
+    """
+    model = load_float32(folder)
+    quantise_linears(model, bits)
+    return greedy_tokens(model), _run_rounded(folder, bits)
+
+
+def _run_rounded(folder: Path, bits: int) -> Answers:
+    engine = open_engine(folder, block_size=16, weight_dtype=f"int{bits}")
+    try:
+        return run_staggered(engine)
+    finally:
+        engine.close()
+
+
+def with_adapter(folder: Path) -> tuple[Answers, Answers]:
+    """Compare requests with and without an adapter with the merged and the unchanged model.
+
+    The adapter changes all linear layers that the engine allows. Every second prompt selects the
+    adapter.
+
+    Raises:
+        NotApplicableError: if the model has no linear layer that an adapter can change.
+    """
+    model = load_float32(folder)
+    engine = open_engine(folder, block_size=16)
+    try:
+        names = _adaptable_layers(model, engine._adapters._sizes)
+        adapter = folder / "adapter"
+        merged = greedy_tokens(write_adapter(adapter, model, names, rank=4, seed=1))
+        plain = greedy_tokens(model)
+        assert merged != plain, "the adapter does not change the tokens"
+        engine.load_lora("a", str(adapter))
+        selected = dataclasses.replace(PARAMS, lora_name="a")
+        is_adapted = [number % 2 == 1 for number in range(len(PROMPTS))]
+        expected = [merged[n] if adapted else plain[n] for n, adapted in enumerate(is_adapted)]
+        params = [selected if adapted else PARAMS for adapted in is_adapted]
+        return expected, run_staggered(engine, params)
+    finally:
+        engine.close()
+
+
+def _adaptable_layers(model: PreTrainedModel, sizes: dict[str, object]) -> list[str]:
+    """Return the names of the model's linear layers that the engine allows an adapter to change.
+
+    A layer that shares its weight with another layer is left out, because merging would also change
+    the other layer.
+    """
+    users: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter):
+            users[weight.data_ptr()] = users.get(weight.data_ptr(), 0) + 1
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name in sizes
+        and isinstance(module, nn.Linear | Conv1D)
+        and users[module.weight.data_ptr()] == 1
+    ]
+    if not names:
+        raise NotApplicableError("The model has no linear layer that an adapter can change.")
+    return names
+
+
+VARIANTS: dict[str, Callable[[Path], tuple[Answers, Answers]]] = {
+    "int4": lambda folder: rounded_weights(folder, 4),
+    "int4 kernels": lambda folder: rounded_weights_and_inputs(folder, 4),
+    "int8": lambda folder: rounded_weights(folder, 8),
+    "int8 kernels": lambda folder: rounded_weights_and_inputs(folder, 8),
+    "LoRA": with_adapter,
+}
+"""The function of each column of tests/backend/archs.py."""

@@ -89,8 +89,8 @@ class Engine:
             ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
         self._config = config
-        # The tensors of the checkpoint, which `reload` compares with those of a new checkpoint.
-        # They are read now, because the files may be overwritten later.
+        # The shapes of the checkpoint's tensors. `reload` compares them with the shapes in a new
+        # checkpoint. They are read now, because a new checkpoint may overwrite the files later.
         self._layout: Layout | None = None
         folder = Path(config.model)
         if any(folder.glob("*.safetensors")) and not (folder / GGUF_LINK).is_file():
@@ -256,22 +256,26 @@ class Engine:
         self._adapters.unload(name)
 
     def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
-        """Replace the weights of the model by those of another checkpoint of the same model.
+        """Replace the weights of the model by the weights of another checkpoint.
 
-        The LoRA adapters are loaded again, and the prefix cache is empty afterwards. If the memory
-        suffices, the new weights are loaded before the old weights are freed. If the new checkpoint
-        is refused, the engine continues with the old weights.
+        The new checkpoint must have the same tensors as the present checkpoint. The LoRA adapters
+        are loaded again, and the prefix cache is empty afterwards. If the new checkpoint is
+        refused, the engine continues with the old weights.
+
+        On a CPU with enough free memory, the new weights are loaded before the old weights are
+        freed. Otherwise, the old weights are freed first. If the new checkpoint then cannot be
+        loaded, the old checkpoint is loaded again.
 
         Args:
             path: the folder of the new checkpoint; "" reads the present folder again.
             progress: as for the constructor.
 
         Raises:
-            RequestError: if the engine has requests, if it does not support new weights, or if the
-                new checkpoint is broken or has other tensors than the present checkpoint.
-            EngineError: if there was not enough memory for both checkpoints, the new checkpoint
-                could not be loaded, and the old checkpoint could not be loaded again. The engine
-                cannot be used any more.
+            RequestError: if requests are running, if the weights of this engine cannot be replaced
+                (tensor parallelism, GGUF files), or if the new checkpoint is broken or has other
+                tensors than the present checkpoint.
+            EngineError: if the old checkpoint could not be loaded again. After this error, the
+                engine cannot be used any more.
         """
         config = replace(
             self._config,
@@ -289,7 +293,8 @@ class Engine:
                 self._release()
             new = type(self)(config, progress)
         except Exception as error:
-            # Loading can raise any exception. It ends only the request for new weights.
+            # Loading can raise any exception. The exception must end only the request for new
+            # weights.
             if not fits:
                 self._restore(old_config, progress)
             raise RequestError(f"path: the new weights cannot be loaded: {error}") from error
@@ -300,9 +305,12 @@ class Engine:
             self.warm_up()
 
     def _check_reload(self, config: EngineConfig) -> None:
-        """Raise a RequestError if the weights of `config.model` cannot replace the present ones."""
+        """Raise a RequestError if the checkpoint `config.model` cannot replace the present one."""
         if self._scheduler.has_work():
-            raise RequestError("path: the weights can be replaced only while no request runs.")
+            raise RequestError(
+                "path: the weights can be replaced only while no request runs. Wait until all "
+                "requests have ended."
+            )
         if self._ranks is not None:
             raise RequestError(
                 "path: the weights cannot be replaced with tensor_parallel_size="
@@ -310,8 +318,8 @@ class Engine:
             )
         if self._layout is None or config.model.endswith(".gguf"):
             raise RequestError(
-                "path: only weights in safetensors files can be replaced, but the server has or "
-                "would get a GGUF file. Restart the server with the new file."
+                "path: the present checkpoint and the new checkpoint must have safetensors files, "
+                "but one of the checkpoints has none. Restart the server with the new checkpoint."
             )
         try:
             check_same_layout(self._layout, read_layout(config.model))
@@ -328,11 +336,16 @@ class Engine:
         """Close the engine, and free its weights and its KV cache."""
         self.close()
         self.__dict__ = {}
-        # The modules of a model refer to each other in cycles.
+        # The modules of a model refer to each other in cycles, so only the garbage collector frees
+        # them.
         gc.collect()
 
     def _restore(self, config: EngineConfig, progress: Callable[[str], None] | None) -> None:
-        """Load the old weights again after `_release`."""
+        """Load the old weights again after `_release` has freed them.
+
+        Raises:
+            EngineError: if the old weights cannot be loaded.
+        """
         try:
             self.__dict__ = type(self)(config, progress).__dict__
         except NereidError as error:
@@ -427,8 +440,8 @@ class Engine:
     def is_swapping(self) -> bool:
         """Return whether the next call of `step` would check or use a compiled forward pass.
 
-        `has_work` ignores this work, because it belongs to no request. A caller that has no
-        requests can call `step`, so that the check does not delay later requests.
+        `has_work` ignores this work, because it belongs to no request. While no request runs, the
+        caller can call `step` for this work, so that it does not delay later requests.
         """
         return self._swap is not None and self._swap.is_ready
 

@@ -298,14 +298,15 @@ class Scheduler:
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
-        """Record the time of the forward pass and of sampling of a step.
+        """Record the seconds that the forward pass and the sampling of a step have taken.
 
-        The times determine whether draft tokens save time. Steps with prefills are ignored.
+        These times show whether draft tokens save time. Steps with prefills are ignored.
         """
         if self.drafter is None:
             return
         num_drafts = plan.num_tokens - len(plan.chunks)
-        # All logits of a decode are needed: those of its known token and of its draft tokens.
+        # A decode needs the logits of all its tokens: of its known token and of its draft tokens. A
+        # longer prefill needs fewer logits than it has tokens.
         if all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks):
             self.drafter.lengths.costs.add_step(len(plan.chunks), num_drafts, seconds)
 

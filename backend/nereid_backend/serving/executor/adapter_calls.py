@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that load, unload or list LoRA adapters.
+"""Requests that load, unload or list LoRA adapters, or replace the weights of the model.
 
 A client calls the model `executor` with one of these sets of request parameters:
 
-    load_lora=NAME lora_path=FOLDER     load an adapter
-    unload_lora=NAME                    unload an adapter
-    list_loras=true                     change nothing
+    load_lora=NAME lora_path=FOLDER                 load an adapter
+    unload_lora=NAME                                unload an adapter
+    list_loras=true                                 change nothing
+    reload_weights=FOLDER running_requests=MODE     replace the weights ("finish" or "refuse")
 
-The output `state` of the response is JSON text: `{"adapters": ["a", "b"]}`. Every engine process
-makes each change. After a restart, the changes are repeated, because a new engine process begins
-with the adapters of the setting lora_adapters.
+The output `state` of the response is JSON text with the names of all adapters: `{"adapters": ["a",
+"b"]}`. Every engine process makes each change. A new engine process begins with the checkpoint and
+the adapters of the settings, so the changes are repeated after a restart.
 """
 
 import contextlib
@@ -30,8 +31,7 @@ RESTORED = "restored"
 """The id of messages that repeat a change in a new engine process."""
 
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
-# A request with these parameters replaces the weights of the model. All engine processes must make
-# the change, and restarted processes must repeat it, as for an adapter.
+# The parameters of a request that replaces the weights of the model.
 _RELOAD, _RUNNING = "reload_weights", "running_requests"
 
 
@@ -41,14 +41,15 @@ Answer = tuple[Any, Tensors | NereidError]
 
 @dataclass(slots=True)
 class _Change:
-    """A request to load or unload an adapter that has no response yet.
+    """An unanswered request to load or unload an adapter, or to replace the weights.
 
     Attributes:
         sender: the response sender of the request.
         message: the message that was sent to the engine processes, without its id.
-        missing: the engine processes that have not answered.
-        is_made: whether an engine process has made the change.
-        refusal: the error of an engine process that has refused the change.
+        missing: the numbers of the engine processes that have not answered yet.
+        is_made: whether at least one engine process has made the change.
+        refusal: the error of an engine process that has refused the change; None if no process has
+            refused the change.
     """
 
     sender: Any
@@ -59,7 +60,7 @@ class _Change:
 
 
 class AdapterCalls:
-    """Tracks the unanswered requests about LoRA adapters, and the names of all adapters.
+    """Stores the unanswered requests about adapters and weights, and the names of all adapters.
 
     A request is answered when every engine process has made the change, has refused the change, or
     has died. Any thread may call `put`. Only the loop's thread may call the other methods.
@@ -70,7 +71,7 @@ class AdapterCalls:
         self._ids = itertools.count(1)
         # The key is the id of the message to the engine processes.
         self._waiting: dict[str, _Change] = {}
-        # The last successful message about each adapter, without its id.
+        # The last successful message about each adapter and about the weights, without its id.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
@@ -88,9 +89,10 @@ class AdapterCalls:
         self._new.put((_read_change(parameters), sender))
 
     def take_new(self) -> list[tuple[list[str] | None, Any]]:
-        """Return the queued requests: the message without its id, and the response sender.
+        """Remove and return the queued requests.
 
-        The message of a list request is None.
+        Each request is a pair of the message without its id and the response sender. The message of
+        a request that lists the adapters is None.
         """
         requests = []
         with contextlib.suppress(queue.Empty):
@@ -99,24 +101,25 @@ class AdapterCalls:
         return requests
 
     def add(self, message: list[str], sender: Any, replicas: Iterable[int]) -> list[str]:  # noqa: ANN401
-        """Add a request, and return the message to the engine processes.
+        """Store an unanswered request, and return the message to the engine processes.
 
         Args:
             message: the message without its id, from `take_new`.
             sender: the response sender of the request.
-            replicas: the engine processes that run.
+            replicas: the numbers of the engine processes that will get the message.
         """
         call_id = f"adapter-{next(self._ids)}"
         self._waiting[call_id] = _Change(sender, message, set(replicas))
         return _with_id(message, call_id)
 
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
-        """Record that an engine process has loaded or unloaded an adapter.
+        """Record that an engine process has made a change.
 
-        Return the response if this was the last engine process to answer, else None.
+        Return the response to the client if all engine processes have answered now, else None.
 
         Args:
-            call_id: the id of the message to the process; "" at the start of the process.
+            call_id: the id of the message that asked for the change. "" if the process has just
+                started.
             replica: the number of the process.
             names: the names of all adapters in the process after the change.
         """
@@ -136,9 +139,10 @@ class AdapterCalls:
         return self._note_answer(call_id, change, replica)
 
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
-        """Record that an engine process has died, and return the responses that are now complete.
+        """Record that an engine process has died, and return the responses that can now be sent.
 
-        If no other engine process has made a change, the response is `error`.
+        These are the responses to the requests that only waited for this process. If no other
+        engine process has made or refused the change, the response is `error`.
         """
         if len(self._names) > 1:
             self._names.pop(replica, None)
@@ -161,11 +165,10 @@ class AdapterCalls:
         }
 
     def history(self, replica: int) -> list[list[str]]:
-        """Return the messages that restore the adapters in a new engine process.
+        """Return the messages that repeat all changes in a new engine process.
 
-        The messages load and unload adapters. Unloading is unnecessary for an adapter that the new
-        process does not have. The unanswered changes are included, because they were sent only to
-        the other processes.
+        An adapter that the new process does not have need not be unloaded. The unanswered changes
+        are included, because they were sent only to the other processes.
 
         Args:
             replica: the number of the process.
@@ -186,7 +189,10 @@ class AdapterCalls:
         return senders
 
     def _note_answer(self, call_id: str, change: _Change, replica: int) -> Answer | None:
-        """Record the answer of an engine process. Return the response after the last answer."""
+        """Record that an engine process has answered, has refused the change, or has died.
+
+        Return the response to the client if no other process must answer, else None.
+        """
         change.missing.discard(replica)
         if change.missing:
             return None
@@ -197,15 +203,16 @@ class AdapterCalls:
         if kind != _RELOAD:
             self._history[name] = change.message
         elif name:
-            # The key is no name of an adapter, because these names contain no "=".
+            # The names of adapters contain no "=", so this key cannot be the name of an adapter.
             self._history["=reload"] = change.message
         return change.sender, self.listing()
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
-    """Return the message to the engine processes for a request; None for a list request.
+    """Return the message to the engine processes for a request, without its id.
 
-    The id of the message is still missing. Example: `["load_lora", "name", "/path"]`.
+    Return None for a request that lists the adapters. Example: the parameters load_lora="a" and
+    lora_path="/path" return `["load_lora", "a", "/path"]`.
 
     Raises:
         RequestError: a parameter is missing or is not a text.
@@ -234,6 +241,10 @@ def is_adapter_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _with_id(message: list[str], call_id: str) -> list[str]:
-    """Insert the id of a message after its kind."""
+    """Insert an id into a message, after the message's kind.
+
+    Example: `_with_id(["unload_lora", "a"], "adapter-1")` returns `["unload_lora", "adapter-1",
+    "a"]`.
+    """
     kind, *values = message
     return [kind, call_id, *values]

@@ -52,8 +52,9 @@ class EngineService:
         self._stats_due = 0.0
         # The number of unfinished sequences of each request.
         self._running: dict[str, int] = {}
-        # The values of a message "reload_weights" that waits for the running requests, and the
-        # later messages, which wait for the new weights.
+        # The values of a message "reload_weights" that waits until the running requests have ended;
+        # None if there is no such message. Later messages are added to `_held` until the weights
+        # are replaced.
         self._reload: list[str] | None = None
         self._held: list[tuple[str, list[Any]]] = []
 
@@ -124,7 +125,10 @@ class EngineService:
         self._running[request_id] = num_sequences
 
     def _begin_reload(self, values: list[str]) -> None:
-        """Wait for the running requests, or end them, before the weights are replaced."""
+        """Replace the weights as soon as no request runs.
+
+        In the mode "refuse", end the running requests now. In the mode "finish", let them continue.
+        """
         self._reload = values
         if values[2] == "refuse":
             message = "the weights of the model are being replaced. Try again."
@@ -134,7 +138,10 @@ class EngineService:
         self._reload_if_idle()
 
     def _reload_if_idle(self) -> None:
-        """Replace the weights if a message asks for it and no request runs."""
+        """Replace the weights if a message "reload_weights" waits and no request runs.
+
+        Then handle the messages that have arrived in the meantime.
+        """
         if self._reload is None or self._engine.has_work():
             return
         call_id, path, _ = self._reload
@@ -177,9 +184,9 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
 
     Args:
         make: builds the engine from its settings and a function that reports slow operations.
-        prepare: returns the settings of one of several engine processes from the settings of the
-            server and from the number of the process. None means that all processes have equal
-            settings.
+        prepare: returns the settings of one engine process. Its arguments are the settings of the
+            server and the number of the process. None means that all processes use the settings of
+            the server.
     """
 
     def load(

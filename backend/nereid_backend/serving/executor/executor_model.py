@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`: requests go to an engine process, and tokens to the postprocessor.
+"""The Triton model `executor`, which sends requests to the engine and tokens to the postprocessor.
 
 The server's thread creates a stream for each request. The loop's thread (supervised_model.py) owns
 the streams. The loop adds the engine's updates to the streams, reads the signals of the
@@ -163,8 +163,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Return the error for a request that is refused because of the limit max_streams."""
         message = (
             f"with the {envelope.n} sequences of this request, the server would have more than "
-            f"{self._settings.max_streams} sequences, or this client more than its share of them "
-            "(max_streams). Try again later."
+            f"{self._settings.max_streams} sequences, or this client would have more than its "
+            "share of them (max_streams). Try again later."
         )
         return CapacityError(self._waiting.with_retry_time(message, envelope.client_id))
 
@@ -256,7 +256,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Forget the cache, the statistics and the unanswered adapter changes of a process."""
+        """Forget the prefix cache and the statistics of a process that has died.
+
+        Answer the requests about adapters that only waited for the answer of this process.
+        """
         self._selector.forget(process.index)
         # The next statistics come from the new process, whose counters start at 0.
         self._engine_stats[process.index] = {}
@@ -265,7 +268,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._publish_due = 0.0
 
     def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
-        """Publish the restart immediately."""
+        """Let the next call of `publish_metrics` publish the restart."""
         self._publish_due = 0.0
 
     def publish_metrics(self) -> None:
@@ -293,12 +296,17 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif answer := self._adapter_calls.refuse(request_id, process.index, error):
             super().respond(*answer)
         elif request_id == adapter_calls.RESTORED:
-            tensors.log.error("a LoRA adapter is lost after the restart: %s", error)
+            tensors.log.error(
+                "after a restart of the engine, a change of its LoRA adapters or of its weights "
+                "could not be repeated: %s",
+                error,
+            )
 
     def _handle_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
-        """Answer the adapter request that all engine processes have completed.
+        """Record that an engine process has made a change of its adapters or weights.
 
-        A new engine process sends the call id "". It then gets all earlier changes again.
+        If all engine processes have answered, answer the client's request. A new engine process
+        sends this message with the call id "", and the executor then sends it all earlier changes.
         """
         if answer := self._adapter_calls.answer(call_id, process.index, names):
             super().respond(*answer)
@@ -307,7 +315,10 @@ class ExecutorModel(SupervisedModel[Stream]):
                 process.child.send(message)
 
     def _send_adapter_changes(self) -> None:
-        """Send the new requests about adapters to all engine processes. Answer list requests."""
+        """Send new requests about adapters or weights to all engine processes that run.
+
+        A request that lists the adapters is answered without the engine processes.
+        """
         for message, sender in self._adapter_calls.take_new():
             running = [process for process in self.processes if process.is_running]
             if message is None:
@@ -358,7 +369,10 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, error)
 
     def _abort(self, stream: Stream, index: int | None = None) -> None:
-        """Ask the engine to end a request, or one of its sequences. A last update follows."""
+        """Ask the engine to end a request, or only the sequence `index` of the request.
+
+        The engine then sends a last update of each ended sequence.
+        """
         _send_abort(self.owner(stream.request_id), stream.request_id, index)
 
     def _note_start(self, stream: Stream, started: float) -> None:
@@ -449,5 +463,5 @@ class ExecutorModel(SupervisedModel[Stream]):
 
 
 def _send_abort(process: SupervisedProcess, request_id: str, index: int | None = None) -> None:
-    """Ask an engine process to end a request, or one of its sequences. A last update follows."""
+    """Ask an engine process to end a request, or only the sequence `index` of the request."""
     process.child.send(["abort", request_id, index])

@@ -113,7 +113,7 @@ def test_one_client_cannot_use_all_sequences(start):
     params = SamplingParams(max_tokens=100, n=2)
     busy = [ask(model, params=params, client_id="busy") for _ in range(3)]
     refused = ask(model, params=params, client_id="busy").wait()
-    assert "more than its share of them (max_streams)" in refused.error
+    assert "this client would have more than its share of them (max_streams)" in refused.error
     other = ask(model, client_id="other").wait()
     assert other.error is None
     for one in busy:

@@ -64,8 +64,10 @@ class StateSnapshots:
         self._num_saved = 0
         self._max_snapshots = num_states
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. While an answer is generated, its snapshots are not added, because each new
-        # snapshot replaces the previous one. The last snapshot is added when the answer ends.
+        # on disk. The dict is used as an ordered set: all its values are None, and the snapshot
+        # that was added first comes first. While an answer is generated, its snapshots are not
+        # added, because each new snapshot replaces the previous one. The last snapshot is added
+        # when the blocks of the sequence are released.
         self.unsaved: dict[bytes, None] | None = None
         # The ids of deleted snapshots. The next plan tells the forward path to free their memory.
         self._deleted: list[int] = []
@@ -152,8 +154,8 @@ class StateSnapshots:
             self._ids.move_to_end(block_hash)
         else:
             self._ids[block_hash] = snapshot_id
-        if self.unsaved is not None and position <= sequence.num_prompt_tokens:
-            self.unsaved[block_hash] = None
+        if position <= sequence.num_prompt_tokens:
+            self._write_to_disk_later(block_hash)
         previous = sequence.num_snapshot_tokens
         if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
             # The next turn of the chat needs only the last snapshot of the answer.
@@ -161,18 +163,23 @@ class StateSnapshots:
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete the snapshot that the running step saves for a sequence.
+        """Stop saving snapshots for a sequence whose blocks are released.
 
-        Do nothing if the step saves no snapshot for the sequence. The last snapshot of the
-        sequence's answer is marked as unsaved, because no newer snapshot will replace it.
+        - If the running step saves a snapshot of the sequence, delete this new snapshot.
+        - If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
+          the cache on disk later. No newer snapshot of the answer can replace it.
+
+        Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
+        running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
+        and the snapshot after 1184 tokens is written to disk.
         """
-        is_answer = sequence.num_snapshot_tokens > sequence.num_prompt_tokens
-        if self.unsaved is not None and is_answer:
-            num_blocks = sequence.num_snapshot_tokens // self._block_size
-            self.unsaved[sequence.block_hashes[num_blocks - 1]] = None
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
+        # `add` has already recorded a snapshot that covers only the prompt.
+        if sequence.num_snapshot_tokens > sequence.num_prompt_tokens:
+            num_blocks = sequence.num_snapshot_tokens // self._block_size
+            self._write_to_disk_later(sequence.block_hashes[num_blocks - 1])
 
     def id_of(self, block_hash: bytes) -> int | None:
         """Return the id of a block's snapshot; None if the block has no snapshot."""
@@ -200,6 +207,14 @@ class StateSnapshots:
         snapshot_id = self._ids.pop(block_hash, None)
         if snapshot_id is not None:
             self._deleted.append(snapshot_id)
+
+    def _write_to_disk_later(self, block_hash: bytes) -> None:
+        """Record in `unsaved` that a snapshot must be written to disk.
+
+        Do nothing if there is no cache on disk.
+        """
+        if self.unsaved is not None:
+            self.unsaved[block_hash] = None
 
     def _targets(self, sequence: Sequence) -> list[int]:
         """Return the positions at which a prompt is divided so that a snapshot can be saved."""

@@ -88,9 +88,9 @@ def choose_image_path(
     """
     config = checkpoint.model.config
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return _refused(config, "the served model reads only text.")
+        return refuse_images(config, "the served model reads only text.")
     if not has_processor(folder):
-        return _refused(
+        return refuse_images(
             config, "the checkpoint has no processor for images (processor_config.json)."
         )
     attention = OwnAttention(checkpoint.model)
@@ -102,7 +102,7 @@ def choose_image_path(
     except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
         reason = f"transformers cannot answer a test image: {_describe(error)}"
         progress(f"images: refused, because {reason}")
-        return _refused(config, f"{reason}.")
+        return refuse_images(config, f"{reason}.")
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
     for name, add in _candidates(checkpoint, spec, features, attention):
         try:
@@ -125,11 +125,19 @@ def choose_image_path(
         f"{'; '.join(reasons)}"
     )
     progress(f"images: refused, because {reason}")
-    return _refused(config, f"{reason}.")
+    return refuse_images(config, f"{reason}.")
 
 
-def _refused(config: PretrainedConfig, reason: str) -> ImageSupport:
-    return ImageSupport("", reason, config, lambda path: path)
+def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
+    """Return the ImageSupport of a model that refuses images.
+
+    The forward path of texts is used without a change.
+
+    Args:
+        config: the config of the model.
+        reason: a sentence that says why images are refused.
+    """
+    return ImageSupport(name="", reason=reason, config=config, add=lambda path: path)
 
 
 def _candidates(

@@ -116,7 +116,7 @@ class OpenedModel:
     Attributes:
         checkpoint: the model.
         chosen: the forward path.
-        adaptable: the linear layers that LoRA adapters can change, by name.
+        adaptable_layers: the linear layers that LoRA adapters can change, by name.
         images: how the model computes prompts with images.
         cache_budget: returns the memory for the KV cache in bytes. The argument is the memory of
             one step in bytes.
@@ -124,7 +124,7 @@ class OpenedModel:
 
     checkpoint: Checkpoint
     chosen: ChosenPath
-    adaptable: dict[str, LayerSizes]
+    adaptable_layers: dict[str, LayerSizes]
     images: ImageSupport
     cache_budget: Callable[[int], int]
 
@@ -138,7 +138,7 @@ def open_model(
     """Read the weights of a model, and choose its forward path. See `load` for the arguments."""
     device = choose_device(config.device)
     checkpoint = load_weights(config, device, hook, progress)
-    adaptable = find_adaptable_layers(checkpoint) if config.lora_memory else {}
+    adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
     clock.end("weights")
     progress("comparing the logits of the engine with those of the unmodified model")
     chosen = choose_path(checkpoint, hook, config, progress)
@@ -147,7 +147,7 @@ def open_model(
     )
     clock.end("self-check")
     cache_budget = partial(kv_cache_budget, config, device)
-    return OpenedModel(checkpoint, chosen, adaptable, images, cache_budget)
+    return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
 
 
 def load(
@@ -224,7 +224,7 @@ def load(
         partial(
             AdapterStore,
             checkpoint.adapters,
-            opened.adaptable,
+            opened.adaptable_layers,
             torch.empty(0, dtype=checkpoint.model.dtype, device=device),
             config.lora_memory,
         ),

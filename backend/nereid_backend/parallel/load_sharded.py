@@ -20,7 +20,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import UnsupportedModelError, first_line
-from nereid_backend.model.choose_image_path import ImageSupport
+from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
 from nereid_backend.model.limits import kv_cache_budget, model_limit, usable_cpus
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
@@ -126,7 +126,21 @@ def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConf
 def _open_sharded(
     ranks: Ranks, config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Load rank 0's part of the model, and check the logits that all ranks compute together."""
+    """Load rank 0's part of the model, and check the logits that all ranks compute together.
+
+    Tensor parallelism supports neither LoRA adapters nor images.
+
+    Args:
+        ranks: the processes of the other ranks, which load their parts at the same time.
+        config: the settings of each rank; see `_settings_of_ranks`.
+        hook: the engine's entry in transformers' attention interface. The forward path computes
+            the model's attention in the hook.
+        progress: called with one line for each slow operation.
+        clock: measures the stages of the start.
+
+    Returns:
+        Rank 0's part of the model and its forward path.
+    """
     with ranks.loading():
         shard = load_shard(config, hook, ranks.rank, progress)
     clock.end("weights")
@@ -136,12 +150,11 @@ def _open_sharded(
     return OpenedModel(
         shard.checkpoint,
         chosen,
-        adaptable={},
-        images=ImageSupport(
-            name="",
-            reason=f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
-            config=shard.checkpoint.model.config,
-            add=lambda path: path,
+        # LoRA adapters change only whole layers, but each rank has a part of a layer.
+        adaptable_layers={},
+        images=refuse_images(
+            shard.checkpoint.model.config,
+            f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
         cache_budget=partial(_smallest_budget, ranks, config),
     )

@@ -206,23 +206,32 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _receive(connection: socket.socket) -> Request | None:
-    """Receive a request. Return None if the request is incomplete."""
-    files: list[int] = []
+    """Receive the open files of a request, and return the request.
+
+    The first file contains the fields of the request as JSON, and is closed. The caller must close
+    the other three files, which are in `Request.files`.
+
+    Return None if the request is incomplete. All its files are then closed.
+    """
+    descriptors: list[int] = []
+    request = None
     try:
         connection.settimeout(_RECEIVE_TIMEOUT_S)
-        _, files, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
-        text, *others = files
-        with open(text, "rb", closefd=False) as file:
-            file.seek(0)
-            request = Request(connection=connection, files=others, **json.load(file))
-        os.close(files.pop(0))
-        if len(others) == _FILES_OF_REQUEST - 1:
-            return request
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
+        if len(descriptors) != _FILES_OF_REQUEST:
+            raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
+        json_descriptor, *child_descriptors = descriptors
+        with open(json_descriptor, "rb", closefd=False) as json_file:
+            # The stub has written the file, so the shared file position is at its end.
+            json_file.seek(0)
+            fields = json.load(json_file)
+        request = Request(connection=connection, files=child_descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
         log.debug("the fork server received an incomplete request: %s", error)
-    for number in files:
-        os.close(number)
-    return None
+    unused = descriptors if request is None else [json_descriptor]
+    for descriptor in unused:
+        os.close(descriptor)
+    return request
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:

@@ -17,7 +17,9 @@ import queue
 import select
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
@@ -28,6 +30,21 @@ from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
 
 RequestT = TypeVar("RequestT")
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """The result of receiving from one child process.
+
+    Attributes:
+        process: the child process.
+        messages: the new messages; empty if there are none, or if the process has died.
+        death: the reason why the process has died; None if the process runs.
+    """
+
+    process: SupervisedProcess
+    messages: list[list[Any]]
+    death: EngineDiedError | None = None
 
 
 class SupervisedModel(ABC, Generic[RequestT]):
@@ -226,16 +243,17 @@ class SupervisedModel(ABC, Generic[RequestT]):
         while not self._stopping.is_set():
             try:
                 self._notice_restarts()
-                received, lost = self._receive(wait_s)
+                results = self._receive(wait_s)
                 self._take_arrivals()
-                for process, messages in received:
-                    for kind, *values in messages:
+                for result in results:
+                    for kind, *values in result.messages:
                         if kind == "progress":
                             tensors.progress(*values)
                         else:
-                            self.handle(process, kind, values)
-                for process, error in lost:
-                    self._lose(process, error)
+                            self.handle(result.process, kind, values)
+                for result in results:
+                    if result.death is not None:
+                        self._lose(result.process, result.death)
                 wait_s = self.serve()
                 self.publish_metrics()
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
@@ -243,35 +261,39 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
         self.end_all(EngineError("the server is shutting down"))
 
-    def _receive(
-        self, timeout_s: float
-    ) -> tuple[
-        list[tuple[SupervisedProcess, list[list[Any]]]],
-        list[tuple[SupervisedProcess, EngineDiedError]],
-    ]:
-        """Wait at most `timeout_s` seconds for messages of the child processes.
+    def _receive(self, timeout_s: float) -> list[_Received]:
+        """Receive from all running child processes, and return one result for each of them.
 
-        Returns:
-            The new messages of each running process, and the processes that have died with the
-            reasons of their deaths.
+        Wait at most `timeout_s` seconds for the first message. If no process runs, wait for
+        `timeout_s` seconds or until the server stops, and return [].
         """
         running = [process for process in self.processes if process.is_running]
-        if not running:
+        if len(running) == 1:
+            # The usual case needs no poll, because receiving from one process can wait by itself.
+            return [self._receive_from(running[0], timeout_s)]
+        self._wait_for_any(running, timeout_s)
+        return [self._receive_from(process, 0.0) for process in running]
+
+    def _wait_for_any(self, processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for a message of any of the processes.
+
+        Without processes, wait for `finalize`.
+        """
+        if not processes:
             self._stopping.wait(timeout_s)
-        elif len(running) > 1:
-            poll = select.poll()
-            for process in running:
-                poll.register(process.child, select.POLLIN)
-            poll.poll(timeout_s * 1000)
-            timeout_s = 0.0
-        received, lost = [], []
-        for process in running:
-            try:
-                messages = process.child.receive(timeout_s, is_working=process.num_requests > 0)
-                received.append((process, messages))
-            except EngineDiedError as error:
-                lost.append((process, error))
-        return received, lost
+            return
+        poll = select.poll()
+        for process in processes:
+            poll.register(process.child, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+
+    def _receive_from(self, process: SupervisedProcess, timeout_s: float) -> _Received:
+        """Wait at most `timeout_s` seconds for messages of a process, and return the messages."""
+        try:
+            messages = process.child.receive(timeout_s, is_working=process.num_requests > 0)
+        except EngineDiedError as error:
+            return _Received(process, messages=[], death=error)
+        return _Received(process, messages)
 
     def _take_arrivals(self) -> None:
         """Take the requests and the results that the server's thread has queued.

@@ -13,11 +13,15 @@ class Choices:
 
     Attributes:
         context: the part of the request that the postprocessor needs.
-        cancel_checked_at: the time of the last check for cancellation, by time.monotonic().
-        replied_at: the time of the last response, by time.monotonic().
+        opened_at: the time of the first step.
+        last_response_at: the time of the last response; before the first response, the time of the
+            first step. With keepalive_ms, an empty response follows after a long pause.
+        last_cancel_check_at: the time of the last check whether the client has disconnected; 0.0
+            before the first check, so that the first step is checked at once.
         is_cancelled: whether the client has disconnected.
-        opened_at: the time of the first step, by time.monotonic().
-        parsed_s: the time for decoding and parsing the steps so far, in seconds.
+        parsing_s: the seconds that decoding and parsing have taken so far, for tracing.
+
+    All times are by time.monotonic().
     """
 
     def __init__(
@@ -35,10 +39,11 @@ class Choices:
             choices: the choices, ordered by index.
         """
         self.context = context
-        self.cancel_checked_at = 0.0
-        self.opened_at = self.replied_at = time.monotonic()
-        self.parsed_s = 0.0
+        self.opened_at = time.monotonic()
+        self.last_response_at = self.opened_at
+        self.last_cancel_check_at = 0.0
         self.is_cancelled = False
+        self.parsing_s = 0.0
         self._slots = slots
         self._choices = list(choices)
 
@@ -52,13 +57,13 @@ class Choices:
             token_ids: the tokens of all choices, in the order of `state.deltas`.
             state: the other data of the step.
         """
-        began = time.monotonic()
+        start_time = time.monotonic()
         start = 0
         for delta in state.deltas:
             end = start + delta.num_tokens
             self._choices[delta.index].add(token_ids[start:end], delta)
             start = end
-        self.parsed_s += time.monotonic() - began
+        self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:
         """Return the slots of the choices that have reached a stop string and have not ended."""

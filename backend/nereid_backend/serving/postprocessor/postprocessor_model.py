@@ -115,7 +115,7 @@ class PostprocessorModel:
                 choices.context.traceparent,
                 choices.opened_at,
                 time.monotonic(),
-                nereid__busy_seconds=choices.parsed_s,
+                nereid__busy_seconds=choices.parsing_s,
             )
         else:
             self._check_cancel(choices, state, request)
@@ -130,9 +130,9 @@ class PostprocessorModel:
         if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
-        if now - choices.replied_at < self._keepalive_s:
+        if now - choices.last_response_at < self._keepalive_s:
             return None
-        choices.replied_at = now
+        choices.last_response_at = now
         return tensors.response(
             {
                 tensor_names.TEXT_OUTPUT: tensors.strings(""),
@@ -143,8 +143,8 @@ class PostprocessorModel:
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
         """Send a signal to the executor if the client has cancelled. Check at most every 0.1 s."""
         now = time.monotonic()
-        if now - choices.cancel_checked_at > _CANCEL_CHECK_S:
-            choices.cancel_checked_at = now
+        if now - choices.last_cancel_check_at > _CANCEL_CHECK_S:
+            choices.last_cancel_check_at = now
             if request.is_cancelled():
                 choices.is_cancelled = True
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
@@ -201,7 +201,7 @@ class PostprocessorModel:
         """Return a response with one tensor element for each output; None without outputs."""
         if not outputs:
             return None
-        choices.replied_at = time.monotonic()
+        choices.last_response_at = time.monotonic()
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
             tensor_names.DELTA: tensors.json_strings(*(output.delta for output in outputs)),

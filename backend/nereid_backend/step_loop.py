@@ -60,18 +60,21 @@ class StepLoop:
             runner: executes the plans.
             max_step_failures: the number of consecutive failed steps after which the engine ends.
             is_async: whether the next step starts before the tokens of the current step are read.
-                If True, the scheduler must not propose draft tokens, and the runner's forward
-                path must support pending chunks.
+                If True, the scheduler must not propose draft tokens. The runner's forward path must
+                then support pending chunks, whose token the host does not know yet (see
+                `StepPlan.pending`).
         """
-        self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
         self._max_step_failures = max_step_failures
+        self._is_async = is_async
+        # `step` starts a new list in each call, and the engine reads the list after the call.
+        self.started: list[tuple[str, float]] = []
         # The number of consecutive failed steps.
         self._num_failures = 0
-        self._is_async = is_async
         # The start of the last step that was not planned ahead, by time.perf_counter().
         self._start_time = 0.0
+        # The step that was started ahead; None if the next call of `step` must plan a step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:

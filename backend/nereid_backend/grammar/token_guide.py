@@ -148,23 +148,30 @@ class TokenGuide:
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
         """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
 
-        A token without text after the marker is always allowed. If a token contains the end of the
-        marker and text after it, this text must match the start of the grammar.
+        Text after the marker and white space must match the start of the grammar. All other tokens
+        are allowed. Examples after the tokens "</" and "thi", with the marker "</think>":
+
+            token    new phase       allowed
+            "s"      BEFORE_MARKER   yes
+            "nk> "   WHITE_SPACE     yes
+            "nk>{"   GRAMMAR         if the grammar can begin with "{"
         """
         marker = self._rules.marker
         text = self._tail + data
-        _, match, rest = text.partition(marker)
-        if not match:
-            self._tail = text[-len(marker) + 1 :] if len(marker) > 1 else b""
+        _, found_marker, after_marker = text.partition(marker)
+        if not found_marker:
+            # The marker may begin in the last bytes. It would be found if they had all its bytes.
+            max_tail = len(marker) - 1
+            self._tail = text[-max_tail:] if max_tail else b""
             return True
-        self._phase = Phase.WHITE_SPACE
         self._tail = b""
-        after = rest.lstrip(WHITE_SPACE)
-        self._num_white_space = len(rest) - len(after)
-        if not after:
+        grammar_text = after_marker.lstrip(WHITE_SPACE)
+        self._num_white_space = len(after_marker) - len(grammar_text)
+        if not grammar_text:
+            self._phase = Phase.WHITE_SPACE
             return True
         self._phase = Phase.GRAMMAR
-        return matcher.accept_bytes(after)
+        return matcher.accept_bytes(grammar_text)
 
     # ---- tokens that may follow ------------------------------------------------------------------
 

@@ -123,18 +123,25 @@ class RowsPath:
         return logits
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Compute the chunks of a step, and return the logits; see `ForwardPath.forward`."""
-        parts: list[Tensor | None] = [None] * len(plan.chunks)
-        # The indices of the one-token chunks that continue the state of their sequence.
+        """Compute the chunks of a step, and return the logits; see `ForwardPath.forward`.
+
+        All decodes are computed in one pass, and each prefill in a pass of its own. A decode is a
+        chunk of one token that continues the state of its sequence.
+        """
+        # The indices of the chunks in the plan.
         decodes: list[int] = []
+        prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
-            if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
-                decodes.append(index)
+            is_decode = chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk)
+            (decodes if is_decode else prefills).append(index)
+        # The logits of each chunk, in the order of the plan.
+        parts: list[Tensor | None] = [None] * len(plan.chunks)
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
             for index, row in zip(decodes, logits, strict=True):
+                # A chunk without logits gets an empty part.
                 parts[index] = row[: plan.chunks[index].num_logits]
-        for index in sorted(set(range(len(plan.chunks))).difference(decodes)):
+        for index in prefills:
             parts[index] = self._prefill(plan.chunks[index])
         return join_logits(parts, self._vocab_size)
 

@@ -45,21 +45,30 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
     cache: Any = DynamicCache(config=config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise UnfitError("the model's cache contains only keys and values, but no state")
-    cache.layers = [_without_keys(layer) for layer in cache.layers]
+    cache.layers = [_replace_layer(layer) for layer in cache.layers]
     return cache  # type: ignore[no-any-return]
 
 
-def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the cache layer that replaces `layer` and stores neither keys nor values."""
+def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
+    """Return a cache layer that stores neither keys nor values, as a replacement for `layer`.
+
+    `layer` stores             returned
+    a state, keys and values   StateAndBlockLayer, which stores only the state
+    a state                    `layer`
+    keys and values            BlockCacheLayer, which stores nothing
+    nothing                    `layer`
+
+    Raises:
+        UnfitError: if the layer stores anything else.
+    """
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        # A layer with a state may also store keys and values.
         has_keys = isinstance(layer, DynamicLayer)
         return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
+    if isinstance(layer, DummyLayer):
+        return layer
     # Subclasses are not accepted, because they may store more than keys and values.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return BlockCacheLayer()
-    if isinstance(layer, DummyLayer):
-        return layer
     raise UnfitError(
         f"the model's cache has layers of the class {type(layer).__name__}, which this forward "
         "path does not support"

@@ -70,7 +70,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
     weights = arguments["state_dict"]
     names = layers & weights.keys()
     _write_shards(new_folder, _converted(weights, names, bits, other_dtype))
-    settings = None if bits is None else _settings(bits, layers, names)
+    settings = None if bits is None else _quantization_config(bits, layers, names)
     _write_config(folder, new_folder, str(other_dtype).removeprefix("torch."), settings)
 
 
@@ -174,27 +174,33 @@ def _copy_other_files(folder: Path, new_folder: Path) -> None:
             shutil.copy(file, new_folder)
 
 
-def _settings(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
-    """Return the quantization_config of the new checkpoint.
+def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
+    """Return the quantization_config of the new checkpoint, as compressed-tensors defines it.
 
     Args:
         bits: 4 or 8.
         layers: the names of the weights of all linear layers except the output layer.
         integers: the weights among `layers` that are converted.
     """
+    # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric:
+    # they have a scale, and the integer 0 is the weight 0.
+    is_symmetric = bits == 8
     weights = {
         "num_bits": bits,
         "type": "int",
-        "symmetric": bits == 8,
+        "symmetric": is_symmetric,
         "strategy": "group",
         "group_size": GROUP_SIZES[bits],
     }
+    # The format "pack-quantized" stores several integers in one 32-bit word.
+    file_format = "pack-quantized" if bits == 4 else "int-quantized"
+    unconverted = sorted(name.removesuffix(".weight") for name in layers - integers)
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized" if bits == 4 else "int-quantized",
+        "format": file_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", *sorted(name.removesuffix(".weight") for name in layers - integers)],
+        "ignore": ["lm_head", *unconverted],
     }
 
 

@@ -58,13 +58,13 @@ __all__ = [
     "parse",
 ]
 
-# These names need jinja2, which the parsers do not need. A name is imported
-# when a program reads it for the first time.
+# Only the code for these names needs jinja2. The names are imported when a program uses them, so
+# that the parsers also work without jinja2.
 _LAZY_NAMES = {"analyze_template", "TemplateAnalysis"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # Python defines this signature
-    """Import one of the names that are imported only when they are used."""
+    """Import a name of `_LAZY_NAMES` when a program uses the name for the first time."""
     if name in _LAZY_NAMES:
         from nereid_parsers import template
 

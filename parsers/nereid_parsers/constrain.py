@@ -145,7 +145,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
 
 def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
-    """Return the two texts that open and close the reasoning, or None if a text does not exist.
+    """Return the two texts that open and close the reasoning, or None if either text is missing.
 
     Examples: `("<think>", "</think>")`, and `("<|channel|>analysis<|message|>", "<|end|>")` for the
     layout `Messages`.

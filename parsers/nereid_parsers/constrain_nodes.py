@@ -12,8 +12,8 @@ Node = dict[str, Any]
 BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
-# The first constant contains the keywords of a JSON schema whose text only describes a value. The
-# keywords in the second constant have values that are JSON data, and not schemas.
+# The keywords of a JSON schema in the first constant only describe a value. The keywords in the
+# second constant contain JSON data, and not schemas.
 _DESCRIPTIONS = ("title", "description", "$comment")
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 

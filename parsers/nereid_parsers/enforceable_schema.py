@@ -267,7 +267,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
-    """Merge `properties` and `additionalProperties` of two schemas. Return the two keywords.
+    """Merge `properties` and `additionalProperties` of two schemas. Return the merged keywords.
 
     Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
     `{"a": {"type": "string", "maxLength": 9}}`.

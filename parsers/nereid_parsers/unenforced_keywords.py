@@ -86,7 +86,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether the declared types and constants prove that no value matches two schemas.
+    """Return whether the declared types and constants prove that no value matches two options.
 
     If the result is True, `oneOf` and `anyOf` accept the same values. Examples: a string and an
     integer are disjoint, and so are the constants "a" and "b". A string and the constant "a" are

@@ -1,4 +1,4 @@
-"""DeepSeek: tool calls between begin and end tokens, or in DSML tags since V3.2."""
+"""DeepSeek: tool calls between begin and end tokens. V3.2 and later models use DSML tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

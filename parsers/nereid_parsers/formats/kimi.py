@@ -1,4 +1,4 @@
-"""Moonshot Kimi: tool calls between begin and end tokens, or in typed tags since K3."""
+"""Moonshot Kimi: tool calls between begin and end tokens. Kimi K3 uses typed tags instead."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -287,7 +287,7 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for a combination of two formats, if one describes whole messages.
+    """Return the error: the formats cannot be combined, because one describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

@@ -412,7 +412,7 @@ class CallReader:
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        # The marker is undecided text until the arguments start.
+        # The marker is stored as undecided text until the arguments start.
         has_only_marker = call.is_confirmed and bool(self._text.undecided)
         if has_only_marker and not self._is_closed_in_undecided_text(call.form):
             return self._drop_or_treat_as_content(0, _NO_CALL)
@@ -433,10 +433,10 @@ class CallReader:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """Remove a tool section without a tool call at the message's end, or treat it as content.
+        """Remove the text of an empty tool section, or treat the text as content.
 
-        If the text of the section contains a tag, the text is removed. Otherwise the text is
-        content.
+        The message has ended before a tool call in the section. If the text of the section contains
+        a tag, the text is removed. Otherwise the text is content.
         """
         if self._text.undecided:
             self._drop_or_treat_as_content(0, _EMPTY_SECTION)

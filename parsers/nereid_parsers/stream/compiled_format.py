@@ -18,8 +18,8 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # contains such text.
 _MIN_CLOSING_MARKER_CHARS = 4
 # If the opening marker of a tool call is missing, the parser recognises the tool call by the
-# literal at the start of its head. Literals with fewer characters are not used, because content
-# often contains such short texts.
+# literal at the start of its head. The literal must have at least this number of characters,
+# because content often contains shorter texts.
 _MIN_HEAD_MARKER_CHARS = 8
 
 

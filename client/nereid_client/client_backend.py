@@ -24,10 +24,18 @@ class ClientBackend:
         self._metrics = metrics
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """Yield the deltas of all choices. See `Backend.generate`."""
+        """Yield the deltas of all choices. See `Backend.generate`.
+
+        Add the current LoRA adapter and the current client to the request. The engine divides its
+        time between the values of `client_id`. All clients with the same `share` have the same
+        `client_id`, so they take turns with other clients as if they were one client.
+        """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        if client.share:
+        # Without a key file, a client can have neither a name nor a share. The engine then treats
+        # the request like all other requests without a client.
+        has_share = client.share != ""
+        if has_share:
             generation = replace(
                 generation,
                 client_id=client.share,
@@ -35,6 +43,7 @@ class ClientBackend:
                 priority=client.priority,
             )
         deltas = self._backend.generate(generation)
+        # Only the tokens of clients with a name are counted.
         return self._counted(deltas, client) if client.name else deltas
 
     async def tokenize(self, generation: Generation) -> list[int]:

@@ -18,6 +18,8 @@ from nereid_client.cli.output import DEFAULT_URL, JsonOption, ModelOption, UrlOp
 from nereid_client.console import CliError, complain
 
 _UPDATES_PER_S = 4
+# The keys of the result of `percentiles`, in this order.
+_STATISTICS = ("mean", "p50", "p90", "p99")
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """
     if not values:
         return {}
-    found = np.percentile(values, (50, 90, 99))
-    names = ("mean", "p50", "p90", "p99")
-    return {n: round(float(v), 2) for n, v in zip(names, (np.mean(values), *found), strict=True)}
+    numbers = (np.mean(values), *np.percentile(values, (50, 90, 99)))
+    return {
+        name: round(float(number), 2) for name, number in zip(_STATISTICS, numbers, strict=True)
+    }
 
 
 def _measure(url: str, body: Json) -> Sample:
@@ -163,15 +166,24 @@ def _has_text(choice: Json) -> bool:
 
 
 def _table(summary: Json) -> Table:
-    """Return a table of the benchmark's results."""
-    table = Table("", "mean", "p50", "p90", "p99")
-    done = summary["succeeded"] + summary["failed"]
-    table.add_row("requests", f"{done} of {summary['requests']}, {summary['failed']} failed")
+    """Return a table of the benchmark's results so far.
+
+    The latencies have one column for each of `_STATISTICS`. The columns are empty while no request
+    has succeeded.
+
+    Args:
+        summary: the result of `_Load.summary`.
+    """
+    table = Table("", *_STATISTICS)
+    ended = summary["succeeded"] + summary["failed"]
+    table.add_row("requests", f"{ended} of {summary['requests']}, {summary['failed']} failed")
     table.add_row("requests per second", f"{summary['requests_per_s']:.2f}")
     table.add_row("tokens per second", f"{summary['tokens_per_s']:.1f}")
     for label, name in (
         ("time to first token, ms", "time_to_first_token_ms"),
         ("time per output token, ms", "time_per_output_token_ms"),
     ):
-        table.add_row(label, *(f"{value:.1f}" for value in summary[name].values()))
+        latencies = summary[name]
+        cells = [f"{latencies[column]:.1f}" for column in _STATISTICS if column in latencies]
+        table.add_row(label, *cells)
     return table

@@ -147,6 +147,15 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
     return Response(body, media_type="application/json")
 
 
+def encode_object(encoded_members: Mapping[str, str]) -> str:
+    """Join the JSON texts of members into the JSON text of an object.
+
+    Example: {"float": "[[0.5]]", "int8": "[[127]]"} returns '{"float":[[0.5]],"int8":[[127]]}'.
+    """
+    members = (f"{_encode(name)}:{encoded}" for name, encoded in encoded_members.items())
+    return f"{{{','.join(members)}}}"
+
+
 async def encode_list(items: Iterable[str]) -> str:
     """Join JSON texts into the JSON text of a list.
 

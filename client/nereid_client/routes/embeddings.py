@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
     encode_list,
+    encode_object,
     json_response,
     rows_of,
     usage_of,
@@ -65,7 +66,16 @@ async def cohere_embed_1(request: Request) -> Response:
 
 
 async def _cohere_embed(request: Request, version: str) -> Response:
-    """Return the response of version "1" or "2" of Cohere's API."""
+    """Return the response to a request of Cohere's API.
+
+    Version 1 without `embedding_types` returns one list of vectors in the member `embeddings`.
+    Otherwise, `embeddings` is an object with one list for each type, such as
+    {"float": [[0.5]], "int8": [[127]]}.
+
+    Args:
+        request: the request.
+        version: the version of the API, "1" or "2".
+    """
     body = await read_request(request, CohereEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
@@ -73,22 +83,21 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     options = body.options(served.info.get("prompts") or {}) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     rows = rows_of(outputs)
-    lists = {
-        kind: await encode_list(map(WRITERS[kind], rows))
-        for kind in body.embedding_types or ["float"]
+    # The list of all vectors as JSON, by the type of the vectors.
+    encoded_lists: dict[str, str] = {
+        vector_type: await encode_list(map(WRITERS[vector_type], rows))
+        for vector_type in body.embedding_types or ["float"]
     }
+    has_one_list = version == "1" and body.embedding_types is None
     tokens = usage_of(outputs)["prompt_tokens"]
     members = {
         "id": f"embed-{request_id_of(request)}",
         "texts": body.texts or [],
         "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": tokens}},
+        "response_type": "embeddings_floats" if has_one_list else "embeddings_by_type",
     }
-    if version == "1" and body.embedding_types is None:
-        members["response_type"] = "embeddings_floats"
-        return json_response(members, "embeddings", lists["float"])
-    members["response_type"] = "embeddings_by_type"
-    lists_by_kind = ",".join(f'"{kind}":{encoded}' for kind, encoded in lists.items())
-    return json_response(members, "embeddings", f"{{{lists_by_kind}}}")
+    encoded = encoded_lists["float"] if has_one_list else encode_object(encoded_lists)
+    return json_response(members, "embeddings", encoded)
 
 
 @router.post("/embed", summary="Create embeddings (TEI's format)")

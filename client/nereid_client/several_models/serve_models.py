@@ -147,20 +147,29 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Read the default settings of each kind of model from the environment variables.
+    """Return the default settings of each kind of model, from the environment variables.
 
-    Example: NEREID_EMBEDDING_DTYPE=float32 returns {"embedding": {"dtype": "float32"}, ...}.
+    Variables without a value and the settings in `_NEVER_DEFAULTS` are omitted.
+
+    Example: NEREID_DTYPE=bfloat16 and NEREID_EMBEDDING_DTYPE=float32 return
+    {"llm": {"dtype": "bfloat16"}, "embedding": {"dtype": "float32"}, "rerank": {}}.
     """
+    # The prefix "NEREID_" is not enough to find the settings of the language model, because the
+    # variables of the other kinds and of the server have this prefix, too.
     engine = _engine_variables()
-    found: dict[str, dict[str, str]] = {kind: {} for kind in _PREFIXES}
-    for kind, prefix in _PREFIXES.items():
-        for variable, value in environment.items():
-            name = variable.removeprefix(prefix)
-            is_setting = variable in engine if kind == "llm" else variable.startswith(prefix)
-            is_default = f"NEREID_{name}" not in _NEVER_DEFAULTS
-            if is_setting and is_default and value.strip():
-                found[kind][name.lower()] = value
-    return found
+    variables = {"llm": [name for name in environment if name in engine]}
+    for kind in ("embedding", "rerank"):
+        prefix = _PREFIXES[kind]
+        variables[kind] = [name for name in environment if name.startswith(prefix)]
+    defaults: dict[str, dict[str, str]] = {}
+    for kind, names in variables.items():
+        defaults[kind] = {}
+        for variable in names:
+            setting = variable.removeprefix(_PREFIXES[kind])
+            is_default = f"NEREID_{setting}" not in _NEVER_DEFAULTS
+            if is_default and environment[variable].strip():
+                defaults[kind][setting.lower()] = environment[variable]
+    return defaults
 
 
 def _engine_variables() -> set[str]:

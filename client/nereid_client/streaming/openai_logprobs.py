@@ -114,7 +114,8 @@ class CompletionLogprobs:
         self._append_text(text)
         part = _empty()
         for entry in entries:
-            piece = self._completed_text(entry, is_last=is_last)
+            self._skip_incomplete_character(entry, is_last=is_last)
+            piece = self._decode(entry)
             part["text_offset"].append(self._locate(piece, is_last=is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
@@ -129,20 +130,26 @@ class CompletionLogprobs:
     def _token_name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
 
-    def _completed_text(self, entry: TokenLogprob, *, is_last: bool) -> str:
-        """Return the characters that this token completes.
+    def _skip_incomplete_character(self, entry: TokenLogprob, *, is_last: bool) -> None:
+        """Skip an incomplete character in the text, if the token `entry` starts a new character.
 
-        Example: if a character of two bytes consists of two tokens, the first token returns "" and
-        the second one returns the character.
+        The decoder then contains the first bytes of a character that no later token can complete.
+        The text has U+FFFD in the place of these bytes.
+        """
+        raw = entry["bytes"]
+        # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one.
+        if raw and raw[0] & 0xC0 != 0x80:
+            self._locate(self._decoder.decode(b"", final=True), is_last=is_last)
+
+    def _decode(self, entry: TokenLogprob) -> str:
+        """Add the bytes of a token to the decoder, and return the characters that are now complete.
+
+        Example: if the two bytes of the character "é" are in two tokens, the call for the first
+        token returns "", and the call for the second token returns "é".
         """
         if entry["bytes"] is None:
             return entry["token"]
-        raw = bytes(entry["bytes"])
-        # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one, so an
-        # incomplete character before it will stay incomplete.
-        if raw and raw[0] & 0xC0 != 0x80:
-            self._locate(self._decoder.decode(b"", final=True), is_last=is_last)
-        return self._decoder.decode(raw)
+        return self._decoder.decode(bytes(entry["bytes"]))
 
     def _append_text(self, text: str) -> None:
         """Append text to `_text`.

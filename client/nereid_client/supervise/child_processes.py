@@ -64,9 +64,10 @@ class ChildProcess:
 
     Attributes:
         errors: the last lines that a Triton server marked as errors.
-        refusals: the reasons with which Nereid's models rejected the settings or the checkpoint,
-            or ended themselves.
-        refused_at: the time of the first refusal, by time.monotonic. Infinity if there is none.
+        refusals: the reasons of the lines that start with `nereid: error:`. A model writes such a
+            line if it rejects a setting or the checkpoint, or if it has stopped.
+        refused_at: the time of the first of these lines, by time.monotonic. Infinity without such a
+            line, so that no time is later.
         tail: the last lines of the output, without tables.
         crash: the line with which a Triton server reports its crash, or None. Version
             2.51 can hang in its handler of the signal instead of ending, with its ports open.
@@ -81,12 +82,19 @@ class ChildProcess:
         on_line: Callable[[str], None],
         files: Sequence[int] = (),
     ) -> None:
+        """Start the program, and a thread that reads its output. See the class for the arguments.
+
+        Raises:
+            OSError: if the program cannot be started.
+        """
         self.name = name
+        # The thread that reads the output fills these attributes; see `_record`.
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.refusals: list[str] = []
         self.refused_at = float("inf")
         self.crash: str | None = None
+
         self._process = subprocess.Popen(
             command,
             env=dict(environment),

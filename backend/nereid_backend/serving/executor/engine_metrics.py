@@ -8,6 +8,8 @@ which there are thousands in a second, are published as counters (see published_
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.published_metrics import (
@@ -70,6 +72,21 @@ _SIZES = {
 }
 
 
+@dataclass(slots=True)
+class _EngineState:
+    """The metrics of one engine process.
+
+    Attributes:
+        gauges: the server's gauges, by name.
+        published: the last published value of each gauge, so that only changes are published.
+        last_stats: the values of the engine's counters in the previous call of `publish`.
+    """
+
+    gauges: dict[str, Any]
+    published: dict[str, float] = field(default_factory=dict)
+    last_stats: Mapping[str, int] = field(default_factory=dict)
+
+
 class EngineMetrics:
     """Publishes metrics. Only the executor's loop may call it.
 
@@ -82,42 +99,28 @@ class EngineMetrics:
     """
 
     def __init__(self, executor: str = _EXECUTOR, num_engines: int = 1) -> None:
-        """Create the metrics at the server, with the value 0."""
-        self._labels = {"model_name": executor.removesuffix(f"-{_EXECUTOR}")}
-        if executor == _EXECUTOR:
-            self._labels = {"model_name": _ENSEMBLE}
+        """Create the metrics at the server, with the value 0.
+
+        The order of the metrics on the page /metrics is the order in which they are created here.
+        """
+        self._labels = {"model_name": _ensemble_of(executor)}
         families = self._families = MetricFamilies()
+        # The gauge of the executor, and its last published value; None before the first one.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(self._labels)
-        engine_gauges = {name: families.gauge(name, text) for name, text in _ENGINE_GAUGES.items()}
-        # The gauges of each engine process by name.
-        self._gauges = [
-            {
-                name: family.Metric(
-                    {**self._labels, "engine": str(index)} if num_engines > 1 else self._labels
-                )
-                for name, family in engine_gauges.items()
-            }
-            for index in range(num_engines)
-        ]
+        self._published_num_requests: int | None = None
+        # The gauges and the state of each engine process, by its number.
+        self._engines = _create_engines(families, self._labels, num_engines)
+        # The counters and histograms of all engine processes together, by name.
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
-        self._histograms = {
-            name: families.histogram(name, text).Metric(self._labels, buckets=list(bounds))
-            for names, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS))
-            for name, text in names.items()
-        }
+        self._histograms = _create_histograms(families, self._labels)
         self._token_gaps = families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", self._labels
         )
         self._outcomes = families.counter(
             "request_success_total", "Ended sequences by finish reason"
         )
-        # The last published value of each engine's gauges, so that only changes are published.
-        self._published: list[dict[str, float]] = [{} for _ in range(num_engines)]
-        self._published_num_requests: int | None = None
-        # The values of each engine's counters in the previous call of `publish`.
-        self._last_stats: list[Mapping[str, int]] = [{} for _ in range(num_engines)]
         # The number of calls of `publish`.
         self._round = 0
 
@@ -137,22 +140,12 @@ class EngineMetrics:
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
             self._published_num_requests = num_requests
-        for index, stats in enumerate(engines):
-            self._publish_gauges(index, stats)
-            self._add_engine_counts(index, stats, statistics)
+        for engine, stats in zip(self._engines, engines, strict=True):
+            _publish_gauges(engine, stats)
+            _add_engine_counts(engine, stats, statistics)
         self._round += 1
         if self._round % _COUNTER_ROUNDS == 0 or not num_requests:
             self._publish_counters(statistics)
-
-    def _publish_gauges(self, index: int, stats: Mapping[str, int]) -> None:
-        """Publish the gauges of an engine process that have changed."""
-        gauges, published = self._gauges[index], self._published[index]
-        blocks = stats.get("kv_cache_blocks", 0)
-        usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
-        for name, value in {**stats, **usage}.items():
-            if name in gauges and published.get(name) != value:
-                gauges[name].set(float(value))
-                published[name] = value
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
         """Publish the counters and the histograms of requests."""
@@ -167,14 +160,59 @@ class EngineMetrics:
             values.clear()
         self._token_gaps.publish(statistics.token_gaps)
 
-    def _add_engine_counts(
-        self, index: int, stats: Mapping[str, int], statistics: RequestStatistics
-    ) -> None:
-        """Add to `statistics` the increase of an engine's counters since the last call."""
-        last = self._last_stats[index]
-        for source, name in _ENGINE_COUNTERS.items():
-            before = last.get(source, 0)
-            now = stats.get(source, 0)
-            # A smaller value comes from a new engine process, whose counters started at 0.
-            statistics.counts[name] += now - before if now >= before else now
-        self._last_stats[index] = dict(stats)
+
+def _ensemble_of(executor: str) -> str:
+    """Return the name of the ensemble to which an executor belongs.
+
+    Examples: "chat-executor" returns "chat", and "executor" returns "llm".
+    """
+    return _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
+
+
+def _create_engines(
+    families: MetricFamilies, labels: Mapping[str, str], num_engines: int
+) -> list[_EngineState]:
+    """Create the gauges of all engine processes.
+
+    If there are several engine processes, their gauges also have the label `engine`.
+    """
+    engine_families = {name: families.gauge(name, text) for name, text in _ENGINE_GAUGES.items()}
+    engines = []
+    for index in range(num_engines):
+        engine_labels = dict(labels)
+        if num_engines > 1:
+            engine_labels["engine"] = str(index)
+        gauges = {name: family.Metric(engine_labels) for name, family in engine_families.items()}
+        engines.append(_EngineState(gauges))
+    return engines
+
+
+def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Create the histograms of requests, and return them by name."""
+    return {
+        name: families.histogram(name, text).Metric(dict(labels), buckets=list(bounds))
+        for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS))
+        for name, text in texts.items()
+    }
+
+
+def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
+    """Publish the gauges of an engine process that have changed."""
+    blocks = stats.get("kv_cache_blocks", 0)
+    usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
+    for name, value in {**stats, **usage}.items():
+        if name in engine.gauges and engine.published.get(name) != value:
+            engine.gauges[name].set(float(value))
+            engine.published[name] = value
+
+
+def _add_engine_counts(
+    engine: _EngineState, stats: Mapping[str, int], statistics: RequestStatistics
+) -> None:
+    """Add to `statistics` the increase of an engine's counters since the last call."""
+    for source, name in _ENGINE_COUNTERS.items():
+        before = engine.last_stats.get(source, 0)
+        now = stats.get(source, 0)
+        # A smaller value comes from a new engine process, whose counters started at 0.
+        statistics.counts[name] += now - before if now >= before else now
+    engine.last_stats = dict(stats)

@@ -11,8 +11,9 @@ _LOCK_TIMEOUT_S = 30.0
 class Database:
     """A connection to an SQLite database.
 
-    The content is needed only while the processes that share the database run. Changes are
-    therefore not flushed to the disk, which saves most of the time of a transaction.
+    The content of the database is needed only while the processes run that share the database. The
+    database therefore does not flush changes to the disk, which would take most of the time of a
+    transaction.
 
     Args:
         path: the file, or ":memory:" for a database in the memory of this process.
@@ -32,7 +33,8 @@ class Database:
         """Make the changes inside the `with` block visible to other processes all at once.
 
         No other process can change the database inside the block. If the block raises an exception,
-        its changes are undone. A transaction inside another transaction is a part of the other one.
+        the changes of the block are undone. A transaction inside another transaction becomes a part
+        of the outer transaction.
         """
         if self._depth == 0:
             self._connection.execute("BEGIN IMMEDIATE")

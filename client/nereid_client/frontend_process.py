@@ -30,14 +30,14 @@ def run_frontend(
     worker: WorkerPlace | None = None,
     make_backend: Callable[[], Backend] | None = None,
 ) -> None:
-    """Run the frontend until SIGINT or SIGTERM. After SIGUSR1, it accepts no new requests.
+    """Run the frontend until SIGINT or SIGTERM. After SIGUSR1, the frontend rejects new requests.
 
     Args:
         settings: the settings of the frontend.
         worker: the place of this process among several frontend processes, or None.
         make_backend: creates the backend. By default, the backend is the Triton server.
 
-    Raises: SettingsError.
+    Raises: SettingsError if a setting is wrong.
     """
     app = create_app(settings, make_backend, worker)
     gate: Gate = app.state.gate
@@ -46,8 +46,8 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # The objects that exist at the start are needed until the process ends. After the freeze, the
-    # garbage collector ignores them, so that its passes are short and do not delay streams.
+    # The objects that exist now are needed until the process ends. `freeze` makes the garbage
+    # collector ignore these objects. Garbage collections are then short and do not delay streams.
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()

@@ -27,7 +27,7 @@ from nereid_client.triton_backend import Backend
 R = TypeVar("R", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
+"""Bodies above this size are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
 
 _TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with less nesting."
 
@@ -69,7 +69,7 @@ class Contexts:
     Attributes:
         all: the context of each language model. The first model is the default.
         control: loads and unloads models. None if all models are always loaded.
-        large_bodies: held while a large body is parsed.
+        large_bodies: the lock that a request holds while its large body is parsed.
     """
 
     all: tuple[Context, ...]
@@ -134,7 +134,7 @@ def request_id_of(request: Request) -> str:
 
 
 def unique_request_id(request: Request) -> str:
-    """Return an id for the backend, which is the id of the request with a random suffix.
+    """Return the id of the request with a random suffix, as an id for the backend.
 
     Clients may send the same X-Request-Id twice, but the backend requires unique ids.
     """
@@ -224,8 +224,8 @@ async def _read_bytes(request: Request) -> bytes:
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
     """Return the JSON object in the body of a request.
 
-    The parser blocks the event loop. Large bodies are therefore parsed one at a time, and after
-    each the event loop serves other requests for as long as the parser took.
+    The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
+    large body, the event loop serves other requests for as long as the parser has taken.
 
     Raises: ApiError 400 if the body is not a JSON object.
     """

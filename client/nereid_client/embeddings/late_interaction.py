@@ -1,7 +1,8 @@
-"""Scores of models with one vector for each token, such as ColBERT (late interaction).
+"""Computes scores with late interaction, for models such as ColBERT.
 
-The score of a document is the sum, over the tokens of the query, of the largest dot product with a
-token of the document (MaxSim).
+Such a model returns one vector for each token. For each token of the query, the dot products with
+all tokens of the document are computed, and the largest dot product is selected. The score of the
+document is the sum of the selected dot products (MaxSim).
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,22 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
 _PROMPTS = {"query": "query", "documents": "document"}
-"""Maps an input tensor of a reranker to the prompt that precedes its texts."""
+"""Maps each input tensor of a reranker to the name of the prompt for the texts in the tensor.
+
+A prompt is a text that the embedding model puts before each text.
+"""
 
 
 def uses_late_interaction(served: ServedModel) -> bool:
-    """Return whether a model is meant for late interaction: one vector for each token."""
+    """Return whether a model returns one vector for each token by default."""
     return served.kind == EMBEDDING and served.info.get("kinds", ("",))[0] == "multi_vector"
 
 
 async def choose_scorer(request: Request, name: str | None) -> ServedModel:
-    """Return the reranker with this name, or else an embedding model for late interaction.
+    """Return the model that scores documents.
+
+    Return the reranker with the name `name`. If there is no such reranker, return the embedding
+    model with this name, if it uses late interaction. None selects any served model.
 
     Raises: ApiError 400 or 404 if there is no such model.
     """
@@ -49,7 +56,9 @@ async def choose_scorer(request: Request, name: str | None) -> ServedModel:
 async def late_interaction(
     request: Request, served: ServedModel, inputs: ModelInputs, *, truncate: bool | None
 ) -> PoolingOutputs:
-    """Return the same outputs as a reranker: `scores` and `num_tokens`.
+    """Score documents with an embedding model that uses late interaction.
+
+    The outputs have the names of a reranker's outputs: `scores` and `num_tokens`.
 
     Args:
         request: the HTTP request.

@@ -36,8 +36,9 @@ _LONGEST_PAUSE_S = 1.0
 # The number of throttles at which unused throttles are deleted. A throttle is unused if it counted
 # no rejection in the last window.
 _MAX_THROTTLES = 1024
-# After a start, `nereid serve` sends the first request to the language model, and at the same time
-# the first request to an embedding model or reranker.
+# The largest number of requests of `nereid serve` that are admitted without being counted. After a
+# start, `nereid serve` sends two requests at the same time: one to the language model, and one to
+# an embedding model or a reranker.
 _MAX_CHECKS = 2
 # The error message of a request that waited too long in the server's queue begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
@@ -233,7 +234,7 @@ class AdmissionControl:
             self._gate.leave(client)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a health check of `nereid serve` to the application without counting the request.
+        """Handle a health check of `nereid serve`. It does not count as a request.
 
         Only _MAX_CHECKS such requests run at a time without being counted, because any client can
         send the user agent of `nereid serve`.

@@ -23,7 +23,7 @@ SUPERVISOR_USER_AGENT = "nereid-serve"
 """The user agent of the health checks and first requests that `nereid serve` sends."""
 _log = logging.getLogger(__name__)
 
-# With this variable, prometheus_client stores the metrics of each process in a folder.
+# If this variable is set, prometheus_client stores the metrics of each process in files.
 _FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
 _UNKNOWN_ROUTE = "unknown"
@@ -128,8 +128,8 @@ class RequestMetrics:
     def as_text(self) -> bytes:
         """Return all metrics in the text format of Prometheus.
 
-        With several frontend processes, the counters and histograms are the sums of all processes,
-        also of those that have ended.
+        With several frontend processes, the counters and histograms are the sums over all
+        processes, including the processes that have ended.
         """
         self._running.set(self._num_running())
         if _FILES_VARIABLE not in os.environ:
@@ -143,7 +143,8 @@ class CountRequests:
     """Middleware that counts and logs each request with its route and the status of its response.
 
     The requests of `nereid serve`, which checks the frontend several times a second while it
-    starts, are not counted. A request that another frontend process forwarded is counted there.
+    starts, are not counted. If another frontend process has forwarded a request, only that process
+    counts the request.
 
     Args:
         app: the application that this middleware calls.
@@ -203,5 +204,5 @@ class CountRequests:
 
 
 def is_from_supervisor(scope: Scope) -> bool:
-    """Return whether the header User-Agent of a request names `nereid serve`."""
+    """Return whether `nereid serve` has sent a request, according to the header User-Agent."""
     return Headers(scope=scope).get("user-agent") == SUPERVISOR_USER_AGENT

@@ -1,14 +1,13 @@
-"""The amounts that clients have used of their limits for each minute."""
+"""Counts the requests and tokens of each client in each minute, for the client's limits."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
 
 
 class Usages:
-    """The used amount of each limit. A used amount decreases with time.
+    """Stores the used amount of each limit. A used amount decreases with time.
 
-    A limit has a key, such as "team-a requests". All times are times of time.monotonic(), in
-    seconds.
+    Each limit has a key, such as "requests of team-a". All times are seconds of time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -16,6 +15,9 @@ class Usages:
 
     def used(self, key: str, per_minute: int, now: float) -> float:
         """Return the amount of a limit that is used at the time `now`.
+
+        Example: an amount of 100 was stored, and `per_minute` is 60. After 10 s, the used amount is
+        90.
 
         Args:
             key: the key of the limit.
@@ -27,7 +29,10 @@ class Usages:
         return max(amount - passed_s * per_minute / 60, 0.0) if amount else 0.0
 
     def add(self, key: str, amount: float, per_minute: int, now: float) -> None:
-        """Increase the used amount of a limit. The parameters are those of `used`."""
+        """Increase the used amount of a limit by `amount`.
+
+        The other parameters are those of `used`.
+        """
         with self._transaction():
             self._write(key, self.used(key, per_minute, now) + amount, now)
 

@@ -1,9 +1,11 @@
 """The playground: a page for a browser, with which a user tries the served models.
 
-The page is one HTML document that contains its style and its scripts, so that it loads nothing
-else. Therefore the whole playground needs the API key if the server requires one. A browser cannot
-send a key when it opens a page, so it then receives the sign-in page, which asks for the key and
-requests the playground with it.
+The page is one HTML document that contains its style and its scripts, so that the browser loads no
+other file.
+
+If the server requires an API key, it sends the playground only to requests with the key. A browser
+cannot send a key when it opens a page. The browser then receives the sign-in page, which asks the
+user for the key and requests the playground with this key.
 """
 
 import base64

@@ -14,5 +14,5 @@ class ReloadRequest(RequestBody):
     """The folder of the new checkpoint on the server. By default, the present folder is read
     again. The new checkpoint must have the same tensors as the present checkpoint."""
     running_requests: Literal["finish", "refuse"] = "finish"
-    """Whether running requests finish with the old weights, or end with an error that tells the
-    client to try again."""
+    """`finish`: running requests finish with the old weights. `refuse`: running requests end with
+    an error that tells the client to try again."""

@@ -20,9 +20,10 @@ Json = dict[str, Any]
 
 _OVERHEAD_BYTES = 64  # the approximate size of a Python object without its content
 
-# The numbers of the responses are in the order in which the responses ended. The column `worker` is
-# the number of the process that generates a running response. The column is NULL if the response
-# has ended. The triggers update the table `totals`, because counting all rows would take long.
+# Responses that have ended are numbered in the order in which they ended. While a response runs,
+# the column `worker` contains the number of the process that generates the response. Afterwards,
+# the column is NULL. The triggers update the table `totals`, because counting all rows would take
+# long.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -246,9 +247,9 @@ class Store:
             )
 
     def finish(self, run: Running, record: StoredResponse) -> bool:
-        """Replace a running response by its final state, as described by `add`.
+        """Store the final state of a response that was running. The result is that of `add`.
 
-        Other processes see either the running response or its final state.
+        Both changes are one transaction, so other processes always find one of the two.
         """
         with self._database.transaction():
             del self._running[run.id]

@@ -14,9 +14,10 @@ router = APIRouter(tags=["Operation"])
 
 @router.post("/v1/reload", summary="Replace the weights of the language model")
 async def reload_weights(request: Request) -> dict[str, Any]:
-    """Replace the weights of the language model without a restart. Return after the change.
+    """Replace the weights of the language model without a restart of the server.
 
-    Later requests wait for the new weights. A refused checkpoint leaves the old weights in service.
+    The response is sent after the change. Requests that arrive before the change is complete wait
+    for the new weights. If the server refuses the new checkpoint, the old weights stay in use.
     """
     _check_permission(request)
     body = validate(ReloadRequest, await read_body(request))

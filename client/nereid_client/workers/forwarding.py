@@ -14,12 +14,14 @@ from nereid_client.streaming.sse import EventStream
 from nereid_client.workers.place import WorkerPlace, is_from_worker
 
 _READ_BYTES = 64 * 1024
-# Headers that describe the connection to the client, and not the request or the response itself.
+# These headers describe only the connection to the client, so they are not forwarded.
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"transfer-encoding", b"keep-alive"}
 
 
 class RunsElsewhereError(Exception):
-    """A request must be forwarded to the worker that generates the response it is about.
+    """A request refers to a response that another worker generates.
+
+    The request must be forwarded to this worker.
 
     Attributes:
         worker: the number of the worker.
@@ -31,10 +33,11 @@ class RunsElsewhereError(Exception):
 
 
 async def forward_to_worker(request: Request, error: Exception) -> Response:
-    """Forward a request without a body to another worker, and return the response.
+    """Forward a request to another worker, and return the response of that worker.
 
-    This function is the handler of the application for RunsElsewhereError. If the other worker has
-    ended, the response has the status 503.
+    The application calls this function if a route raises a RunsElsewhereError. The body of the
+    request is not forwarded, because the routes that raise this error have no body. If the other
+    worker has ended, the response has the status 503.
     """
     if not isinstance(error, RunsElsewhereError):
         raise error
@@ -51,10 +54,12 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
 async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]:
     """Send a request to all other workers, and return the JSON bodies of the responses.
 
-    A worker that does not answer is left out, because it has ended or has just started.
+    A worker that has ended or is still starting does not answer. The result contains no body of
+    such a worker.
 
     Args:
-        request: the request of the client. If another worker sent it, the result is empty.
+        request: the request of the client. If another worker sent the request, nothing is sent, and
+            the result is empty.
         body: the JSON body to send.
     """
     place: WorkerPlace | None = request.app.state.worker
@@ -96,7 +101,7 @@ class _ResponseReader:
     async def read_status(self) -> int:
         """Read the status and the headers of the response, and return the status.
 
-        Raises: EOFError if the connection ends before.
+        Raises: EOFError if the connection ends before the headers are complete.
         """
         while not self._has_headers:
             await self._read()
@@ -142,9 +147,11 @@ class _ResponseReader:
 async def _send(
     place: WorkerPlace, worker: int, request: Request, body: bytes
 ) -> tuple[int, dict[str, str], AsyncGenerator[bytes]]:
-    """Send a request to another worker. Return the response's status, headers and body.
+    """Send a copy of a request, with the body `body`, to another worker.
 
-    Raises: ApiError 503 if the worker has ended.
+    Returns: the status, the headers and the body of the response.
+
+    Raises: ApiError 503 if the other worker has ended.
     """
     scope = request.scope
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
@@ -159,8 +166,8 @@ async def _send(
     except (OSError, EOFError):
         raise ApiError(
             503,
-            f"The frontend process {worker}, which handles this request, has ended. It is started "
-            "again. Try again in a moment.",
+            f"The frontend process {worker}, which handles this request, has ended and is being "
+            "restarted. Try again in 1 s.",
             code="unavailable",
             headers={"Retry-After": "1"},
         ) from None

@@ -1,4 +1,4 @@
-"""The place of a worker: its number, and the files that all workers share."""
+"""The place of a worker among all workers: its number, and the files that all workers share."""
 
 import json
 import os
@@ -29,13 +29,13 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerPlace | None":
-        """Return the place that a `WorkerPool` gave to this process, or None."""
+        """Return the place of this process, or None if no `WorkerPool` has started this process."""
         text = environment.get(_VARIABLE)
         return cls(**json.loads(text)) if text else None
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of the worker's process."""
+        """The environment variables with which the worker's process is started."""
         return {
             _VARIABLE: json.dumps(asdict(self)),
             # prometheus_client reads this variable when it is imported.
@@ -44,12 +44,12 @@ class WorkerPlace:
 
     @property
     def requests_path(self) -> str:
-        """The database with the running requests and the limits of clients."""
+        """The path of the database with the running requests and the used limits of clients."""
         return str(Path(self.folder, "requests.db"))
 
     @property
     def responses_path(self) -> str:
-        """The database with the stored responses."""
+        """The path of the database with the stored responses."""
         return str(Path(self.folder, "responses.db"))
 
     @property
@@ -58,15 +58,15 @@ class WorkerPlace:
         return [number for number in range(self.count) if number != self.number]
 
     def socket_path(self, number: int) -> str:
-        """Return the path of the Unix socket on which a worker receives forwarded requests."""
+        """Return the path of the Unix socket on which worker `number` gets forwarded requests."""
         return str(Path(self.folder, f"worker-{number}.sock"))
 
 
 def is_from_worker(scope: Scope) -> bool:
-    """Return whether another worker sent a request.
+    """Return whether another worker, and not a client, sent a request.
 
-    A request from another worker arrives on a Unix socket. The address of such a socket is an
-    absolute path without a port.
+    A request from another worker arrives on a Unix socket. The address of a Unix socket is an
+    absolute path, and has no port.
     """
     host, port = scope.get("server") or ("", None)
     return port is None and host.startswith("/")

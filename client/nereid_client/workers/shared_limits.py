@@ -1,7 +1,7 @@
-"""The running requests and the limits of clients, in a database that all workers share.
+"""Stores the running requests and the used limits of clients in a database of all workers.
 
-A worker decides about a request inside one transaction. The limits are therefore as exact as with
-one frontend process.
+A worker checks the limits and counts the new request in one transaction. The limits are therefore
+as exact with several workers as with one worker.
 """
 
 import math
@@ -22,7 +22,7 @@ WITHOUT ROWID;
 
 
 def open_database(path: str) -> Database:
-    """Open the database, and create its tables unless they exist."""
+    """Open the database. Create its tables if they do not exist yet."""
     return Database(path, _SCHEMA)
 
 
@@ -36,7 +36,7 @@ class RequestsOfWorkers(SharedBudget):
     """Counts the requests that run in all workers, in total and by client.
 
     Args:
-        limit: the largest total.
+        limit: the largest number of requests that run in all workers together.
         database: the database that all workers share.
         worker: the number of this worker.
     """
@@ -76,7 +76,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """The used amounts of all workers.
+    """The amounts that clients have used of their limits, in all workers together.
 
     Args:
         database: the database that all workers share.

@@ -1,4 +1,4 @@
-"""Starts several frontend processes (workers) on one port, and restarts a worker that ended."""
+"""Starts several frontend processes (workers) on one port, and restarts workers that have ended."""
 
 import ctypes
 import os
@@ -23,7 +23,9 @@ from nereid_client.workers import shared_limits
 from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
-# After SIGTERM, a worker gives its responses 5 s to end. `nereid serve` waits for 8 s.
+# A worker that does not end within this time after SIGTERM is killed. The time is longer than the
+# 5 s in which a worker finishes its responses. It is shorter than the 8 s after which
+# `nereid serve` kills the pool.
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
 _FOLDER_PREFIX = "nereid-frontend-"  # the id of the pool's process follows
@@ -32,9 +34,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the settings that several workers do not support.
+    """Check that several workers support all settings.
 
-    Raises: SettingsError that names the setting and the remedy.
+    Raises: SettingsError if they do not support a setting, or if the key file is wrong.
     """
     count = settings.frontend_workers
     if settings.models_file:
@@ -60,8 +62,8 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
     Args:
         host: the address.
         port: the port. 0 selects a free one.
-        is_shared: whether other sockets of this user may be bound to the same address. The kernel
-            distributes the connections over the sockets that listen.
+        is_shared: whether other sockets of this user may be bound to the same address. If several
+            of them listen, the kernel gives each new connection to one of them.
 
     Raises: OSError if the address is in use.
     """
@@ -82,13 +84,14 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
 
 @dataclass
 class _Worker:
-    """One worker.
+    """The state of one worker.
 
     Attributes:
-        place: the place of the worker.
-        process: the process that was started last.
-        restarts: counts the restarts.
-        restart_at: the time of the next start, by time.monotonic(). None while the process runs.
+        place: the place of the worker among all workers.
+        process: the process of the worker that was started last.
+        restarts: counts the restarts, and determines the wait before the next restart.
+        restart_at: the time of time.monotonic() at which the worker is restarted. None if no
+            restart is planned.
     """
 
     place: WorkerPlace
@@ -119,17 +122,18 @@ class WorkerPool:
     def run(self) -> int:
         """Run the workers until SIGINT or SIGTERM.
 
-        SIGUSR1 is passed on to all workers, which then accept no new requests.
+        After SIGUSR1, the workers accept no new requests.
 
-        Returns: 0 after a signal; the exit code of a worker that could not start; 1 if a worker has
-            ended too often, or if the port is in use.
+        Returns: 0 after a signal; the exit code of a worker that could not start; 1 if a worker was
+            killed or has ended too often, or if the port is in use.
 
-        Raises: SettingsError.
+        Raises: SettingsError if a setting does not allow several workers.
         """
         check_settings(self._settings)
         host, port = self._settings.host, self._settings.port
         try:
-            # Without this check, two frontends could share a port by mistake.
+            # This line fails if another program uses the port. The shared socket in the next line
+            # would not fail if the other program is a second frontend.
             listening_socket(host, port, is_shared=False).close()
             reserved = listening_socket(host, port)
         except OSError as error:
@@ -149,7 +153,8 @@ class WorkerPool:
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # The databases are created before the workers start, so that no two workers create them.
+        # This call creates the databases. Otherwise, several workers could create them at the same
+        # time.
         _delete_state(places[0])
         self._workers = [_Worker(place, self._start(place)) for place in places]
         while not self._stop.wait(_CHECK_EVERY_S):
@@ -165,7 +170,7 @@ class WorkerPool:
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker that has ended, unless the workers are about to stop.
+        """Restart a worker if it has ended. Do nothing if the workers accept no new requests.
 
         Returns: the exit code of the frontend if the worker may not be restarted, else None.
         """
@@ -185,7 +190,9 @@ class WorkerPool:
         socket_path.unlink(missing_ok=True)
         _delete_state(worker.place)
         wait_s = worker.restarts.next_wait_s() if has_started else None
-        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        ended = f"ended with exit code {code}"
+        if code < 0:
+            ended = f"was ended by {signal.Signals(-code).name}"
         if wait_s is None:
             complain(f"nereid: the {worker.name} {ended} and is not started again")
             return code if code > 0 else 1
@@ -222,7 +229,7 @@ class WorkerPool:
 
 
 def _delete_abandoned_folders() -> None:
-    """Delete the folders of pools that were killed. A folder can contain stored responses."""
+    """Delete the folders of pools that were killed, because they can contain stored responses."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -236,12 +243,15 @@ def _delete_state(place: WorkerPlace) -> None:
 
 
 def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
-    """Return the sockets of a worker: the shared TCP port, and the worker's Unix socket."""
+    """Return the TCP socket of a worker on the shared port, and the worker's Unix socket."""
     local = socket.socket(socket.AF_UNIX)
     local.bind(place.socket_path(place.number))
     return [listening_socket(host, place.port), local]
 
 
 def _die_with_parent() -> None:
-    """In the child process: ask the kernel to send SIGTERM when the parent process ends."""
+    """Ask the kernel to send SIGTERM to this process when its parent process ends.
+
+    This function runs in the new process of a worker.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

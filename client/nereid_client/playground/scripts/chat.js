@@ -35,7 +35,8 @@ function addUserMessage(text, images) {
 }
 
 /**
- * Replace a message of the user by a form. The new text replaces all later messages. The images stay.
+ * Replace a message of the user by a form in which the user edits the text. When the user sends the
+ * form, the message gets the new text and keeps its images. All later messages are removed.
  */
 function editMessage(element, text, images) {
   if (running) return;

@@ -14,7 +14,8 @@ const GAUGES = [
   {
     label: "KV cache in use",
     unit: "%",
-    // Several engine processes have one value each, whose sum would be no percentage.
+    // With several engine processes, `now` contains the sums of their gauges. The sum of the
+    // percentages would be wrong, so the percentage is computed from the sums of the blocks.
     read: (now) => (now["kv_cache_blocks_used"] / now["kv_cache_blocks"]) * 100,
   },
   {

@@ -1,4 +1,4 @@
-// The images of the next message: dropped on the page, pasted, or chosen as files.
+// The images of the next message. The user drops them on the page, pastes them, or selects files.
 
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 const MAX_IMAGE_BYTES = 20 * 2 ** 20;
@@ -23,7 +23,7 @@ function dataUrlOf(file) {
   });
 }
 
-/** Add image files to the next message. Other files are refused with a message to the user. */
+/** Add image files to the next message. For other files, show a message to the user. */
 async function attachFiles(files) {
   for (const file of files) {
     if (!IMAGE_TYPES.includes(file.type)) {

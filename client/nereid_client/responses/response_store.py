@@ -249,7 +249,8 @@ class Store:
     def finish(self, run: Running, record: StoredResponse) -> bool:
         """Store the final state of a response that was running. The result is that of `add`.
 
-        Both changes are one transaction, so other processes always find one of the two.
+        The running response is removed in the same transaction. Other processes therefore always
+        find either the running response or its final state.
         """
         with self._database.transaction():
             del self._running[run.id]

@@ -349,8 +349,8 @@ def _reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState
             raise _no_end_marker(fmt)
         return []  # The structural tag then starts with the answer.
     end = layout.ends[0]
-    # The reasoning ends at the first marker in `layout.ends`. Any other end marker would end the
-    # whole output before the answer, so the reasoning must not contain these markers.
+    # The marker `layout.ends[0]` ends the reasoning. Each other end marker would end the whole
+    # output before the answer, so the reasoning must not contain another end marker.
     text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
     body = {"type": "tag", "begin": "", "content": text, "end": end}
     body_and_next_start = sequence(body, const(layout.start))

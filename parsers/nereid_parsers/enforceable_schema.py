@@ -171,7 +171,7 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _target(reference: str, root: object) -> object:
-    """Return the definition that a reference such as "#/$defs/Address" names.
+    """Return the definition to which a reference points. Example: "#/$defs/Address".
 
     Raises:
         _CannotMergeError: The document has no such definition.

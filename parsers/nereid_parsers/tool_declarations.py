@@ -1,4 +1,4 @@
-"""The declarations of tool calls: their markers, their heads and their arguments.
+"""The declarations of tool calls: their markers, names, ids and arguments.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """

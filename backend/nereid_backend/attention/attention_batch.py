@@ -113,8 +113,8 @@ class DecodeGroup:
             offset = torch.div(first, size, rounding_mode="floor")
             columns = offset + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # The positions in the sequence of all tokens of the blocks that are read. The shape is
-        # [num_decodes, n * block_size].
+        # The position of each token that is read, counted from the start of its sequence. The
+        # shape is [num_decodes, n * block_size].
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:

@@ -149,12 +149,12 @@ class TokenGuide:
         """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
 
         Text after the marker and white space must match the start of the grammar. All other tokens
-        are allowed. Examples after the tokens "</" and "thi", with the marker "</think>":
+        are allowed. Examples after the tokens "</" and "th", with the marker "</think>":
 
             token    new phase       allowed
             "s"      BEFORE_MARKER   yes
-            "nk> "   WHITE_SPACE     yes
-            "nk>{"   GRAMMAR         if the grammar can begin with "{"
+            "ink> "  WHITE_SPACE     yes
+            "ink>{"  GRAMMAR         if the grammar can begin with "{"
         """
         marker = self._rules.marker
         text = self._tail + data

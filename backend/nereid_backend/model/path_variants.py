@@ -128,7 +128,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
 def _packed(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the only variant of the forward path `packed`.
+    """Yield the forward path `packed`, which has only one variant.
 
     The function is a generator, as the functions of the other paths, so that nothing is run before
     the path is tried.

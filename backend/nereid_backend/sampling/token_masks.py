@@ -225,7 +225,7 @@ class _FillJob:
             self._store_error(group[0], error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
-        """Log the error of a guide, and store it as the error of the position at `index`."""
+        """Log an error in a grammar, and store it in `masks.errors[index]`."""
         request_id = self.positions[index].sequence.request_id
         logger.error("The grammar of request %s failed.", request_id, exc_info=error)
         masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"

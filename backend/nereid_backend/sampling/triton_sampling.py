@@ -53,7 +53,7 @@ def fixed_point(bits):
 
 @triton.jit
 def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
-    """Count the tokens at or above each of three thresholds, and sum their weights.
+    """For each of three thresholds, count the tokens at or above it, and sum the tokens' weights.
 
     Thresholds are compared as the bit patterns of float32 values.
 

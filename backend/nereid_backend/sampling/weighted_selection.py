@@ -61,7 +61,7 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
-    """Return the random number of each row times the row's total weight, [n, 1] float32."""
+    """Multiply the random number of each row by the row's total weight. Shape: [n, 1] float32."""
     return (uniform * cumulated[:, -1:].double()).float()
 
 

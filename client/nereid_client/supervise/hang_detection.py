@@ -1,4 +1,4 @@
-"""Detects a model that hangs. The processes of such a model run, but do not answer requests.
+"""Detects a model that hangs: its processes are alive, but they do not answer requests.
 
 Test requests are sent only while clients' requests are running, because a hang without requests
 harms nobody. The metrics of the server do not show that the server works: a server can generate

@@ -200,9 +200,8 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers can start the tool call before any text of the body arrives. So the body is
-        # read now. Otherwise the state machine would wait for more text before it calls
-        # `read_body`.
+        # Some readers start the tool call even if the body has no text yet. The state machine calls
+        # `read_body` only when more text arrives, so it is called here.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:

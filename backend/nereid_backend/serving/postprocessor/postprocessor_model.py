@@ -91,7 +91,7 @@ class PostprocessorModel:
             raise
 
     def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
-        """Check that an executor has signed the step in a request, and return the StepState.
+        """Return the StepState in a request, after a check that an executor has signed it.
 
         Raises:
             RequestError: the step was not signed by an executor.

@@ -307,7 +307,7 @@ def check_format(text: object) -> None:
 
 
 def _text_size(value: object) -> int:
-    """Return the number of characters in an option of the filter `tojson`, such as `indent`."""
+    """Return the length of a text that the filter `tojson` gets as an option, such as `indent`."""
     if isinstance(value, list | tuple):
         return sum(_text_size(part) for part in value)
     return len(value) if isinstance(value, str) else 0

@@ -336,12 +336,11 @@ def _accept(
 ) -> Sampled:
     """Verify the draft tokens of a sequence, and return the new tokens of the sequence.
 
-    The new tokens are sampled tokens and tokens that the grammar forces.
-
-    The function verifies the draft tokens. Each sampled token is followed by the tokens that the
-    grammar forces next. As long as the new tokens equal the draft tokens, the next sampled token is
-    valid, too, because the model has computed its logits after the same tokens. Draft tokens
-    therefore never change the answer. The guide does not get a token that ends the answer.
+    The new tokens are sampled tokens, each followed by the tokens that the grammar forces next. As
+    long as the new tokens equal the draft tokens, the next sampled token is valid, too, because the
+    model has computed its logits after the same tokens. Draft tokens therefore never change the
+    answer. The guide does not get a token that ends the answer. If the sampling of a valid token
+    has failed, return only the error.
 
     Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
     replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].

@@ -140,12 +140,28 @@ def _prefill(
             scale=scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
+    if mask is None:
+        shape = (query.shape[2], key.shape[2])
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
+    return _prefill_in_slices(inputs, mask, spec, scale, sinks)
+
+
+def _prefill_in_slices(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    spec: LayerSpec,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention of a few queries at a time, which limits the memory for the scores.
+
+    The arguments and the result are those of `_prefill`. Example: 1000 queries, of which 400 fit
+    into a slice, are computed as the queries 0 to 399, 400 to 799 and 800 to 999. If no earlier
+    tokens are cached, the first slice needs only the keys 0 to 399.
+    """
+    query, key, value = inputs
     num_queries = query.shape[2]
     num_keys = key.shape[2]
-    if mask is None:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_()
-    # The queries are computed in slices, which limits the memory for the scores. A slice needs only
-    # the keys up to its last query.
     rows = min(_MAX_ROWS, max(1, _MAX_SCORES // (spec.num_heads * num_keys)))
     num_cached = num_keys - num_queries
     parts = []

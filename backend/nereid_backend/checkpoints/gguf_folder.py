@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,6 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    tokens = values["tokens"]
-    special: dict[str, str] = {}
-    for name, key in _SPECIAL_TOKENS.items():
-        index = file.metadata.get(_TOKENIZER + key)
-        if isinstance(index, int) and 0 <= index < len(tokens):
-            special[name] = tokens[index]
     # A sentencepiece vocabulary begins every text with BOS, unless the file says otherwise.
     default = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -140,6 +135,22 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **special,
+        **_special_tokens(file, values["tokens"]),
     )
     tokenizer.save_pretrained(folder)
+
+
+def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    """Return the special tokens of a file, by the names that transformers gives them.
+
+    Token ids that are not in the vocabulary are ignored.
+
+    Example: the token id 2 of BOS and the vocabulary ["<pad>", "</s>", "<s>"] return
+    {"bos_token": "<s>"}.
+    """
+    special: dict[str, str] = {}
+    for name, key in _SPECIAL_TOKENS.items():
+        index = file.metadata.get(_TOKENIZER + key)
+        if isinstance(index, int) and 0 <= index < len(tokens):
+            special[name] = tokens[index]
+    return special

@@ -49,6 +49,11 @@ def fair_victim(
     The two clients are compared by their rows or blocks per weight after the preemption. The first
     running sequence is never preempted.
 
+    Example: rows are counted, and all clients have the weight 1. Client A has 3 running sequences,
+    client B has 1 running sequence, and a sequence of B needs a row. A may lose a sequence, because
+    both clients then have 2 rows. If A has only 2 running sequences, A would have fewer rows than
+    B, so the result is None.
+
     Args:
         sequence: the waiting sequence.
         num_needed: the number of rows or blocks that the waiting sequence needs.

@@ -102,17 +102,18 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
     for spec in dict.fromkeys(layers):
         make_trial = functools.partial(gpu_check.make_trial, kind, spec, block_size, dtype, device)
         for situation in Situation:
-            candidates = [b for b in backends if situation in b.situations]
             usable = []
-            for backend in candidates:
+            for backend in backends:
+                if situation not in backend.situations:
+                    continue
                 reason = backend.refusal(spec, block_size, dtype)
-                if reason is None:
-                    reason = _why_wrong(backend, situation, make_trial)
+                reason = reason or _why_wrong(backend, situation, make_trial)
                 if reason is None:
                     usable.append(backend)
-                else:
-                    name = f"{backend.name} does not compute {situation.value}"
-                    logger.warning("%s, because %s.", name, reason)
+                    continue
+                logger.warning(
+                    "%s does not compute %s, because %s.", backend.name, situation.value, reason
+                )
             fastest = _fastest(usable, situation, make_trial, timer) if usable else None
             if fastest is not None:
                 chosen[spec, situation] = fastest

@@ -53,7 +53,7 @@ def fixed_point(bits):
 
 @triton.jit
 def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
-    """For each of three thresholds, count the tokens at or above it, and sum the tokens' weights.
+    """Count the tokens at or above each threshold, and sum the weights of these tokens.
 
     Thresholds are compared as the bit patterns of float32 values.
 

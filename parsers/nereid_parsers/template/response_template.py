@@ -46,7 +46,7 @@ _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The start of a tool call: the marker, and the pattern of the name and the id. Either can be empty."""
+    """The start of a tool call: a marker, and a pattern of name and id. Either can be empty."""
 
     marker: str
     head: str

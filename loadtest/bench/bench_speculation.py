@@ -4,15 +4,19 @@
     python -m loadtest.bench.bench_speculation --truncate 1          # drafts from the first layer
     python -m loadtest.bench.bench_speculation --grow 12 --rounds 5
 
-The target is a model of this repository, and its prompts are dialogues of the lessons on which it
-was trained. Without --draft-model, the draft model consists of the first layers of the target
-(--truncate). With --grow, the target gets additional layers that change nothing, so that it has the
-costs of a larger model and the answers of the small one; the draft model is then the small model.
+The target is the large model, which is a demo model of this repository. The prompts are dialogues
+of the kind on which the demo model was trained. The draft model is one of these:
 
-The table also contains prompts of random tokens, whose answers contain few copies of the prompts.
-All engines take turns in each round, and their ratios come from the same round, so that other
-programs on the machine influence them equally. On a busy machine, the ratio of the speeds by CPU
-time is more exact, if there is one thread.
+- with --draft-model, another checkpoint
+- with --truncate, the first layers of the target
+- with --grow, the demo model itself. The target then gets additional layers that do not change the
+  logits, so that a step of the target costs as much as a step of a larger model.
+
+The table also has rows for prompts of random tokens. The answers to these prompts contain few
+copies of the prompts. In each round, all engines run one after the other. The ratio of two speeds
+is computed from the same round, so that other programs on the machine influence both speeds
+equally. On a busy machine, the ratios of the speeds by CPU time are more exact, but only with one
+thread.
 """
 
 import argparse
@@ -184,8 +188,10 @@ def measure(
     args: argparse.Namespace,
 ) -> list[list[str]]:
     """Return one row of the table for each method."""
-    # Random prompts get random answers: at temperature 0, an answer would soon repeat itself. All
-    # tokens of such an answer are equally likely, so a draft model would be right too often.
+    # The answers to random prompts must be random, because an answer at temperature 0 would soon
+    # repeat itself. At temperature 1000, all tokens are about equally likely. The draft model and
+    # the target use the same random numbers, so nearly all draft tokens would then be accepted. The
+    # draft model is therefore not measured with random prompts.
     temperature = args.temperature if kind == "dialogues" else 1000.0
     chosen = {m: e for m, e in engines.items() if kind == "dialogues" or m != "draft"}
     runs: dict[str, list[Measurement]] = {method: [] for method in chosen}

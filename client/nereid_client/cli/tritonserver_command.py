@@ -42,7 +42,7 @@ def server_command(
 def find_tritonserver(given: Path | None) -> Path:
     """Return the path of the Triton server program.
 
-    Raises: CliError if there is none.
+    Raises: CliError if the program was not found or is not executable.
     """
     if given is not None:
         if not os.access(given, os.X_OK):
@@ -62,10 +62,10 @@ def find_tritonserver(given: Path | None) -> Path:
 
 
 def find_repository(given: Path | None) -> Path:
-    """Return the path of the model repository: the given path, or the first folder that exists.
+    """Return the path of the model repository.
 
-    The folder `model_repository` is looked up in the working folder, in the folder of a checkout,
-    and in the installed wheel `nereid`.
+    If `given` is None, return the first folder `model_repository` that exists. It is looked up in
+    the working folder, then in Nereid's checkout, and then in the installed wheel `nereid`.
     """
     if given is not None:
         return given.expanduser().absolute()

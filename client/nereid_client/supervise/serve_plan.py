@@ -9,7 +9,7 @@ from nereid_client.supervise.pooling_models import PoolingModel
 from nereid_client.supervise.restart_policy import RestartPolicy
 
 STANDARD_OUTPUT = Path("-")
-"""The log path that stands for the standard output."""
+"""A value of `ServePlan.log_path`: the log is written to the standard output."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,19 @@ class ServePlan:
         log_format: "text", or "json" for a log with one JSON object on each line.
         model: the folder of the language model's checkpoint.
         pooling_models: the pooling models to serve.
-        probes: the small requests with which hangs of the models are detected.
+        probes: the test requests that show whether each model still answers.
         frontend: a client of the frontend.
         endpoints: the name and the address of each endpoint, for the message to the user.
         metrics_url: the URL of the Triton server's metrics.
         http_url: the base URL of the Triton server's HTTP endpoint.
-        hang_timeout_s: a server with a model that does not answer a small request for this time is
-            restarted. 0 means never.
-        max_process_memory: a process that uses more bytes of memory is restarted. 0 means 80 % of
-            the memory of the machine.
+        hang_timeout_s: the Triton server is restarted if a model does not answer a test request
+            within this number of seconds. 0 means never.
+        max_process_memory: the largest number of bytes that a process may use. A process that uses
+            more is restarted. 0 means 80 % of the memory of the machine.
         warnings: sentences that are printed at the start.
         restarts: the limits on restarts.
-        drain_timeout_s: the time that running requests have to finish after a signal to stop.
+        drain_timeout_s: after a signal to stop, running requests must finish within this number of
+            seconds.
         fork_server: the address of the fork server to start (fork_server.py), or None.
     """
 

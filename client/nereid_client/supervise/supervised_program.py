@@ -13,14 +13,15 @@ class SupervisedProgram:
     """One program (the Triton server or the frontend) that the supervisor starts and restarts.
 
     Args:
-        program: the program. It is started at once.
+        program: the program, which the constructor starts.
         policy: the limits on restarts.
         log: the log file.
 
     Attributes:
         child: the child process that was started last.
         stubs: observes the stub processes of this child.
-        restart_at: the time of the next start, by time.monotonic. None while the program runs.
+        restart_at: the time of time.monotonic() at which the program is restarted. None if no
+            restart is planned.
         restarts: counts the restarts.
     """
 
@@ -56,8 +57,8 @@ class SupervisedProgram:
 
         A program that rejects a setting or a checkpoint has not crashed.
 
-        On a busy machine, Triton server 2.51 can abort while it starts its stub processes, abandon
-        one of them, or lose one.
+        On a busy machine, Triton server 2.51 can fail in three ways while it starts its stub
+        processes: the server aborts, a stub process dies, or the server abandons a stub process.
         """
         stubs = self.stubs
         return self.child.has_crashed or stubs.has_crashed or stubs.has_abandoned_stub()

@@ -85,6 +85,10 @@ def choose_image_path(
         spec: the forward path of texts.
         block_size: the number of tokens in one block.
         progress: called with one line about the choice.
+
+    Returns:
+        The first candidate whose logits are correct; see the module's docstring. If there is none,
+        images are refused.
     """
     config = checkpoint.model.config
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -94,7 +98,6 @@ def choose_image_path(
             config, "the checkpoint has no processor for images (processor_config.json)."
         )
     attention = OwnAttention(checkpoint.model)
-    reasons = []
     try:
         processor = ChatProcessor(folder, config)
         with attention.used():
@@ -104,14 +107,14 @@ def choose_image_path(
         progress(f"images: refused, because {reason}")
         return refuse_images(config, f"{reason}.")
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
+    # The problems of the candidates that cannot be used.
+    problems: list[str] = []
     for name, add in _candidates(checkpoint, spec, features, attention):
-        try:
-            path = add(spec.build(trial.sizes))
-            check_path(path, trial, checkpoint.model.dtype)
-        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-            reasons.append(f"{name}: {_describe(error)}")
+        problem = _find_problem(add, spec, trial, checkpoint.model.dtype)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
             continue
-        detail = f" ({'; '.join(reasons)})" if reasons else ""
+        detail = f" ({'; '.join(problems)})" if problems else ""
         progress(f"images: {name}{detail}")
         # The counter must not contain the test images.
         features.num_encoded = 0
@@ -122,7 +125,7 @@ def choose_image_path(
         return ImageSupport(name, "", config, add, features, check)
     reason = (
         "no way to compute images gives the same logits as transformers' generate: "
-        f"{'; '.join(reasons)}"
+        f"{'; '.join(problems)}"
     )
     progress(f"images: refused, because {reason}")
     return refuse_images(config, f"{reason}.")
@@ -138,6 +141,24 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
         reason: a sentence that says why images are refused.
     """
     return ImageSupport(name="", reason=reason, config=config, add=lambda path: path)
+
+
+def _find_problem(
+    add: Callable[[ForwardPath], ForwardPath], spec: PathSpec, trial: Trial, dtype: torch.dtype
+) -> str | None:
+    """Return the reason why a candidate cannot compute images; None if its logits are correct.
+
+    Args:
+        add: builds the candidate from the forward path of texts.
+        spec: the forward path of texts.
+        trial: the test prompts with images and their expected logits.
+        dtype: the data type of the model.
+    """
+    try:
+        check_path(add(spec.build(trial.sizes)), trial, dtype)
+    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+        return _describe(error)
+    return None
 
 
 def _candidates(

@@ -64,7 +64,10 @@ class StepEngine(Protocol):
         """Return whether `step` has work to do."""
 
     def is_swapping(self) -> bool:
-        """Return whether `step` has work that belongs to no request."""
+        """Return whether `step` must check or use a compiled forward pass.
+
+        This work belongs to no request; see `Engine.is_swapping`.
+        """
 
     def stats(self) -> EngineStats:
         """Return the present load of the engine, and its counters since the start."""

@@ -70,7 +70,10 @@ def use_compiled_forward(
 
 
 def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
-    """Return a new forward path for the test sequences that uses a compiled forward pass."""
+    """Return a new forward path that uses a compiled forward pass.
+
+    The sizes of the path suffice for the test sequences.
+    """
     path = chosen.spec.build(chosen.trial.sizes)
     assert isinstance(path, PackedPath)
     path.use(compiled)

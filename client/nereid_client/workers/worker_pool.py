@@ -124,8 +124,8 @@ class WorkerPool:
 
         After SIGUSR1, the workers accept no new requests.
 
-        Returns: 0 after a signal; the exit code of a worker that could not start; 1 if a worker was
-            killed or has ended too often, or if the port is in use.
+        Returns: 0 after a signal; 1 if the port is in use. If a worker could not start or has ended
+            too often, the exit code of this worker, or 1 if the worker was killed.
 
         Raises: SettingsError if a setting does not allow several workers.
         """

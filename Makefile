@@ -23,7 +23,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ image-archs: setup ## Compare every type of transformers that reads images with 
 
 bench: setup ## Compare the engine with transformers and llama.cpp, and with the limits of this machine
 	@$(BIN)/python -m loadtest.bench.bench $(ARGS)
+
+bench-formats: setup ## Measure the formats of quantised weights: equal tokens, memory, and tokens/s
+	@$(BIN)/python tests/backend/checkpoints/measure_formats.py $(ARGS)
 
 bench-peers: ## Install llama.cpp for `make bench` in its own environment (builds from source, about ten minutes)
 	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import transformers
 from backend.exactness import MAX_TOKENS, PROMPTS, SITUATIONS, Answers, open_engine, reference
-from backend.weight_variants import VARIANTS, NotApplicableError
+from backend.weight_variants import TIE, VARIANTS, NotApplicableError
 from nereid_backend import UnsupportedModelError
 from nereid_backend.errors import ConfigError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -210,6 +210,7 @@ def page(results: dict[str, Result]) -> str:
         "max_tokens": MAX_TOKENS,
         "window": shrink.WINDOW,
         "longest_trial": 160,
+        "tie": TIE,
         "summary": summary(results),
         "table": table(results),
     }

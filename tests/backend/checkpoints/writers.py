@@ -20,6 +20,7 @@ from torch import Tensor
 
 # The tensors of one weight by suffix, such as {".qweight": ...}, and the dequantised weight.
 Encoded = tuple[dict[str, Tensor], Tensor]
+Encoder = Callable[[Tensor], Encoded]
 
 
 @contextlib.contextmanager
@@ -49,11 +50,40 @@ def write_pair(
     metadata: dict | None = None,
     num_shards: int = 1,
 ) -> tuple[Path, Path]:
-    """Write a quantised checkpoint and the checkpoint with the dequantised weights.
+    """Write a tiny quantised checkpoint and the checkpoint with the dequantised weights.
 
     Args:
         family: the name of a family of backend.tiny_models.
         folder: the folder in which both checkpoints are created.
+        settings: see `quantise_checkpoint`, also for the other arguments.
+    """
+    plain = BY_NAME[family].save(folder / "plain")
+    return quantise_checkpoint(
+        plain,
+        folder / "quantised",
+        settings,
+        encode,
+        is_quantised=is_quantised,
+        metadata=metadata,
+        num_shards=num_shards,
+    )
+
+
+def quantise_checkpoint(
+    plain: Path,
+    quantised: Path,
+    settings: dict,
+    encode: Callable[[Tensor], Encoded],
+    *,
+    is_quantised: Callable[[str], bool] | None = None,
+    metadata: dict | None = None,
+    num_shards: int = 1,
+) -> tuple[Path, Path]:
+    """Write a quantised copy of a checkpoint, and return the folders of both.
+
+    Args:
+        plain: a checkpoint. The weights that are quantised are replaced by the dequantised weights.
+        quantised: the folder that is created.
         settings: the quantization_config.
         encode: quantises one weight.
         is_quantised: whether the weight with a name is quantised. By default, the weights of linear
@@ -61,8 +91,7 @@ def write_pair(
         metadata: the metadata of the safetensors file.
         num_shards: the number of weight files.
     """
-    plain = BY_NAME[family].save(folder / "plain")
-    quantised = shutil.copytree(plain, folder / "quantised")
+    shutil.copytree(plain, quantised)
     is_quantised = is_quantised or _is_linear
     reference, stored = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
@@ -161,7 +190,7 @@ def _ranges(weight: Tensor, arguments) -> tuple[Tensor, Tensor]:
 # ---- torchao
 
 
-def torchao(kind: str) -> tuple[dict, Callable[[Tensor], Encoded]]:
+def torchao(kind: str, *, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
     """Return the settings and the encoder of one of torchao's tensor classes."""
     library("torchao")
     api = library("torchao.quantization")
@@ -169,7 +198,7 @@ def torchao(kind: str) -> tuple[dict, Callable[[Tensor], Encoded]]:
     granularity = library("torchao.quantization.granularity")
     configs = {
         "int4": lambda: api.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=granularity.PerGroup(16)
+            weight_dtype=torch.int4, granularity=granularity.PerGroup(group_size)
         ),
         "int8": lambda: api.Int8WeightOnlyConfig(version=2),
         "float8": lambda: api.Float8WeightOnlyConfig(),
@@ -242,13 +271,14 @@ def pack(rows: Tensor, bits: int, order=range(8)) -> Tensor:
     return words.sum(2).to(torch.int32)
 
 
-def awq() -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and an encoder for AWQ with groups of 16 inputs."""
+def awq(*, group_size: int = 16) -> tuple[dict, Callable[[Tensor], Encoded]]:
+    """Return the settings and an encoder for AWQ."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def encode(weight: Tensor) -> Encoded:
-        values, scales, zeros = integers(weight, 4, 16)
-        dequantised = (values - zeros.repeat_interleave(16, 1)) * scales.repeat_interleave(16, 1)
+        values, scales, zeros = integers(weight, 4, group_size)
+        groups = torch.arange(weight.shape[1]) // group_size
+        dequantised = (values - zeros[:, groups]) * scales[:, groups]
         tensors = {
             ".qweight": pack(values.T, 4, order),
             ".qzeros": pack(zeros.T, 4, order),
@@ -256,13 +286,13 @@ def awq() -> tuple[dict, Callable[[Tensor], Encoded]]:
         }
         return tensors, dequantised
 
-    return {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16}, encode
+    return {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group_size}, encode
 
 
 def gptq(
-    bits: int, *, is_v2: bool = False, desc_act: bool = False
+    bits: int, *, is_v2: bool = False, desc_act: bool = False, group_size: int = 16
 ) -> tuple[dict, Callable[[Tensor], Encoded]]:
-    """Return the settings and an encoder for GPTQ with groups of 16 inputs."""
+    """Return the settings and an encoder for GPTQ."""
 
     def encode(weight: Tensor) -> Encoded:
         num_inputs = weight.shape[1]
@@ -270,8 +300,8 @@ def gptq(
         if desc_act:
             order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
         groups = torch.empty(num_inputs, dtype=torch.int32)
-        groups[order] = (torch.arange(num_inputs) // 16).int()
-        sorted_values, scales, zeros = integers(weight[:, order], bits, 16)
+        groups[order] = (torch.arange(num_inputs) // group_size).int()
+        sorted_values, scales, zeros = integers(weight[:, order], bits, group_size)
         values = torch.empty_like(sorted_values)
         values[:, order] = sorted_values
         dequantised = (values - zeros[:, groups.long()]) * scales[:, groups.long()]
@@ -287,7 +317,12 @@ def gptq(
         return tensors, dequantised
 
     name = "gptq_v2" if is_v2 else "gptq"
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": desc_act}
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": desc_act,
+    }
     return settings | {"checkpoint_format": name}, encode
 
 

@@ -1,0 +1,228 @@
+"""Measure every format of quantised weights: equal tokens, memory, and speed on this machine.
+
+    python tests/backend/checkpoints/measure_formats.py            all formats, as a Markdown table
+    python tests/backend/checkpoints/measure_formats.py AWQ GGUF   formats whose name begins so
+
+For each format, the program writes two checkpoints with random weights. In the tiny checkpoint, it
+compares the greedy tokens of the engine with those that transformers computes in float32 from the
+dequantised weights. With the large checkpoint, which is a Qwen3 model, it measures memory and speed
+in bfloat16 with the default settings. The rows of libraries that are not installed stay empty.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from backend.checkpoints import writers
+from backend.checkpoints.gguf_writer import write_gguf
+from backend.exactness import open_engine, reference, run_staggered
+from backend.tiny_models import BY_NAME
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from loadtest.bench.bench import SHAPES, make_checkpoint, run_contestant
+from loadtest.bench.markdown_table import table
+
+GROUP_SIZE = 32
+_INT = {"type": "int", "strategy": "group", "group_size": GROUP_SIZE}
+_CHANNEL = {"num_bits": 8, "strategy": "channel"}
+_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table.
+
+    Attributes:
+        library: the library that writes the file.
+        write: writes a quantised copy of a checkpoint. The arguments are the folder of the
+            checkpoint, whose weights are replaced by the dequantised weights, and a new folder. It
+            returns the model argument of the engine.
+        settings: settings of the engine.
+        is_exact: whether the tokens of the tiny checkpoint are compared.
+    """
+
+    library: str
+    write: Callable[[Path, Path], Path]
+    settings: dict[str, Any] | None = None
+    is_exact: bool = True
+
+
+def _safetensors(make: Callable[[], tuple[dict, writers.Encoder]]) -> Callable[[Path, Path], Path]:
+    """Return a function that writes a quantised checkpoint in safetensors files."""
+    return lambda plain, folder: writers.quantise_checkpoint(plain, folder, *make())[1]
+
+
+def _compressed(kind: str, **arguments: Any) -> Format:
+    make = lambda: writers.compressed_tensors(kind, **arguments)  # noqa: E731
+    return Format("compressed-tensors", _safetensors(make))
+
+
+def _gguf(kind: str) -> Format:
+    """Return the format of a GGUF file with weights of one type."""
+    quantised = gguf.GGMLQuantizationType[kind]
+
+    def write(plain: Path, folder: Path) -> Path:
+        shutil.copytree(plain, folder)
+        path = write_gguf(folder, "qwen3", kind)
+        weights = load_file(plain / "model.safetensors")
+        for name, weight in weights.items():
+            if weight.dim() > 1:
+                data = gguf.quantize(weight.float().numpy(), quantised)
+                values = gguf.dequantize(data, quantised).astype(np.float32)
+                weights[name] = torch.from_numpy(values)
+        save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    return Format("gguf", write)
+
+
+def _unchanged(plain: Path, folder: Path) -> Path:
+    del folder
+    return plain
+
+
+FORMATS = {
+    "bfloat16 safetensors": Format("transformers", _unchanged),
+    "rounded when loaded, int8": Format(
+        "transformers", _unchanged, {"weight_dtype": "int8"}, False
+    ),
+    "rounded when loaded, int4": Format(
+        "transformers", _unchanged, {"weight_dtype": "int4"}, False
+    ),
+    "compressed-tensors W4A16": _compressed("pack-quantized", num_bits=4, **_INT),
+    "compressed-tensors W8A8": _compressed("int-quantized", type="int", **_CHANNEL),
+    "compressed-tensors FP8": _compressed("float-quantized", type="float", **_CHANNEL),
+    "torchao int4": Format(
+        "torchao", _safetensors(lambda: writers.torchao("int4", group_size=GROUP_SIZE))
+    ),
+    "torchao int8": Format("torchao", _safetensors(lambda: writers.torchao("int8"))),
+    "torchao float8": Format("torchao", _safetensors(lambda: writers.torchao("float8"))),
+    "bitsandbytes nf4": Format("bitsandbytes", _safetensors(lambda: writers.bitsandbytes("nf4"))),
+    "bitsandbytes int8": Format("bitsandbytes", _safetensors(lambda: writers.bitsandbytes("int8"))),
+    "AWQ": Format("Nereid's tests", _safetensors(lambda: writers.awq(group_size=GROUP_SIZE))),
+    "GPTQ, 4 bits": Format(
+        "Nereid's tests", _safetensors(lambda: writers.gptq(4, group_size=GROUP_SIZE))
+    ),
+    "GPTQ, 4 bits, desc_act": Format(
+        "Nereid's tests",
+        _safetensors(lambda: writers.gptq(4, group_size=GROUP_SIZE, desc_act=True)),
+    ),
+    "FP8, blocks of 128": Format("Nereid's tests", _safetensors(lambda: writers.fp8(block=128))),
+    "GGUF Q4_0": _gguf("Q4_0"),
+    "GGUF Q8_0": _gguf("Q8_0"),
+    "GGUF BF16": _gguf("BF16"),
+}
+
+
+def count_equal_tokens(row: Format, folder: Path) -> str:
+    """Return the numbers of equal tokens and of all tokens of the tiny checkpoint.
+
+    The engine computes with dequantised weights (prepack=False), because the kernels for integers
+    round the inputs of layers too.
+    """
+    plain = BY_NAME["qwen3"].save(folder / "plain")
+    path = row.write(plain, folder / "quantised")
+    engine = open_engine(path, block_size=16, prepack=False)
+    try:
+        found = run_staggered(engine)
+    finally:
+        engine.close()
+    pairs = [
+        pair
+        for one, other in zip(reference(plain), found, strict=True)
+        for pair in zip(one, other, strict=True)
+    ]
+    return f"{sum(one == other for one, other in pairs)}/{len(pairs)}"
+
+
+def measure_speed(row: Format, folder: Path, shape: str, answer: int) -> list[str]:
+    """Return the memory of the weights, the peak memory, and tokens/s with 1 and 16 sequences."""
+    make_checkpoint(folder / "plain", shape, "bfloat16")
+    if row.write is not _unchanged:
+        _to_float32(folder / "plain")
+    path = row.write(folder / "plain", folder / "quantised")
+    workload = {
+        "dtype": "bfloat16",
+        "threads": 1,
+        "vocab_size": SHAPES[shape][-1],
+        "prefill": [],
+        "decode": [1, 16],
+        "context": 32,
+        "answer": answer,
+        "repeat": 3,
+    }
+    found = run_contestant("nereid", path, workload, _LIMIT_S, row.settings)
+    if "error" in found:
+        return [found["error"], "", "", ""]
+    sizes = [f"{found[name] / 2**20:.0f}" for name in ("weights_bytes", "peak_bytes")]
+    return [*sizes, *(f"{found['decode'][batch]:.0f}" for batch in ("1", "16"))]
+
+
+def _to_float32(folder: Path) -> None:
+    """Convert the weights of a checkpoint, because the writers expect float32."""
+    file = folder / "model.safetensors"
+    weights = {name: weight.float() for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nereid-formats-") as name:
+        yield Path(name)
+
+
+def measure(name: str, shape: str, answer: int) -> list[str]:
+    """Return the cells of one row."""
+    row = FORMATS[name]
+    try:
+        with _folder() as folder:
+            tokens = count_equal_tokens(row, folder) if row.is_exact else ""
+        with _folder() as folder:
+            cells = measure_speed(row, folder, shape, answer)
+    except pytest.skip.Exception:
+        return [name, row.library, "not installed", "", "", "", ""]
+    return [name, row.library, tokens, *cells]
+
+
+def main() -> None:
+    """Measure the requested formats, and print the table."""
+    parser = argparse.ArgumentParser(description="Measure every format of quantised weights.")
+    parser.add_argument("formats", nargs="*", default=[""], help="beginnings of names of formats")
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b", help="shape of the large model")
+    parser.add_argument("--answer", type=int, default=32, help="number of generated tokens")
+    asked = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("nereid_backend").setLevel(ERROR)
+    torch.set_num_threads(1)
+    rows = []
+    for name in FORMATS:
+        if name.startswith(tuple(asked.formats)):
+            rows.append(measure(name, asked.shape, asked.answer))
+            sys.stderr.write(f"{rows[-1]}, load average {os.getloadavg()[0]:.1f}\n")
+    head = ["format", "library that wrote the file", "equal tokens", "weights, MiB", "peak, MiB"]
+    text = table([*head, "tokens/s, batch 1", "tokens/s, batch 16"], rows)
+    sys.stdout.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -300,6 +300,7 @@ class Engine:
             raise RequestError(f"path: the new weights cannot be loaded: {error}") from error
         if fits:
             self._release()
+        # The callers keep their references to this object, so it takes over all attributes.
         self.__dict__ = new.__dict__
         if has_guides:
             self.warm_up()

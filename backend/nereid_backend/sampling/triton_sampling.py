@@ -212,6 +212,8 @@ def sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     raw += row * raw_stride
+    # The first pass finds the largest logit and its token, which is the greedy token. Element i of
+    # these tensors describes the logits of the tokens i, i + TILE, i + 2 * TILE and so on.
     column_max = tl.full([TILE], float("-inf"), tl.float32)
     columns_of_max = tl.zeros([TILE], tl.int32)
     raw_column_max = column_max
@@ -231,6 +233,7 @@ def sample_kernel(
     raw_max = tl.max(raw_column_max, 0)
     # The logits of a row are invalid if they contain NaN or +inf, or if all of them are -inf.
     is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
+    # The second pass adds the powers of the model's own logits, for the log-probability.
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
         raw_values = load_logits(raw, begin + tl.arange(0, TILE), vocab_size)

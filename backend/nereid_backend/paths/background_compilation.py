@@ -48,7 +48,10 @@ class BackgroundCompilation:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                # The process and its compilers form a process group, so that they can be killed
+                # together. They stay in the session of the engine: Linux divides the CPU time
+                # equally among sessions, and niceness has an effect only within a session.
+                process_group=0,
             )
         self._thread = threading.Thread(
             target=self._wait, args=(message, timeout_s), name="forward-compilation", daemon=True

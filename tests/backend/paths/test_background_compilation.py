@@ -52,6 +52,8 @@ def test_the_process_has_the_lowest_priority_and_leads_a_group(waiting):
     process = process_of(waiting)
     assert wait_until(lambda: process.nice() == 19)
     assert os.getpgid(process.pid) == process.pid
+    # In another session, the niceness of the process would have no effect.
+    assert os.getsid(process.pid) == os.getsid(0)
     assert waiting.outcome is None
 
 

@@ -57,7 +57,7 @@ class Result:
         status: "exact", "wrong", "refused" or "not built".
         tier: the path that the engine chose in the first situation.
         cells: for each column, the number of equal tokens and of all tokens, such as "96/96". The
-            cell is "-" if the type has no layer that the column tests.
+            cell is "-" if the type cannot be compared in this column.
         reason: why the type was refused or not built, or the error that ended its process.
         num_distinct: the number of different tokens among the expected tokens.
         seconds: the wall time of the type's process.
@@ -170,7 +170,7 @@ def _variant_summary(results: dict[str, Result]) -> str:
             num_wrong = cells.total() - cells[_ALL_EQUAL] - cells["-"]
             sentences.append(
                 f"Column {name}: {cells[_ALL_EQUAL]} types give equal tokens, {num_wrong} types "
-                f"give different tokens, and {cells['-']} types have no such layers."
+                f"give different tokens, and {cells['-']} types cannot be compared."
             )
     return " ".join(sentences)
 

@@ -8,9 +8,15 @@ from backend.weight_variants import VARIANTS
 
 from backend import shrink
 
-# In axk2, a layer expands the compressed keys and values of the whole context in every step.
-TYPES = ["llama", "axk2"]
-_USUAL = [("llama", "int4"), ("llama", "int8 kernels"), ("axk2", "LoRA")]
+# In axk2, a layer expands the compressed keys and values of the whole context in every step. In
+# llama4_text, the router is a linear layer that returns two tensors.
+TYPES = ["llama", "axk2", "llama4_text"]
+_USUAL = [
+    ("llama", "int4"),
+    ("llama", "int8 kernels"),
+    ("axk2", "LoRA"),
+    ("llama4_text", "LoRA"),
+]
 CASES = [
     pytest.param(model_type, name, marks=() if (model_type, name) in _USUAL else pytest.mark.long)
     for model_type in TYPES

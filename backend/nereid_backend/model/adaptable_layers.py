@@ -25,8 +25,9 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     These layers compute every token of a step.
 
     The layers are found by running the model once. A layer is left out if the model's code reads
-    its weight without calling it, or if the layer computes only some tokens, as experts and output
-    layers do. The result is empty if the model cannot be called.
+    its weight without calling it, if the layer computes only some tokens, as experts and output
+    layers do, or if the layer returns more than one tensor, as some routers do. The result is empty
+    if the model cannot be called.
 
     Mutates: the checkpoint. The model uses its own attention after the call.
     """
@@ -38,7 +39,7 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
         if layer_sizes is not None:
             sizes[name] = layer_sizes
             calls[name] = []
-            hooks.append(module.register_forward_pre_hook(_recorder(calls[name], layer_sizes)))
+            hooks.append(module.register_forward_hook(_recorder(calls[name], layer_sizes)))
     ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
@@ -64,12 +65,15 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
 
 def _recorder(
     calls: list[bool], sizes: LayerSizes
-) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook that records whether each call of a layer computes all tokens."""
+) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
+    """Return a hook that records whether each call of a layer returns one tensor for all tokens."""
 
-    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         del module
-        num_values = _NUM_TOKENS * sizes.in_features
-        calls.append(bool(inputs) and inputs[0].numel() == num_values)
+        has_all_inputs = bool(inputs) and inputs[0].numel() == _NUM_TOKENS * sizes.in_features
+        has_all_outputs = (
+            isinstance(output, Tensor) and output.numel() == _NUM_TOKENS * sizes.out_features
+        )
+        calls.append(has_all_inputs and has_all_outputs)
 
     return record

@@ -9,6 +9,8 @@ with importing():
     from backend.tiny_models import BY_NAME
     from transformers.utils import logging
 
+    from backend import shrink
+
 logging.disable_progress_bar()
 # Threads that wait for each other make tiny models slow on a busy machine.
 torch.set_num_threads(1)
@@ -23,6 +25,19 @@ def checkpoint(tmp_path_factory):
         if name not in folders:
             folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp(BY_NAME[name].model_type))
         return folders[name]
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function from a type of transformers to the folder of its tiny checkpoint."""
+    folders = {}
+
+    def folder_of(model_type):
+        if model_type not in folders:
+            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
+        return folders[model_type]
 
     return folder_of
 

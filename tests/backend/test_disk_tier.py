@@ -21,18 +21,6 @@ _USUAL = ("llama", "qwen3_next")
 PROMPT = [random.Random(1).randrange(3, VOCAB_SIZE) for _ in range(70)]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folders = {}
-
-    def folder_of(model_type):
-        if model_type not in folders:
-            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
-        return folders[model_type]
-
-    return folder_of
-
-
 def answer(engine, prompt=PROMPT, **params):
     output = engine.generate([prompt], dataclasses.replace(PARAMS, **params))[0]
     engine.check()

@@ -7,8 +7,6 @@ import pytest
 from backend.exactness import PARAMS, open_engine
 from backend.tiny_models import VOCAB_SIZE
 
-from backend import shrink
-
 CACHED = [
     "bailing_hybrid",
     "bamba",
@@ -35,18 +33,6 @@ _USUAL = ("qwen3_next", "mamba2", "nemotron_h")
 
 def cases(names):
     return [pytest.param(n, marks=() if n in _USUAL else pytest.mark.long) for n in names]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folders = {}
-
-    def folder_of(model_type):
-        if model_type not in folders:
-            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
-        return folders[model_type]
-
-    return folder_of
 
 
 def random_tokens(rng, count):

@@ -16,7 +16,6 @@ the engine. Messages, as pickled tuples:
 
 import gc
 import os
-import resource
 import signal
 import sys
 import time
@@ -28,13 +27,13 @@ from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from nereid_backend.process_limits import limit_child
+
 # The number of grammars that are compiled at the same time. Each grammar has a child process, and
 # all children get equal shares of the processors. A quick grammar is therefore ready soon, even
 # while slow grammars are being compiled.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
-# The children must not slow down the steps of the engine.
-_NICENESS = 5
 
 
 class Outcome(StrEnum):
@@ -168,14 +167,7 @@ class TrialServer:
 def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
     """Compile a grammar in a forked child, send the outcome, and end the child."""
     try:
-        os.nice(_NICENESS)
-        limit = _virtual_bytes() + _MAX_CHILD_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        # Limit the CPU time, too. If the parent process is killed, it can no longer kill this child
-        # after the time limit, but the kernel can.
-        seconds = int(timeout_s) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit_child(_MAX_CHILD_BYTES, timeout_s)
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))
     except MemoryError:
@@ -190,12 +182,6 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         result.send((outcome.value, text))
     finally:
         os._exit(0)
-
-
-def _virtual_bytes() -> int:
-    """Return the size of the address space of this process in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 class _Unused:

@@ -17,7 +17,6 @@ are killed.
 import contextlib
 import fcntl
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -26,6 +25,8 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from nereid_backend.process_limits import limit_memory
 
 # The lowest priority. If a process with niceness 0 needs the same CPU, and Linux schedules both
 # processes in the same group, this process gets about 1.5 % of the CPU's time.
@@ -86,8 +87,7 @@ def _compile(message: bytes, folder: Path) -> None:
         return  # Another process has compiled the same model.
     _remove_leftovers(folder.parent)
     model, attention, is_native, num_threads = unpack_skeleton(message)
-    limit = _virtual_bytes() + _MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit_memory(_MAX_BYTES)
     # torch's compiler writes the number of threads into the library.
     torch.set_num_threads(num_threads)
     try:
@@ -127,12 +127,6 @@ def _end_with_engine(connection: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         connection.poll(None)
     os.killpg(0, signal.SIGKILL)
-
-
-def _virtual_bytes() -> int:
-    """Return the size of the address space of this process in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

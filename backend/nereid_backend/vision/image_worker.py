@@ -16,7 +16,6 @@ child. Messages, packed with msgpack:
 import base64
 import binascii
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from nereid_backend.process_limits import limit_child
+
 _MAX_CHILD_BYTES = 768 * 2**20
-_NICENESS = 5
 
 Prepare = Callable[[str, list[bytes]], list[Any]]
 
@@ -67,12 +67,7 @@ def _run_child(
 ) -> NoReturn:
     """Prepare a request in a child process, send the answer to the parent, and exit."""
     try:
-        os.nice(_NICENESS)
-        limit = _virtual_bytes() + _MAX_CHILD_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        seconds = int(timeout_s) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit_child(_MAX_CHILD_BYTES, timeout_s)
         result.send_bytes(msgpack.packb(prepare(text, images)))
     except MemoryError:
         # Sending an error message could fail, too, because memory is short. The parent process
@@ -90,12 +85,6 @@ def _refusal(message: str) -> bytes:
     """Return the answer for a request that is refused, encoded with msgpack."""
     packed: bytes = msgpack.packb(["refused", f"messages: {message.rstrip('.')}."])
     return packed
-
-
-def _virtual_bytes() -> int:
-    """Return the size of the address space of this process in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _load(folder: Path) -> Prepare:

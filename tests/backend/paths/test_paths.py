@@ -21,18 +21,6 @@ from backend import shrink
 SIZES = Sizes(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=128)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folders = {}
-
-    def folder_of(model_type):
-        if model_type not in folders:
-            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
-        return folders[model_type]
-
-    return folder_of
-
-
 def tier_of(folder, lines=None, **settings):
     hook = AttentionHook()
     checkpoint = load_checkpoint(

@@ -47,7 +47,7 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
         _append_literal(parts, text[literal_start : match.start()])
         literal_start = match.end()
         if match.group() in ("{{", "}}"):
-            _append_literal(parts, match.group()[0])  # `{{` stands for one brace.
+            _append_literal(parts, match.group()[0])  # "{{" means the character "{".
         else:
             follows_field = bool(parts) and isinstance(parts[-1], Slot)
             parts.append(_field(text, match, follows_field=follows_field))

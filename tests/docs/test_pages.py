@@ -40,8 +40,8 @@ _START_TIMEOUT_S = 300
 class Servers:
     """The servers that the pages start: each distinct command is started once.
 
-    `make serve` stands for a running server, which `main` is. A server that no later page needs is
-    stopped while the next pages run, because an idle server uses 4 % of a core.
+    The command `make serve` uses the server `main`, which is already running. A server that no
+    later page needs is stopped while the next pages run, because an idle server uses 4 % of a core.
     """
 
     def __init__(self, served: Served, folder: Path, stack: ExitStack) -> None:

@@ -154,7 +154,7 @@ def reading(streams, one_by_one=False):
 
 
 def tokens_per_s(url, num_clients=16, duration_s=20):
-    """Return the tokens per second that clients receive which always have a request."""
+    """Return the tokens per second of clients that send their next request after each response."""
     finished, end = [], time.monotonic() + duration_s
 
     def send(client):

@@ -47,8 +47,8 @@ class DiskStore:
         Args:
             folder: the folder.
             max_bytes: the largest size of all files together.
-            identity: what the bytes depend on besides their keys, such as the model. Two stores
-                with different identities can share a folder, but not the files.
+            identity: names what determines the bytes in addition to their keys, such as the model.
+                Two stores with different identities can share a folder, but not the files.
 
         Raises:
             OSError: if the folder cannot be created, read or written.

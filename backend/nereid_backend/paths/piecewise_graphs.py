@@ -271,7 +271,7 @@ class StaticTokens:
         return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
-        """Return the metadata of attention: the slots of all tokens, but no sequences.
+        """Return attention metadata that has the slots of all tokens, but no sequences.
 
         Keys and values are therefore stored, but no attention is computed.
         """

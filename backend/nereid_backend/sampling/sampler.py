@@ -79,7 +79,7 @@ class _SliceInputs(NamedTuple):
     def select(self, indices: list[int]) -> "_SliceInputs":
         """Return the inputs for the positions at `indices`.
 
-        The result is no range of the step, so its `start` has no meaning.
+        These positions need not be consecutive, so `start` of the result has no meaning.
         """
         positions = [self.positions[i] for i in indices]
         masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}

@@ -204,7 +204,7 @@ class RequestLimits:
         """
         token_bytes = self.max_prompt_bytes // self.max_model_len
         # The quotient is only an estimate. The error message must contain a number above the limit,
-        # so a smaller estimate is replaced.
+        # so the message contains at least max_model_len + 1.
         least_tokens = max(num_bytes // token_bytes, self.max_model_len + 1)
         raise RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "

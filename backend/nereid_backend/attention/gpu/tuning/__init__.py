@@ -206,8 +206,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # The kernels convert 8-bit numbers to wider numbers in registers. More warps have more
-    # registers for the wider numbers.
+    # The kernels convert 8-bit numbers to wider numbers in registers. With more warps,
+    # more registers are available for these numbers.
     ("decode", 1): dict.fromkeys(
         ("8.0", "8.9", "9.0", "10.0"),
         (

@@ -14,11 +14,9 @@ JSON follow the reasoning, as the format declares them. Three details are import
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from nereid_parsers.constrain_answer import report_unenforced
-from nereid_parsers.constrain_arguments import tagged_arguments
 from nereid_parsers.constrain_calls import (
     ListBody,
     call_node,
@@ -26,69 +24,41 @@ from nereid_parsers.constrain_calls import (
     section_node,
     trigger_of,
 )
+from nereid_parsers.constrain_messages import (
+    final_messages,
+    first_route,
+    header_text,
+    reasoning_messages,
+)
 from nereid_parsers.constrain_nodes import (
-    BLANKS,
+    WHITESPACE,
     Node,
     any_text,
     const,
-    json_schema,
     one_of,
     optional,
-    repeated,
     sequence,
     tag,
-    without_outer_blanks,
+    without_outer_whitespace,
 )
-from nereid_parsers.constrain_request import Request, ToolSchema
+from nereid_parsers.constrain_reasoning import ReasoningState, unclosed_reasoning_error
+from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
     ReasoningGate,
-    Route,
     Sections,
     Stage,
     Wrapper,
 )
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.pattern_syntax import Slot, pattern
 from nereid_parsers.stream.parser import OutputStart
 from nereid_parsers.tool_declarations import (
-    JsonArguments,
-    TaggedArguments,
     ToolSection,
 )
 
 # Matches a character that cannot start an array of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
-
-
-class ReasoningState(Enum):
-    """The state of the reasoning at the position where the constrained output starts.
-
-    OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
-    POSSIBLE  The model may open the reasoning.
-    ENDED     The prompt already contains reasoning that has been closed.
-    EXCLUDED  The structural tag describes only the text after the reasoning.
-    """
-
-    OPEN = "open"
-    POSSIBLE = "possible"
-    ENDED = "ended"
-    EXCLUDED = "excluded"
-
-
-def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
-    """Return the state of the reasoning at the position where the constrained output starts.
-
-    Args:
-        start: The state of the reasoning at the end of the prompt.
-        skip_reasoning: Whether the structural tag describes only the text after the reasoning.
-    """
-    if skip_reasoning:
-        return ReasoningState.EXCLUDED
-    if start.stage is Stage.REASONING:
-        return ReasoningState.OPEN
-    return ReasoningState.ENDED if start.has_reasoned else ReasoningState.POSSIBLE
 
 
 def structural_tag(
@@ -110,20 +80,12 @@ def structural_tag(
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
     if isinstance(layout, Messages):
-        nodes = _reasoning_messages(fmt, layout, reasoning)
-        output = sequence(*nodes, _final_messages(fmt, layout, request))
+        nodes = reasoning_messages(fmt, layout, reasoning)
+        output = sequence(*nodes, final_messages(fmt, layout, request))
     else:
         nodes = _reasoning_nodes(fmt, layout, reasoning)
         output = sequence(*nodes, _answer_or_calls(fmt, layout, request))
     return {"type": "structural_tag", "format": output}
-
-
-def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return an error: the prompt ends inside the reasoning, and the format has no end marker."""
-    return ConstraintError(
-        f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
-        "ends the reasoning. The output after such a prompt cannot be constrained."
-    )
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
@@ -153,10 +115,10 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
     if isinstance(layout, Sections):
         part = layout.reasoning
         return (part.open, part.close) if part is not None else None
-    route = _first_route(layout, Stage.REASONING)
+    route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
-    return _header_text(layout, route), layout.ends[0]
+    return header_text(layout, route), layout.ends[0]
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
@@ -177,7 +139,7 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
     part = layout.reasoning
     is_open = state is ReasoningState.OPEN
     if part is None and is_open:
-        raise _no_end_marker(fmt)
+        raise unclosed_reasoning_error(fmt)
     if part is None:
         return []
     close = part.close.strip()
@@ -187,12 +149,12 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
     begin = "" if is_open else part.open.strip()
     reasoning: Node = {"type": "tag", "begin": begin, "content": text, "end": close}
     if is_open:
-        return [reasoning, BLANKS]
+        return [reasoning, WHITESPACE]
     options = [reasoning]
     if part.is_opened_by_model:
         # Some models skip the reasoning and write only the closing marker.
         options.append(const(close))
-    return [optional(sequence(BLANKS, one_of(*options), BLANKS))]
+    return [optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))]
 
 
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
@@ -224,7 +186,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         return one_of(calls, content)
     # Templates and models write different white space around tool calls.
     empty_content = _empty_content_nodes(layout.content)
-    return sequence(*empty_content, BLANKS, without_outer_blanks(calls), BLANKS)
+    return sequence(*empty_content, WHITESPACE, without_outer_whitespace(calls), WHITESPACE)
 
 
 def _content_node(layout: Sections, request: Request) -> Node | None:
@@ -248,8 +210,8 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
     opening = const(wrapper.open.strip())
     closing = wrapper.close.strip()
     if not closing:
-        return [optional(sequence(BLANKS, opening))]
-    return [optional(sequence(BLANKS, optional(opening), BLANKS, const(closing)))]
+        return [optional(sequence(WHITESPACE, opening))]
+    return [optional(sequence(WHITESPACE, optional(opening), WHITESPACE, const(closing)))]
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
@@ -287,141 +249,3 @@ def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
     if isinstance(call.body, ListBody):
         return [list_node(call, call.body, request.tools, is_single=request.is_single)]
     return [call_node(call, tool) for tool in request.tools]
-
-
-# ---- the layout Messages -------------------------------------------------------------------------
-
-
-def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that declares the header of the messages of a stage, or None.
-
-    Of the routes with this stage, the first one whose header is an exact text is returned, because
-    the model must write this header. If all headers contain fields, the first route is returned.
-    The result is None if no route has this stage.
-    """
-    routes = [route for route in layout.routes if route.stage is stage]
-    for route in routes:
-        if all(isinstance(part, str) for part in pattern(route.form)):
-            return route
-    return routes[0] if routes else None
-
-
-def _header_text(layout: Messages, route: Route, name: str = "") -> str:
-    """Return the text before a message body: the header, followed by `layout.header_end`.
-
-    Example: `"<|channel|>final<|message|>"`.
-
-    Args:
-        layout: The layout of the format.
-        route: The route of the message.
-        name: The name of the function, if the message is a tool call.
-
-    Raises:
-        ConstraintError: The header has a field whose text is not known.
-    """
-    text = ""
-    for part in pattern(route.form):
-        if isinstance(part, Slot) and part.field != "name":
-            raise ConstraintError(
-                f"The message header {route.header!r} contains the field {{{part.field}}}, which "
-                "can match different texts. Constrained output needs one exact header. Set "
-                "Route.written to the header that the model writes."
-            )
-        text += name if isinstance(part, Slot) else part
-    return text + layout.header_end
-
-
-def _reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes for the reasoning message and the start of the next message.
-
-    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
-    reasoning is already open, the header is omitted. If the structural tag excludes the reasoning,
-    only the start of the next message remains. Otherwise the whole message is optional.
-
-    Raises:
-        ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
-    """
-    if state is ReasoningState.EXCLUDED:
-        return [const(layout.start)]
-    route = _first_route(layout, Stage.REASONING)
-    if route is None or not layout.ends:
-        if state is ReasoningState.OPEN:
-            raise _no_end_marker(fmt)
-        return []  # The structural tag then starts with the answer.
-    end = layout.ends[0]
-    # The marker `layout.ends[0]` ends the reasoning. Each other end marker would end the whole
-    # output before the answer, so the reasoning must not contain another end marker.
-    text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
-    body = {"type": "tag", "begin": "", "content": text, "end": end}
-    body_and_next_start = sequence(body, const(layout.start))
-    if state is ReasoningState.OPEN:
-        return [body_and_next_start]
-    header = const(_header_text(layout, route))
-    return [optional(sequence(header, body_and_next_start))]
-
-
-def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for the messages after the reasoning: tool calls or an answer.
-
-    Raises:
-        ConstraintError: The request allows an answer, but the format has no message for content.
-    """
-    options: list[Node] = []
-    if request.tools:
-        options.append(_call_messages(fmt, layout, request))
-    if not request.must_call:
-        content_route = _first_route(layout, Stage.CONTENT)
-        if content_route is None:
-            raise ConstraintError(
-                f"The format {fmt.name!r} has no message type for an answer in text, so the model "
-                "can only call tools. Set tool_choice to required, or choose another format."
-            )
-        text = any_text() if request.answer is None else request.answer
-        options.append(sequence(const(_header_text(layout, content_route)), text))
-    return one_of(*options)
-
-
-def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for one or more messages that are tool calls.
-
-    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`.
-
-    Raises:
-        ConstraintError: The format has no messages that are tool calls.
-    """
-    routes = [route for route in layout.routes if route.stage is Stage.CALLS]
-    if not routes:
-        raise ConstraintError(
-            f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
-            "writes them inside messages that also contain other text"
-        )
-    calls = [
-        sequence(_call_header(layout, routes, tool.name), _message_arguments(layout.body, tool))
-        for tool in request.tools
-    ]
-    if request.is_single or layout.call_end:
-        # The closing marker of a tool call (`layout.call_end`) also ends the turn. So no second
-        # tool call can follow.
-        return one_of(*calls)
-    end = layout.ends[0] if layout.ends else ""
-    return repeated(calls, const(end + layout.start), is_single=False)
-
-
-def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
-    """Return the structural-tag node for the headers of a message that calls the function `name`.
-
-    The model may write the header of the first route, and the header of each other route that
-    declares the exact text in `Route.written`.
-    """
-    allowed_routes = [routes[0], *(route for route in routes[1:] if route.written)]
-    return one_of(*(const(_header_text(layout, route, name)) for route in allowed_routes))
-
-
-def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the structural-tag node for the body of a message that is a tool call.
-
-    Example of matching text: `{"city": "Paris"}`.
-    """
-    if isinstance(body, TaggedArguments):
-        return tagged_arguments(body, tool)
-    return json_schema(tool.parameters)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import (
-    BLANKS,
+    WHITESPACE,
     Node,
     any_text,
     const,
@@ -19,7 +19,7 @@ from nereid_parsers.constrain_nodes import (
 )
 from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
@@ -53,7 +53,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
         ConstraintError: `values` contains no values for a field of the pattern.
     """
     nodes: list[Node] = []
-    for part in pattern(text):
+    for part in split_pattern(text):
         if isinstance(part, str):
             nodes.append(const(part))
         elif part.field in values:
@@ -76,7 +76,7 @@ def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
     """
     nodes = [_tagged_value(part, key, tool.argument(key)) for key in tool.required_keys]
     nodes += [optional(_tagged_value(part, key, tool.argument(key))) for key in tool.optional_keys]
-    return sequence(*nodes) if nodes else BLANKS
+    return sequence(*nodes) if nodes else WHITESPACE
 
 
 def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
@@ -98,8 +98,10 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     if choices is not None:
         opening = pattern_node(part.open, values)
         return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    forms = (part, *_unquoted_forms(part))
-    return one_of(*(_text_until(pattern_node(form.open, values), form.close) for form in forms))
+    variants = (part, *_unquoted_variants(part))
+    return one_of(
+        *(_text_until(pattern_node(variant.open, values), variant.close) for variant in variants)
+    )
 
 
 def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
@@ -110,22 +112,22 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
     return None
 
 
-def _unquoted_forms(part: TaggedArguments) -> list[TaggedArguments]:
-    """Return the alternative forms in which a tagged string is written without quotes.
+def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
+    """Return the alternative variants in which a tagged string is written without quotes.
 
     Some formats quote a string with CDATA only if the string contains special characters. The
     opening of an unquoted value is then a prefix of the opening of a quoted value. Example: for
-    `<p><![CDATA[a<b]]></p>`, the form of `<p>ab</p>` is returned.
+    `<p><![CDATA[a<b]]></p>`, the variant of `<p>ab</p>` is returned.
     """
-    return [form for form in part.also if _is_unquoted_form_of(form, part)]
+    return [variant for variant in part.also if _is_unquoted_variant_of(variant, part)]
 
 
-def _is_unquoted_form_of(form: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether the opening of `quoted` consists of the opening of `form` and more text.
+def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
+    """Return whether the opening of `quoted` consists of the opening of `variant` and more text.
 
     Example: the opening `<v>"` consists of `<v>` and a quote.
     """
-    return form.open != quoted.open and quoted.open.startswith(form.open)
+    return variant.open != quoted.open and quoted.open.startswith(variant.open)
 
 
 def _tagged_json(
@@ -145,14 +147,14 @@ def _tagged_json(
     # Some templates declare the type "number" for every value that is not a string.
     type_names = dict.fromkeys((*sorted(types or {"object"}), "number"))
     values = {"key": [key], "string": ["false"], "type": list(type_names)}
-    all_forms = (part, *part.also)
-    forms = _scalar_forms(all_forms) if types <= _SCALARS else all_forms
+    all_variants = (part, *part.also)
+    variants = _scalar_variants(all_variants) if types <= _SCALARS else all_variants
     python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
-    for form in forms:
-        json_value = json_schema(schema, excludes=form.close.strip())
+    for variant in variants:
+        json_value = json_schema(schema, excludes=variant.close.strip())
         value = one_of(json_value, *python_words)
-        options.append(sequence(pattern_node(form.open, values), value, const(form.close)))
+        options.append(sequence(pattern_node(variant.open, values), value, const(variant.close)))
     return one_of(*options)
 
 
@@ -169,17 +171,19 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
     return [*boolean_words, *null_words]
 
 
-def _scalar_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the forms in which the model may write a number, a boolean or null.
+def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
+    """Return the variants in which the model may write a number, a boolean or null.
 
     Such a value contains no special characters, so the value is never quoted: of the openings `<p>`
-    and `<p><![CDATA[`, only `<p>` is returned. A form that also names the type is left out if
-    another form does not name the type, so that the grammar stays small.
+    and `<p><![CDATA[`, only `<p>` is returned. A variant that also names the type is left out if
+    another variant does not name the type, so that the grammar stays small.
     """
-    untyped = tuple(form for form in forms if "{type}" not in form.open)
-    candidates = untyped or forms
+    untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
+    candidates = untyped or variants
     return tuple(
-        form for form in candidates if not any(_is_unquoted_form_of(other, form) for other in forms)
+        variant
+        for variant in candidates
+        if not any(_is_unquoted_variant_of(other, variant) for other in variants)
     )
 
 
@@ -192,11 +196,11 @@ def _text_until(opening: Node, close: str) -> Node:
     """
     marker = close.strip()
     text = {"type": "tag", "begin": opening["value"], "content": any_text(), "end": marker}
-    blanks_after = const(close.lstrip()[len(marker) :])
-    return sequence(text, blanks_after)
+    whitespace_after = const(close.lstrip()[len(marker) :])
+    return sequence(text, whitespace_after)
 
 
-# ---- nested elements, Python calls, objects with bare keys ---------------------------------------
+# ---- nested elements, Python calls, objects with unquoted keys -----------------------------------
 
 
 def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
@@ -217,6 +221,7 @@ def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
     """Return the node for one tool call in Python syntax, for example `f(city="Paris", days=3)`."""
 
     def argument(key: str) -> Node:
+        """Return the node for `key=value`."""
         return sequence(const(f"{key}="), _python_value(tool.argument(key)))
 
     arguments = _comma_separated(tool, argument, ", ")
@@ -243,16 +248,17 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
+def unquoted_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
     """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
 
     def member(key: str) -> Node:
-        return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
+        """Return the node for `key:value`."""
+        return sequence(const(f"{key}:"), _unquoted_key_value(part, tool.argument(key)))
 
     return sequence(const("{"), _comma_separated(tool, member, ","), const("}"))
 
 
-def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
+def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
     """Return the node for a value in an object with unquoted keys.
 
     Examples of matching texts with the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for
@@ -266,11 +272,11 @@ def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
         return {"type": "tag", "begin": part.quote, "content": any_text(), "end": part.quote}
     if types == frozenset({"array"}):
         item_schema = schema.get("items")
-        item = _bare_key_value(part, item_schema if isinstance(item_schema, Mapping) else {})
+        item = _unquoted_key_value(part, item_schema if isinstance(item_schema, Mapping) else {})
         items = repeated([item], const(","), is_single=False)
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
-        return bare_key_arguments(part, ToolSchema("", schema))
+        return unquoted_key_arguments(part, ToolSchema("", schema))
     return json_schema(schema)
 
 
@@ -289,6 +295,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
     """
 
     def separated(node: Node) -> Node:
+        """Return the node for the separator, followed by `node`."""
         return sequence(const(separator), node)
 
     required = [member_node(key) for key in tool.required_keys]

@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 from nereid_parsers.constrain_arguments import (
-    bare_key_arguments,
     nested_arguments,
     python_call,
     tagged_arguments,
+    unquoted_key_arguments,
 )
 from nereid_parsers.constrain_nodes import (
-    BLANKS,
+    WHITESPACE,
     Node,
     const,
     json_schema,
@@ -24,7 +24,7 @@ from nereid_parsers.constrain_nodes import (
 )
 from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Body,
@@ -50,7 +50,7 @@ _ID_PLACEHOLDER = '"{id}"'
 _NAME_PLACEHOLDER = "{name}"
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 # Matches the white space inside an array. Models write arrays on one line or on several lines.
-_ARRAY_BLANKS: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
+_ARRAY_WHITESPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
@@ -65,7 +65,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
         is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
     call = section.calls[0]
-    separator = const(section.separator) if section.separator.strip() else BLANKS
+    separator = const(section.separator) if section.separator.strip() else WHITESPACE
     if not isinstance(call.body, ListBody):
         calls = [call_node(call, tool) for tool in tools]
         content = repeated(calls, separator, is_single=is_single)
@@ -84,7 +84,7 @@ def _list_or_object(
 ) -> Node:
     """Return the node for a JSON array of tool calls, or for a list of Python calls.
 
-    If the second form of the section is a JSON object, the node also matches one such object.
+    If the second variant in the section is a JSON object, the node also matches one such object.
     """
     calls = list_node(section.calls[0], body, tools, is_single=is_single)
     if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
@@ -149,9 +149,9 @@ def _list_body_node(body: ListBody, tools: tuple[ToolSchema, ...], *, is_single:
         return sequence(const(body.open), members, const(body.close))
     objects = [_object_node(body.keys, tool) for tool in tools]
     if isinstance(body.keys, Keys):
-        objects = [_with_blanks(node, _ARRAY_BLANKS) for node in objects]
-    members = repeated(objects, sequence(const(","), _ARRAY_BLANKS), is_single=is_single)
-    return sequence(const("["), _ARRAY_BLANKS, members, _ARRAY_BLANKS, const("]"))
+        objects = [_with_whitespace(node, _ARRAY_WHITESPACE) for node in objects]
+    members = repeated(objects, sequence(const(","), _ARRAY_WHITESPACE), is_single=is_single)
+    return sequence(const("["), _ARRAY_WHITESPACE, members, _ARRAY_WHITESPACE, const("]"))
 
 
 def _body_node(body: Body, tool: ToolSchema) -> Node:
@@ -169,7 +169,7 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
         case NestedTags():
             return nested_arguments(body, tool)
     assert isinstance(body, BareKeyArguments)  # The caller handles lists of tool calls.
-    return bare_key_arguments(body, tool)
+    return unquoted_key_arguments(body, tool)
 
 
 def _head_node(head: str, name: str) -> Node:
@@ -181,7 +181,7 @@ def _head_node(head: str, name: str) -> Node:
         ConstraintError: The head has a field whose text is not known.
     """
     nodes: list[Node] = []
-    for part in pattern(head):
+    for part in split_pattern(head):
         if isinstance(part, str):
             nodes.append(const(part))
         elif part.field == "name":
@@ -237,24 +237,24 @@ def _fill_in_id(text: str) -> list[Node]:
     return [const(before), _QUOTED_ID, const(after)] if placeholder else [const(text)]
 
 
-def _with_blanks(node: Node, blanks: Node) -> Node:
-    """Insert `blanks` into the constants of `node` where JSON allows white space. Return the node.
+def _with_whitespace(node: Node, whitespace: Node) -> Node:
+    """Return `node` with the node `whitespace` at each place where JSON allows white space.
 
-    Example: `const('{"name":')` gives the sequence `{`, blanks, `"name"`, `:`, blanks.
+    Example: `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace.
     """
     if node["type"] == "optional":
-        return optional(_with_blanks(node["content"], blanks))
+        return optional(_with_whitespace(node["content"], whitespace))
     if node["type"] == "sequence":
-        return sequence(*(_with_blanks(part, blanks) for part in node["elements"]))
+        return sequence(*(_with_whitespace(part, whitespace) for part in node["elements"]))
     if node["type"] != "const_string":
         return node
     parts: list[Node] = []
     for token in _JSON_TOKENS.findall(node["value"]):
         if token == "}":
-            parts.append(blanks)
+            parts.append(whitespace)
         parts.append(const(token))
         if token in ("{", ",", ":"):
-            parts.append(blanks)
+            parts.append(whitespace)
     return sequence(*parts)
 
 

@@ -9,7 +9,7 @@ Node = dict[str, Any]
 
 # White space has at most two characters here. Without this limit, the model could generate white
 # space without end.
-BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
+WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
 # The keywords of a JSON schema in the first constant only describe a value. The keywords in the
@@ -118,9 +118,8 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
     if is_single:
         return item
     if len(items) > _MAX_DUPLICATED_ITEMS:
-        if separator == BLANKS:
-            # `BLANKS` also matches the empty text, so the last item does not need a separator after
-            # it.
+        if separator == WHITESPACE:
+            # `WHITESPACE` also matches the empty text, so no text needs to follow the last item.
             return {"type": "plus", "content": sequence(item, separator)}
         if separator["type"] == "const_string":
             return separated_tags(items, separator["value"])
@@ -161,7 +160,7 @@ def tag(node: Node) -> Node:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def without_outer_blanks(node: Node) -> Node:
+def without_outer_whitespace(node: Node) -> Node:
     r"""Return a node that matches the same texts as `node`, but without white space at the ends.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.

@@ -60,6 +60,7 @@ class ToolSchema:
         return [key for key in self._keys() if key not in required]
 
     def _keys(self) -> list[str]:
+        """Return the names of all arguments, in the schema's order."""
         properties = self.parameters.get("properties")
         return list(properties) if isinstance(properties, Mapping) else []
 

@@ -99,6 +99,7 @@ class Reasoning:
     shown: Shown = Shown.APART
 
     def __post_init__(self) -> None:
+        """Check that both markers contain a visible character."""
         check_markers("Reasoning", open=self.open, close=self.close)
 
     @property
@@ -128,6 +129,7 @@ class Wrapper:
     close: str
 
     def __post_init__(self) -> None:
+        """Check that at least one of the two markers contains a visible character."""
         if not self.open.strip() and not self.close.strip():
             raise FormatError(
                 f"Wrapper.open is {self.open!r} and Wrapper.close is {self.close!r}, but at least "
@@ -166,11 +168,12 @@ class Route:
     has_calls: bool = True
 
     def __post_init__(self) -> None:
+        """Check the header, which must contain `{name}` if the message is a tool call."""
         required = ["name"] if self.stage is Stage.CALLS else []
         check_pattern("Route.header", self.header, *required)
 
     @property
-    def form(self) -> str:
+    def written_header(self) -> str:
         """The header that the model must write if the output is constrained."""
         return self.written or self.header
 
@@ -204,6 +207,7 @@ class Messages:
     tools: ToolSection | None = None
 
     def __post_init__(self) -> None:
+        """Check that `start`, `header_end` and `routes` are not empty."""
         check_markers("Messages", start=self.start)
         if not self.header_end:
             raise FormatError(
@@ -225,6 +229,7 @@ class Source:
     date: str = ""
 
     def __str__(self) -> str:
+        """Return the name of the document, and its date if the date is known."""
         return f"{self.text}, {self.date}" if self.date else self.text
 
 

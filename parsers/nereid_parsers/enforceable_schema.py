@@ -374,6 +374,7 @@ def _has_type(value: object, name: str) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    """Return whether a JSON value is a number. In Python, `True` is an integer, too."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

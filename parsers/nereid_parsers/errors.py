@@ -23,6 +23,7 @@ class UnknownFormatError(FormatError, KeyError):
     """No format has the given name. The message lists similar names."""
 
     def __str__(self) -> str:
+        """Return the message without the quotes that KeyError adds."""
         return str(self.args[0]) if self.args else ""
 
 

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereid_parsers.constrain import gate_of, reasoning_state, structural_tag
+from nereid_parsers.constrain import gate_of, structural_tag
+from nereid_parsers.constrain_reasoning import reasoning_state
 from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
@@ -34,7 +35,7 @@ from nereid_parsers.declarations import (
     Stage,
     Wrapper,
 )
-from nereid_parsers.pattern_syntax import Slot, pattern
+from nereid_parsers.pattern_syntax import PatternField, split_pattern
 from nereid_parsers.policy import (
     LENIENT,
     STRICT,
@@ -76,6 +77,7 @@ __all__ = [
     "NameIsKey",
     "NestedTags",
     "Opener",
+    "PatternField",
     "Policy",
     "PythonCalls",
     "Reasoning",
@@ -83,7 +85,6 @@ __all__ = [
     "Route",
     "Sections",
     "Shown",
-    "Slot",
     "Source",
     "Stage",
     "StrayClose",
@@ -92,7 +93,7 @@ __all__ = [
     "ToolSection",
     "UnknownTool",
     "Wrapper",
-    "pattern",
+    "split_pattern",
 ]
 
 

@@ -27,21 +27,21 @@ _FIELD_OR_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PatternField:
     """A field of a pattern."""
 
     field: str
 
 
-def pattern(text: str) -> tuple[str | Slot, ...]:
+def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     """Split a pattern into literals and fields.
 
-    Example: `pattern("<f={name}>{{}}")` returns `("<f=", Slot("name"), ">{}")`.
+    Example: `split_pattern("<f={name}>{{}}")` returns `("<f=", PatternField("name"), ">{}")`.
 
     Raises:
         FormatError: A field is unknown, a brace is not closed, or no literal separates two fields.
     """
-    parts: list[str | Slot] = []
+    parts: list[str | PatternField] = []
     literal_start = 0
     for match in _FIELD_OR_BRACES.finditer(text):
         _append_literal(parts, text[literal_start : match.start()])
@@ -49,16 +49,26 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
         if match.group() in ("{{", "}}"):
             _append_literal(parts, match.group()[0])  # "{{" means the character "{".
         else:
-            follows_field = bool(parts) and isinstance(parts[-1], Slot)
+            follows_field = bool(parts) and isinstance(parts[-1], PatternField)
             parts.append(_field(text, match, follows_field=follows_field))
     _append_literal(parts, text[literal_start:])
     return tuple(parts)
 
 
-def _field(text: str, match: re.Match[str], *, follows_field: bool) -> Slot:
+def first_literal(text: str) -> str:
+    """Return the literal with which a pattern starts, without surrounding white space.
+
+    Return "" if the pattern is empty or starts with a field. Example: the pattern
+    `"<function={name}>"` gives `"<function="`.
+    """
+    first_part = next(iter(split_pattern(text)), "")
+    return first_part.strip() if isinstance(first_part, str) else ""
+
+
+def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
     """Return the field that `match` found in the pattern `text`.
 
-    Example: the text `{name}` gives `Slot("name")`.
+    Example: the text `{name}` gives `PatternField("name")`.
 
     The field {rest} may directly follow another field. The other field then ends before the first
     character that its regex does not match.
@@ -78,10 +88,10 @@ def _field(text: str, match: re.Match[str], *, follows_field: bool) -> Slot:
             f"The pattern {text!r} has two fields without text between them, so the end "
             "of the first field is not defined. Insert text between the two fields."
         )
-    return Slot(name)
+    return PatternField(name)
 
 
-def _append_literal(parts: list[str | Slot], text: str) -> None:
+def _append_literal(parts: list[str | PatternField], text: str) -> None:
     """Append literal text to `parts`, or to the last part if the last part is a literal."""
     if not text:
         return
@@ -99,7 +109,7 @@ def check_pattern(place: str, text: str, *required: str) -> None:
         text: The pattern.
         required: The names of the fields that the pattern must contain.
     """
-    fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
+    fields = [part.field for part in split_pattern(text) if isinstance(part, PatternField)]
     for name in required:
         if fields.count(name) != 1:
             raise FormatError(f"{place} is {text!r}, but must contain {{{name}}} exactly once")

@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.pattern_syntax import Slot, check_markers, check_pattern, pattern
+from nereid_parsers.pattern_syntax import (
+    PatternField,
+    check_markers,
+    check_pattern,
+    first_literal,
+    split_pattern,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Keys:
     order: tuple[str, ...] = ("name", "arguments")
 
     def __post_init__(self) -> None:
+        """Check the paths and the order of the keys."""
         paths = [self.name, self.arguments, *self.also]
         if self.id:
             paths.append(self.id)
@@ -92,8 +99,8 @@ class TaggedArguments:
             parser removes the white space at the end of this pattern once from the value.
         close: The text after the value: `"\n</parameter>\n"`. The parser also removes the white
             space before this marker once from the value.
-        also: Alternative forms of a tagged value, which may appear in the same tool call. The field
-            `also` of these forms must be empty.
+        also: Other variants of a tagged value, which may appear in the same tool call. The field
+            `also` of these variants must be empty.
     """
 
     open: str
@@ -101,6 +108,7 @@ class TaggedArguments:
     also: tuple[TaggedArguments, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check that `open` contains `{key}`, and that `close` contains a visible character."""
         check_pattern("TaggedArguments.open", self.open, "key")
         check_markers("TaggedArguments", close=self.close)
 
@@ -116,6 +124,7 @@ class BareKeyArguments:
     quote: str
 
     def __post_init__(self) -> None:
+        """Check that the quote contains a visible character."""
         check_markers("BareKeyArguments", quote=self.quote)
 
 
@@ -132,6 +141,7 @@ class NestedTags:
     mark: str
 
     def __post_init__(self) -> None:
+        """Check that the mark contains a visible character."""
         check_markers("NestedTags", mark=self.mark)
 
 
@@ -168,13 +178,17 @@ NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One form of a tool call: opening marker, head, body and closing marker.
+    """One variant of a tool call: opening marker, head, body and closing marker.
+
+    Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the head is
+    `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
+    several variants if models write tool calls in several ways, for example without `<call>`.
 
     The *trigger* of a tool call is the text that shows the parser that a tool call starts. The
     trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
-    trigger is *bare*. The parser recognises a bare tool call by the first characters of its body. A
-    bare tool call may start at the start of the output or of the tool section. After other content,
-    it may start only if the request offers the function.
+    trigger is *unmarked*. The parser recognises an unmarked tool call by the first characters of
+    its body. An unmarked tool call may start at the start of the output or of the tool section.
+    After other content, it may start only if the request offers the function.
 
     Attributes:
         open: The marker before the tool call. May be empty.
@@ -195,7 +209,7 @@ class Call:
 
     def __post_init__(self) -> None:
         """Check that either the head or the body contains the name, and that `id` is a pattern."""
-        head_has_name = Slot("name") in pattern(self.head)
+        head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
         if not head_has_name and not body_has_name:
             raise FormatError(
@@ -207,15 +221,14 @@ class Call:
                 f"Call.head is {self.head!r}. A {type(self.body).__name__} body already contains "
                 "the function's name, so remove {name} from Call.head."
             )
-        pattern(self.id)  # Raises FormatError if the id contains an unknown field.
+        split_pattern(self.id)  # Raises FormatError if the id contains an unknown field.
 
     @property
     def trigger(self) -> str:
         """The text that marks the beginning of this tool call, or "" if no text marks it."""
         if self.open.strip():
             return self.open.strip()
-        first = pattern(self.head)[0] if self.head else ""
-        return first.strip() if isinstance(first, str) else ""
+        return first_literal(self.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +238,7 @@ class ToolSection:
     Both markers are empty if the tool calls are inside the content.
 
     Attributes:
-        calls: The forms of a tool call. Constrained output contains the first form.
+        calls: The variants of a tool call. Constrained output contains the first variant.
         open, close: The markers around all tool calls.
         separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. It is not used between
             the members of a JSON array.
@@ -240,6 +253,7 @@ class ToolSection:
     also_close: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check that `calls` is not empty, and that a closing marker has an opening marker."""
         if not self.calls:
             raise FormatError("ToolSection.calls must contain at least one Call, but is empty")
         if self.close.strip() and not self.open.strip():

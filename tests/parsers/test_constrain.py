@@ -6,7 +6,8 @@ import random
 
 import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
-from nereid_parsers.constrain import ReasoningState, structural_tag
+from nereid_parsers.constrain import structural_tag
+from nereid_parsers.constrain_reasoning import ReasoningState
 from nereid_parsers.constrain_request import Request
 from nereid_parsers.format import (
     Call,

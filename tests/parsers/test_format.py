@@ -9,15 +9,15 @@ from nereid_parsers.format import (
     Keys,
     Messages,
     NestedTags,
+    PatternField,
     Reasoning,
     Route,
-    Slot,
     Source,
     Stage,
     TaggedArguments,
     ToolSection,
     Wrapper,
-    pattern,
+    split_pattern,
 )
 
 
@@ -60,8 +60,8 @@ def test_an_invalid_declaration_is_refused(make, words):
 
 
 def test_patterns_split_into_literals_and_fields():
-    assert pattern("<f={name}>{{}}") == ("<f=", Slot("name"), ">{}")
-    assert pattern("") == ()
+    assert split_pattern("<f={name}>{{}}") == ("<f=", PatternField("name"), ">{}")
+    assert split_pattern("") == ()
 
 
 @pytest.mark.parametrize(

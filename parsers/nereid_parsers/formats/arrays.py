@@ -1,8 +1,20 @@
-"""Models that write a marker, followed by a JSON array of tool calls or by one JSON object."""
+"""Models that write a marker, followed by a JSON array of tool calls or by one JSON object.
 
-from nereid_parsers.declarations import Source
-from nereid_parsers.formats.entry import ToolEntry
-from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, Keys, ToolSection
+The module also declares the reasoning of Apertus, which no other family shares.
+"""
+
+from nereid_parsers.declarations import Reasoning, Source
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import (
+    Call,
+    JsonArray,
+    JsonObject,
+    Keys,
+    NameIsKey,
+    ToolSection,
+)
+
+_APERTUS = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09")
 
 
 def _array(open: str, close: str) -> ToolSection:
@@ -21,7 +33,21 @@ _PLUGIN_SPACED = Call(
     close="<|action_end|>",
 )
 
+REASONING = {
+    "apertus2509": ReasoningEntry(
+        Reasoning("<|inner_prefix|>", "<|inner_suffix|>", interrupted_by=("<|tools_prefix|>",)),
+        _APERTUS,
+    ),
+}
+
 TOOLS = {
+    # Each tool call has the form `{"name": {..arguments..}}`.
+    "apertus": ToolEntry(
+        ToolSection(
+            (Call(JsonArray(NameIsKey())),), open="<|tools_prefix|>", close="<|tools_suffix|>"
+        ),
+        _APERTUS,
+    ),
     "hunyuan_a13b": ToolEntry(
         _array("<tool_calls>", "</tool_calls>"),
         Source("chat template of tencent/Hunyuan-A13B-Instruct", "2025-07"),

@@ -1,4 +1,4 @@
-"""Alibaba Qwen, and models with the tool calls of Qwen3-Coder.
+"""Alibaba Qwen, and models whose tool calls have the tags of Qwen3-Coder.
 
 The tool calls of the other Qwen models are declared in hermes.py.
 """
@@ -12,6 +12,7 @@ _THINKING = Source("chat template of Qwen/Qwen3-4B-Thinking-2507", "2025-07")
 _CODER = Source("chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct", "2025-07")
 _MIMO = Source("mimo parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
 _MINICPM5 = Source("minicpm5 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+_SEED = Source("chat template of ByteDance-Seed/Seed-OSS-36B-Instruct", "2025-08")
 _NANBEIGE = Source("nanbeige detector of SGLang 0.5.23 (Qwen3-Coder's format)", "2026-11")
 
 _CALL = ("<tool_call>",)
@@ -25,6 +26,7 @@ REASONING = {
         Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.FORCED, interrupted_by=_CALL),
         _THINKING,
     ),
+    "seed_oss": ReasoningEntry(Reasoning("<seed:think>", "</seed:think>\n"), _SEED),
 }
 
 
@@ -64,5 +66,19 @@ TOOLS = {
             separator="\n",
         ),
         _MINICPM5,
+    ),
+    "seed_oss": ToolEntry(
+        ToolSection(
+            (
+                Call(
+                    TaggedArguments("<parameter={key}>", "</parameter>\n"),
+                    open="<seed:tool_call>\n",
+                    head="<function={name}>\n",
+                    close="</function>\n</seed:tool_call>",
+                ),
+            ),
+            separator="\n",
+        ),
+        _SEED,
     ),
 }

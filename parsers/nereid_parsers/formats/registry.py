@@ -15,7 +15,6 @@ from nereid_parsers.declarations import Messages, Sections, Source
 from nereid_parsers.errors import FormatError, UnknownFormatError
 from nereid_parsers.format import Format
 from nereid_parsers.formats import (
-    apertus,
     arrays,
     channels,
     cohere,
@@ -29,10 +28,8 @@ from nereid_parsers.formats import (
     llama,
     minimax,
     mistral,
-    nemotron,
     pythonic,
     qwen,
-    seed,
     step,
     think,
 )
@@ -41,15 +38,14 @@ from nereid_parsers.policy import LENIENT, Policy
 
 # All entries. The keys are the names of the formats.
 REASONING: dict[str, ReasoningEntry] = (
-    apertus.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
+    arrays.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
-    | minimax.REASONING | mistral.REASONING | nemotron.REASONING | qwen.REASONING | seed.REASONING
-    | step.REASONING | think.REASONING
+    | minimax.REASONING | mistral.REASONING | qwen.REASONING | step.REASONING | think.REASONING
 )  # fmt: skip
 TOOLS: dict[str, ToolEntry] = (
-    apertus.TOOLS | arrays.TOOLS | channels.TOOLS | cohere.TOOLS | deepseek.TOOLS | gemma.TOOLS
-    | glm.TOOLS | gpt_oss.TOOLS | granite.TOOLS | hermes.TOOLS | kimi.TOOLS | llama.TOOLS
-    | minimax.TOOLS | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | seed.TOOLS | step.TOOLS
+    arrays.TOOLS | channels.TOOLS | cohere.TOOLS | deepseek.TOOLS | gemma.TOOLS | glm.TOOLS
+    | gpt_oss.TOOLS | granite.TOOLS | hermes.TOOLS | kimi.TOOLS | llama.TOOLS | minimax.TOOLS
+    | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | step.TOOLS
 )  # fmt: skip
 
 # The registered name for each alias.

@@ -1,4 +1,4 @@
-"""Models with reasoning between `<think>` tags. Other modules declare their tool calls."""
+"""Models with reasoning between `<think>` tags. Other modules declare their tool calls, if any."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry
@@ -32,6 +32,10 @@ REASONING = {
     "mimo": ReasoningEntry(_PLAIN, _sglang("mimo")),
     "minicpmv": ReasoningEntry(_PLAIN, _vllm("minicpmv")),
     "nanbeige": ReasoningEntry(_PLAIN, _sglang("nanbeige")),
+    "nemotron_v3": ReasoningEntry(
+        Reasoning("<think>\n", "\n</think>\n", opener=Opener.EITHER),
+        Source("chat template of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "2025-12"),
+    ),
     "olmo3": ReasoningEntry(
         Reasoning("<think>", "</think>", opener=Opener.PROMPT),
         Source("model card of allenai/Olmo-3-7B-Think; olmo3 parser of vLLM 0.33.0", "2025-11"),

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.bodies.body_reader import Head
+from nereid_parsers.stream.call_markers import (
+    ClosingMarker,
+    SectionMarkers,
+    match_closing_marker,
+)
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
@@ -12,16 +17,14 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     is_special_token,
     looks_like_markup,
-    match_marker,
-    skip_blanks,
     skip_superfluous,
+    skip_whitespace,
 )
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 from nereid_parsers.tool_declarations import JsonObject
 
-# Descriptions of deviations from the format. An event contains one of these descriptions, for
-# example if text that looked like a tool call was returned as content.
+# Descriptions of deviations from the format. Events contain these descriptions.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _MISSING_MARKER = "the opening marker of the tool call is missing"
@@ -29,33 +32,44 @@ _EMPTY_SECTION = "the tool section contains no call"
 
 
 class CallReader:
-    """Reads the markers, the heads and the bodies of tool calls, and the text between tool calls.
+    """Reads tool calls and the text between them.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
+
+    `CallStarts` decides which tool call may start. An `OpenCall` reads the body. The `CallWriter`
+    appends the events. The `TextWriter` receives all other text, and stores an opening marker as
+    "undecided text" until a tool call has started.
+
+    Example: the text `<tool_call>{"name": "f", "arguments": {}}</tool_call>` is read in four steps:
+
+        method      text that the method reads             next state
+        open_call   none, but it stores the expected call  CALL_START
+        read_start  `<tool_call>`                          CALL_BODY
+        read_body   `{"name": "f", "arguments": {}}`       CALL_END
+        read_end    `</tool_call>`                         BETWEEN_CALLS
     """
 
     __slots__ = (
         "_buffer", "_calls_first", "_closing_markers", "_expected", "_format", "_is_in_section",
-        "_last_form", "_open_call", "_section_closes", "_separator", "_starts", "_text", "_writer",
+        "_last_variant", "_open_call", "_section_markers", "_starts", "_text", "_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
+        """Create a reader of the text in `context`, which passes tool calls to `writer`."""
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
         self._writer = writer
         self._calls_first = context.calls_first
-        tools = context.format.tools
-        self._section_closes = tools.closes if tools is not None else ()
-        self._separator = tools.separator.strip() if tools is not None else ""
+        self._section_markers = SectionMarkers(context.format.tools)
         self._is_in_section = False
         self._starts = CallStarts(context.format.calls, writer)
         self._expected = self._starts.in_section()  # The tool call that `read_start` reads next.
         # The tool call whose body is being read. It is set in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
-        # The form of the last tool call, and the closing markers that may still follow this call.
-        self._last_form: CompiledCall | None = None
+        # The variant of the last tool call, and the closing markers that may still follow the call.
+        self._last_variant: CompiledCall | None = None
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
@@ -66,10 +80,10 @@ class CallReader:
         The marker is removed from the output when the first tool call starts.
         """
         self._is_in_section = True
-        self._text.hold_undecided(self._buffer.take(len(marker)))
+        self._text.store_undecided(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
-    # The following three methods return None if no tool call can start. The marker is then content.
+    # The next three methods return None if no tool call can start. The marker is then content.
 
     def open_call(self, marker: str) -> State | None:
         """Prepare to read a tool call that starts with `marker`."""
@@ -85,9 +99,9 @@ class CallReader:
         """
         return self._expect(self._starts.at_head(marker))
 
-    def open_bare_call(self, opening: str) -> State | None:
+    def open_unmarked_call(self, opening: str) -> State | None:
         """Prepare to read a tool call that has no marker, but starts with the text `opening`."""
-        return self._expect(self._starts.at_bare_opening(opening, self._text.has_content))
+        return self._expect(self._starts.at_unmarked_opening(opening, self._text.has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
         """Store the tool call that `read_start` reads next. Return None if `expected` is None."""
@@ -98,9 +112,9 @@ class CallReader:
 
     def start_message_call(self, head: Head) -> State:
         """Prepare to read the arguments of a tool call, after the message header has been read."""
-        form = self._format.message_call
-        assert form is not None  # Formats with message headers have a message call.
-        self._begin_body(MatchedCall(form, head, is_confirmed=True))
+        variant = self._format.message_call
+        assert variant is not None  # Formats with message headers have a message call.
+        self._begin_body(MatchedCall(variant, head, is_confirmed=True))
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
@@ -110,7 +124,7 @@ class CallReader:
             Whether the caller must remove `marker` from the content. The result is True if `marker`
             closes the tool section, or if `marker` directly follows the markup of a tool call.
         """
-        if self._is_in_section and marker in self._section_closes:
+        if self._is_in_section and marker in self._section_markers.closes:
             self._is_in_section = False
             return True
         return bool(self._writer.num_started) and self._text.is_after_marker
@@ -119,16 +133,16 @@ class CallReader:
         """Return whether a tool call has started in this message."""
         return bool(self._writer.num_started)
 
-    def report(self, deviation: str) -> None:
-        """Store the description of a deviation from the format, see `CallWriter.report`."""
-        self._writer.report(deviation)
+    def add_deviation(self, deviation: str) -> None:
+        """Store the description of a deviation from the format, see `CallWriter.add_deviation`."""
+        self._writer.add_deviation(deviation)
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, num_chars: int, fault: str) -> State:
         """Write the undecided text, and the next `num_chars` characters, as content.
 
-        This text looked like a tool call, so the open tool call and its reports are discarded.
+        This text looked like a tool call. The open tool call and its deviations are discarded.
 
         Args:
             num_chars: The number of unread characters that are content.
@@ -138,7 +152,7 @@ class CallReader:
             The state in which the text after this content is read.
         """
         self._open_call = None
-        self._writer.forget_reports()
+        self._writer.clear_deviations()
         if not self._writer.num_started:
             self._is_in_section = False  # The opening marker of the section is content, too.
         self._text.write_undecided(self._buffer.take(num_chars), fault)
@@ -180,7 +194,7 @@ class CallReader:
             return None
         num_chars = len(expected.opening)
         is_cut_off = self._buffer.is_final and expected.is_incomplete(
-            self._buffer, includes_bare=self._is_in_section
+            self._buffer, includes_unmarked=self._is_in_section
         )
         if is_cut_off:
             return self._drop_or_treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
@@ -188,15 +202,17 @@ class CallReader:
 
     def _begin_body(self, match: MatchedCall) -> None:
         """Create the reader of the body that follows a matched head. Call the reader's `begin`."""
-        body = match.form.create_reader(self._writer, match.head, is_confirmed=match.is_confirmed)
+        body = match.variant.create_reader(
+            self._writer, match.head, is_confirmed=match.is_confirmed
+        )
         self._open_call = OpenCall(match, body, self._buffer, self._text)
         body.begin()
 
     def _read_head(self, match: MatchedCall) -> State:
         """Read the matched head of a tool call, and return the state in which the body is read."""
-        if match.form.omits_marker:
-            self._writer.report(_MISSING_MARKER)
-        self._text.hold_undecided(self._buffer.take_until(match.head.end))
+        if match.variant.omits_marker:
+            self._writer.add_deviation(_MISSING_MARKER)
+        self._text.store_undecided(self._buffer.take_until(match.head.end))
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
@@ -217,18 +233,18 @@ class CallReader:
         if outcome is None:
             return None
         if outcome is Outcome.ENDED:
-            return self._end_call(call.form)
+            return self._end_call(call.variant)
         if outcome is Outcome.BROKEN:
             return State.BROKEN_CALL
         return self.treat_as_content(0, _NO_CALL)
 
     def read_broken(self) -> State | None:
         """Read arguments that are not valid JSON, see `OpenCall.read_broken`."""
-        assert self._open_call is not None
-        has_ended = self._open_call.read_broken()
-        return self._end_call(self._open_call.form) if has_ended else None
+        call = self._open_call
+        assert call is not None
+        return self._end_call(call.variant) if call.read_broken() else None
 
-    def _end_call(self, form: CompiledCall) -> State:
+    def _end_call(self, variant: CompiledCall) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended.
 
         Return the next state. The content's markers include those that end a whole message, so a
@@ -237,9 +253,9 @@ class CallReader:
         self._text.end_call()
         self._text.start_after_call()
         self._open_call = None
-        self._last_form = form
-        self._closing_markers = form.closing_markers
-        return State.CONTENT if form is self._format.message_call else State.CALL_END
+        self._last_variant = variant
+        self._closing_markers = variant.closing_markers
+        return State.CONTENT if variant is self._format.message_call else State.CALL_END
 
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
@@ -250,38 +266,17 @@ class CallReader:
         closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
         end the tool call. If no closing marker follows, the next state is BETWEEN_CALLS.
         """
-        after_blanks = skip_blanks(self._buffer.text, self._buffer.pos)
-        after_brackets = skip_superfluous(self._buffer.text, after_blanks)
-        for start in (after_blanks, after_brackets):
-            index = self._match_closing_marker(start)
-            if index == NEED_MORE:
+        after_whitespace = skip_whitespace(self._buffer.text, self._buffer.pos)
+        after_brackets = skip_superfluous(self._buffer.text, after_whitespace)
+        for start in (after_whitespace, after_brackets):
+            match = match_closing_marker(self._closing_markers, self._buffer.text, start)
+            if isinstance(match, ClosingMarker):
+                self._text.write_markup(self._buffer.take_until(match.end))
+                self._closing_markers = match.later_markers
+                return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
+            if match == NEED_MORE:
                 return self._wait_or_drop(start)
-            if index != NO_MATCH:
-                return self._take_closing_marker(start, index)
-        return self._start_next_object(after_blanks) or State.BETWEEN_CALLS
-
-    def _match_closing_marker(self, start: int) -> int:
-        """Return the index of the closing marker at the position `start`, NEED_MORE or NO_MATCH.
-
-        At the end of the text, the result is NEED_MORE, because a closing marker may still follow.
-        Example: with the closing markers `</function>` and `</tool_call>`, the text `</tool_call>`
-        gives 1, and `</to` gives NEED_MORE.
-        """
-        for index, marker in enumerate(self._closing_markers):
-            match = match_marker(marker, self._buffer.text, start)
-            if match != NO_MATCH:
-                return NEED_MORE if match == NEED_MORE else index
-        return NO_MATCH
-
-    def _take_closing_marker(self, start: int, index: int) -> State:
-        """Read the closing marker number `index`, which is at the position `start`.
-
-        After this marker, only the closing markers with a higher index are expected.
-        """
-        end = match_marker(self._closing_markers[index], self._buffer.text, start)
-        self._text.write_markup(self._buffer.take_until(end))
-        self._closing_markers = self._closing_markers[index + 1 :]
-        return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
+        return self._start_next_object(after_whitespace) or State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
         """Return None, so that the parser waits for the rest of the marker at `start`.
@@ -302,18 +297,18 @@ class CallReader:
         Returns:
             The next state, or None if no tool call starts here.
         """
-        form = self._last_form
+        variant = self._last_variant
         # If a closing marker of the last tool call is still expected, the text at `pos` is inside
         # the markers of this call.
         is_inside_markers = bool(self._closing_markers)
-        if form is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
+        if variant is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
             return None
-        has_opening_marker = bool(form.call.open.strip())
-        if not has_opening_marker or not isinstance(form.call.body, JsonObject):
+        has_opening_marker = bool(variant.call.open.strip())
+        if not has_opening_marker or not isinstance(variant.call.body, JsonObject):
             return None
-        self._text.hold_blanks(self._buffer.take_until(pos))
+        self._text.store_whitespace(self._buffer.take_until(pos))
         # No marker precedes this object, so its name must be the name of an offered tool.
-        return self._read_head(MatchedCall(form, Head(pos), is_confirmed=False))
+        return self._read_head(MatchedCall(variant, Head(pos), is_confirmed=False))
 
     def read_between(self) -> State | None:
         """Read the text after a tool call, or after the opening marker of a tool section.
@@ -321,56 +316,28 @@ class CallReader:
         This text is white space, a separator between two tool calls, or the closing marker of the
         tool section. Example: in `, {"name": `, the separator `,` is read, and `{` starts another
         tool call. The text `Hello` is content.
-
-        Returns:
-            The next state, or None if more text is required.
         """
         buffer = self._buffer
-        self._text.hold_blanks(buffer.take_until(skip_blanks(buffer.text, buffer.pos)))
+        self._text.store_whitespace(buffer.take_until(skip_whitespace(buffer.text, buffer.pos)))
         if not buffer.has_unread():
             return None
-        close_end = self._match_section_close()
-        if close_end == NEED_MORE:
-            return self._wait_or_drop(buffer.pos)
-        if close_end != NO_MATCH:
+        close_end = NO_MATCH
+        if self._is_in_section:
+            is_empty = bool(self._text.undecided)  # The opening marker is still undecided.
+            close_end = self._section_markers.match_close(buffer, is_empty=is_empty)
+        if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
-        separator = self._separator if self.has_calls() else ""
-        if separator and buffer.starts_with(separator):
-            self._text.write_markup(buffer.take(len(separator)))
-            return State.BETWEEN_CALLS
-        if separator and self._may_become_separator():
+        separator_end = NO_MATCH
+        if self.has_calls():
+            separator_end = self._section_markers.match_separator(buffer)
+        if NEED_MORE in (close_end, separator_end):
             return self._wait_or_drop(buffer.pos)
+        if separator_end >= 0:
+            self._text.write_markup(buffer.take_until(separator_end))
+            return State.BETWEEN_CALLS
         if self._is_in_section:
             return self._expect(self._starts.in_section())
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT
-
-    def _match_section_close(self) -> int:
-        """Match a closing marker of the tool section at the current position.
-
-        If the message ends with an incomplete marker in a section without a tool call, the result
-        is NO_MATCH, because `finish_empty_section` handles the text of such a section.
-
-        Returns:
-            The end of the marker, NEED_MORE or NO_MATCH. NO_MATCH outside a tool section.
-        """
-        # If there is undecided text, this text is the opening marker of the section, and no tool
-        # call has started in the section.
-        is_empty_section_cut_off = self._buffer.is_final and bool(self._text.undecided)
-        if not self._is_in_section:
-            return NO_MATCH
-        for close in self._section_closes:
-            match = match_marker(close, self._buffer.text, self._buffer.pos)
-            if match >= 0 or (match == NEED_MORE and not is_empty_section_cut_off):
-                return match
-        return NO_MATCH
-
-    def _may_become_separator(self) -> bool:
-        """Return whether the unread text is the beginning of the separator between tool calls.
-
-        At the end of the message, a short text such as "," is more likely content.
-        """
-        is_markup = not self._buffer.is_final or looks_like_markup(self._buffer.unread())
-        return is_markup and self._buffer.is_prefix_of(self._separator)
 
     def _end_section(self, close: str) -> State:
         """Leave the tool section, and read its closing marker.
@@ -399,32 +366,25 @@ class CallReader:
         There are four cases:
 
         - The stored arguments contain the closing marker. The tool call ends at this marker.
-        - The arguments have started. The tool call ends with incomplete arguments.
-        - The arguments have not started, and the text after the marker was never closed. The
+        - The tool call has started. It ends with incomplete arguments.
+        - The tool call has not started, and no closing marker follows its opening marker. The
           incomplete tool call is removed, as in `<tool_call>{"na`.
         - Otherwise the text is not a tool call. It becomes content.
         """
         call = self._open_call
         assert call is not None
         if call.end_at_stored_marker():
-            return self._end_call(call.form)
+            return self._end_call(call.variant)
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        # The marker is stored as undecided text until the arguments start.
-        has_only_marker = call.is_confirmed and bool(self._text.undecided)
-        if has_only_marker and not self._is_closed_in_undecided_text(call.form):
+        # All text of the tool call is undecided until the CallWriter has started the tool call.
+        has_started = not self._text.undecided
+        closing_markers = (*call.variant.closing_markers, *self._section_markers.closes)
+        was_closed = any(marker in self._text.undecided_text for marker in closing_markers)
+        if call.is_confirmed and not has_started and not was_closed:
             return self._drop_or_treat_as_content(0, _NO_CALL)
         return self.treat_as_content(0, _NO_CALL)
-
-    def _is_closed_in_undecided_text(self, form: CompiledCall) -> bool:
-        """Return whether the undecided text contains a closing marker of tool calls.
-
-        If so, the text that looked like a tool call was closed before the end of the message, and
-        this text is content.
-        """
-        text = self._text.undecided_text
-        return any(marker in text for marker in (*form.closing_markers, *self._section_closes))
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""
@@ -432,10 +392,9 @@ class CallReader:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """Remove the text of an empty tool section, or treat the text as content.
+        """End a message that ends in a tool section before the first tool call.
 
-        The message has ended before a tool call in the section. If the text of the section contains
-        a tag, the text is removed. Otherwise the text is content.
+        If the section contains a tag, its text is removed. Otherwise the text is content.
         """
         if self._text.undecided:
             self._drop_or_treat_as_content(0, _EMPTY_SECTION)

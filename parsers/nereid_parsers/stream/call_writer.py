@@ -40,9 +40,14 @@ class CallWriter:
     `end` once. If the policy may repair or discard the tool call, the writer stores the arguments
     and appends all events of the tool call in `end`.
 
+    Example: `start("f", "")`, `write('{"a"')`, `write(": 1}")` and `end()` append
+    `ToolCallStart(0, id=.., name="f")`, `ArgumentsDelta(0, '{"a"')`, `ArgumentsDelta(0, ": 1}")`
+    and `ToolCallEnd(0)`. If the arguments are stored, the same calls append only one
+    `ArgumentsDelta`, with the text `{"a": 1}`.
+
     Attributes:
         tools: The tools that the prompt offers.
-        keeps_arguments: Whether the writer stores the arguments until the tool call ends.
+        stores_arguments: Whether the writer stores the arguments until the tool call ends.
         is_open: Whether a tool call has started and not ended.
         last_index: The index of the last tool call for which events were appended. -1 if there is
             none.
@@ -50,9 +55,9 @@ class CallWriter:
     """
 
     __slots__ = (
-        "_arguments", "_broken_arguments", "_call_id", "_events", "_filter", "_has_written",
-        "_is_discarded", "_name", "_new_id", "_num_cuts", "_reports", "_unknown_tool", "is_open",
-        "keeps_arguments", "last_index", "num_started", "tools",
+        "_arguments", "_broken_arguments", "_call_id", "_deviations", "_events", "_filter",
+        "_has_written", "_is_discarded", "_name", "_new_id", "_num_cuts", "_unknown_tool",
+        "is_open", "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +65,7 @@ class CallWriter:
     ) -> None:
         """Create a writer that appends to `events`. For the other arguments see `StreamParser`."""
         self.tools = tools
-        self.keeps_arguments = policy.broken_arguments is not BrokenArguments.RAW
+        self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self.is_open = False
         self.last_index = -1
         self.num_started = 0
@@ -73,23 +78,23 @@ class CallWriter:
         self._name = ""
         self._call_id = ""
         self._is_discarded = False
-        self._arguments: list[str] = []  # The stored arguments, if `keeps_arguments` is true.
+        self._arguments: list[str] = []  # The stored arguments, if `stores_arguments` is true.
         self._has_written = False  # Whether an event with arguments has been appended.
         self._filter = WrapperFilter(is_passing=True)
-        self._reports: list[str] = []
+        self._deviations: list[str] = []
 
-    def report(self, deviation: str) -> None:
+    def add_deviation(self, deviation: str) -> None:
         """Store the description of a deviation from the format. The parser accepts this deviation.
 
         The end event of the open tool call, or of the next tool call, contains the description.
-        Example: `report("the reasoning before the tool call is not closed")`.
+        Example: `add_deviation("the reasoning before the tool call is not closed")`.
         """
-        if deviation not in self._reports:
-            self._reports.append(deviation)
+        if deviation not in self._deviations:
+            self._deviations.append(deviation)
 
-    def forget_reports(self) -> None:
+    def clear_deviations(self) -> None:
         """Discard the stored descriptions of deviations, because the text is not a tool call."""
-        self._reports = []
+        self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
@@ -116,7 +121,7 @@ class CallWriter:
                 "discarded a call of the function %r, which the request does not offer", name
             )
         self._open(name, call_id)
-        if not self.keeps_arguments and not self._is_discarded:
+        if not self.stores_arguments and not self._is_discarded:
             self._append_start()
         return True
 
@@ -138,7 +143,7 @@ class CallWriter:
 
     def write(self, text: str) -> None:
         """Add JSON text to the arguments of the tool call."""
-        if self.keeps_arguments:
+        if self.stores_arguments:
             self._arguments.append(text)
             return
         if self._is_discarded:
@@ -155,20 +160,24 @@ class CallWriter:
     def end(self, fault: str | None = None) -> None:
         """End the tool call, and append the events that have not been appended yet.
 
-        If the arguments are stored, no event of this tool call has been appended yet, so all events
-        are appended now. Otherwise the arguments were passed on as they arrived, and only the last
-        events are appended. The end event contains `fault` and the other reports about the tool
-        call. For a discarded tool call, no events are appended, and the reports are discarded, too.
+        There are three cases:
+
+        - The function is unknown and the policy discards it. No events are appended.
+        - The arguments are stored. No event has been appended yet, so all events are appended now.
+        - The arguments were passed on as they arrived. Only the last events are appended.
+
+        The end event describes `fault`, and all deviations that `add_deviation` has stored. The
+        stored deviations are then discarded.
 
         Args:
             fault: A description of the error in the text of the tool call, or None.
         """
         self.is_open = False
         if fault:
-            self.report(fault)
+            self.add_deviation(fault)
         if self._is_discarded:
-            self._reports = []
-        elif self.keeps_arguments:
+            self._deviations = []
+        elif self.stores_arguments:
             self._append_all_events()
         else:
             self._append_last_events()
@@ -180,7 +189,7 @@ class CallWriter:
         """
         rest = self._filter.finish()
         if rest.is_unwrapped:
-            self.report(_WRAPPED_ARGUMENTS)
+            self.add_deviation(_WRAPPED_ARGUMENTS)
         self._append_arguments(rest.text)
         if not self._has_written:
             self._append_arguments(_EMPTY_ARGUMENTS)
@@ -188,8 +197,8 @@ class CallWriter:
 
     def _append_end(self) -> None:
         """Append the event for the end of the tool call, with all reports about the tool call."""
-        self._events.append(ToolCallEnd(self.last_index, "; ".join(self._reports) or None))
-        self._reports = []
+        self._events.append(ToolCallEnd(self.last_index, "; ".join(self._deviations) or None))
+        self._deviations = []
 
     def _append_all_events(self) -> None:
         """Append all events of a tool call whose arguments are stored.
@@ -201,7 +210,7 @@ class CallWriter:
         arguments = self._repair_and_unwrap(text)
         if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
             log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
-            self._reports = []
+            self._deviations = []
             return
         self._append_start()
         self._append_arguments(text if arguments is None else arguments)
@@ -218,14 +227,14 @@ class CallWriter:
         if not _is_json_object(text):
             repaired = _repair(text)
             if repaired is None:
-                self.report(_BROKEN_ARGUMENTS)
+                self.add_deviation(_BROKEN_ARGUMENTS)
                 return None
-            self.report(_REPAIRED_ARGUMENTS)
+            self.add_deviation(_REPAIRED_ARGUMENTS)
             valid_text = repaired
         inner = unwrap(valid_text) if may_be_wrapped(self._name, self.tools) else None
         if inner is None:
             return valid_text
-        self.report(_WRAPPED_ARGUMENTS)
+        self.add_deviation(_WRAPPED_ARGUMENTS)
         return inner
 
     def cut_arguments_at(self, marker: str) -> str | None:
@@ -235,7 +244,7 @@ class CallWriter:
         `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
         if the stored arguments do not contain `marker`, or after `_MAX_CUTS` cuts in a message.
         """
-        if not self.keeps_arguments or not self.is_open or self._num_cuts == _MAX_CUTS:
+        if not self.stores_arguments or not self.is_open or self._num_cuts == _MAX_CUTS:
             return None
         arguments, found_marker, rest = "".join(self._arguments).partition(marker)
         if not found_marker:
@@ -261,7 +270,7 @@ class CallWriter:
         open_index = self.last_index
         self.num_started = 1 if self.is_open else 0
         self.last_index = -1
-        has_appended_start = not self.keeps_arguments and not self._is_discarded
+        has_appended_start = not self.stores_arguments and not self._is_discarded
         if not self.is_open or not has_appended_start:
             return []
         self.last_index = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from nereid_parsers.declarations import Messages, Route, Stage
-from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.pattern_syntax import first_literal, split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.json_bodies import ArrayReader, JsonArgumentsReader
 from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.bodies.nested_tags import NestedReader
-from nereid_parsers.stream.bodies.python_calls import BareKeyReader, PythonCallsReader
+from nereid_parsers.stream.bodies.python_calls import PythonCallsReader, UnquotedKeyReader
 from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_tags import CompiledTags
@@ -21,7 +21,7 @@ from nereid_parsers.stream.pattern_matching import (
     Pattern,
     compile_pattern,
     marker_parts,
-    skip_blanks,
+    skip_whitespace,
 )
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
@@ -37,11 +37,11 @@ from nereid_parsers.tool_declarations import (
 
 
 class CompiledCall:
-    """The compiled declaration of one form of a tool call.
+    """The compiled declaration of one variant of a tool call.
 
     Attributes:
         call: The declaration.
-        is_bare: Whether the tool call starts without a marker.
+        is_unmarked: Whether the tool call starts without a marker.
         omits_marker: Whether the model has omitted the marker before the head. Such a tool call is
             accepted only if the request offers the function.
         closing_markers: The parts of the closing marker of the tool call.
@@ -51,7 +51,7 @@ class CompiledCall:
     def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
         """Compile the declaration `call`, which is a part of the tool section `section`."""
         self.call = call
-        self.is_bare = not call.trigger
+        self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)
         self.end_of_broken = Lexer(_markers_after_call(call, section))
@@ -91,7 +91,7 @@ class CompiledCall:
             head_end: The end of the head. White space may follow.
             is_final: Whether no more text follows.
         """
-        pos = skip_blanks(text, head_end)
+        pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
         if self._tags is not None:
@@ -116,14 +116,14 @@ class CompiledCall:
             case PythonCalls() as python_calls:
                 return PythonCallsReader(writer, python_calls, is_confirmed=is_confirmed)
             case BareKeyArguments(quote=quote):
-                return BareKeyReader(writer, head, quote)
+                return UnquotedKeyReader(writer, head, quote)
             case NestedTags(mark=mark):
                 return NestedReader(writer, head, mark, stop_marker=self.closing_markers[0])
         assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether a tool call of this form, which has no marker, may start after content.
+        """Return whether a tool call of this variant, which has no marker, may start after content.
 
         Only JSON, and Python calls between brackets, can be distinguished from content.
         """
@@ -213,7 +213,7 @@ def _ends_with_marker(call: Call) -> bool:
     literal. Example: the result is True for the marker `[TOOL_CALLS]` and the head `{name}[ARGS]`.
     The result is False for the head `{name}`.
     """
-    last_part = pattern(call.head)[-1]
+    last_part = split_pattern(call.head)[-1]
     is_literal = isinstance(last_part, str) and bool(last_part.strip())
     return bool(call.open.strip()) and is_literal
 
@@ -240,30 +240,32 @@ class CompiledHeader:
     """
 
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
-        """Compile `route`, which is a part of `layout`.
+        r"""Compile `route`, which is a part of `layout`.
+
+        The text `layout.header_end` is matched in one of two ways:
+
+        - If it is a marker such as `<|message|>`, the pattern matches the header and this marker.
+        - If it consists of white space, such as the line break in `>>>all\nHello`, the pattern
+          matches only the header. `match` then compares the white space itself, because a pattern
+          would accept any white space in its place.
 
         If the message is a tool call, `message_call` matches the start of the arguments.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls
         self._message_call = message_call
-        self._first_literal = _first_literal(route.header)
-        # Usually the pattern matches the header and `header_end`. But a pattern accepts any white
-        # space, so a pattern cannot demand a line break. If `header_end` consists only of white
-        # space, the pattern matches only the header, and `match` compares `_blank_header_end`.
-        if layout.header_end.strip():
-            self._blank_header_end = ""
-            self._header_pattern = compile_pattern(route.header + layout.header_end)
-        else:
-            self._blank_header_end = layout.header_end
-            self._header_pattern = compile_pattern(route.header)
+        self._first_literal = first_literal(route.header)
+        is_whitespace = not layout.header_end.strip()
+        self._whitespace_header_end = layout.header_end if is_whitespace else ""
+        marker_header_end = "" if is_whitespace else layout.header_end
+        self._header_pattern = compile_pattern(route.header + marker_header_end)
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the first literal of the header is at `pos`.
 
         If the message ends inside a header, this result distinguishes the header from content.
         """
-        pos = skip_blanks(text, pos)
+        pos = skip_whitespace(text, pos)
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
@@ -275,26 +277,21 @@ class CompiledHeader:
             The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
-        if not self._blank_header_end:  # Otherwise the white space may be the end of the header.
-            pos = skip_blanks(text, pos)
+        if (
+            not self._whitespace_header_end
+        ):  # Otherwise the white space may be the end of the header.
+            pos = skip_whitespace(text, pos)
         pattern_end = self._header_pattern.match(text, pos, is_final, fields)
         if pattern_end < 0:
             return pattern_end
-        if not text.startswith(self._blank_header_end, pattern_end):
-            is_possible = not is_final and self._blank_header_end.startswith(text[pattern_end:])
+        if not text.startswith(self._whitespace_header_end, pattern_end):
+            is_possible = not is_final and self._whitespace_header_end.startswith(
+                text[pattern_end:]
+            )
             return NEED_MORE if is_possible else NO_MATCH
-        end = pattern_end + len(self._blank_header_end)
+        end = pattern_end + len(self._whitespace_header_end)
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
                 return body_start
         return Head(end, name=fields.get("name", ""), call_id=fields.get("id", ""))
-
-
-def _first_literal(header: str) -> str:
-    """Return the literal with which a header starts, or "" if the header starts with a field.
-
-    Example: the header `<|channel|>{word}` starts with the literal `<|channel|>`.
-    """
-    first_part = pattern(header)[0]
-    return first_part.strip() if isinstance(first_part, str) else ""

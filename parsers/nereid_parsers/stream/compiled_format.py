@@ -8,10 +8,10 @@ from enum import Enum
 from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
-from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.compiled_call import CompiledCall, CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
-from nereid_parsers.stream.pattern_matching import blank_variants
+from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
 # A shorter closing marker, such as "}", is not recognised in content, because content often
@@ -32,7 +32,7 @@ class MarkerKind(Enum):
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
     CALL_HEAD         The head of a tool call starts. The model has omitted the marker before it.
-    BARE_CALL         The first character of a tool call that has no marker.
+    UNMARKED_CALL         The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
     START_MESSAGE     A message starts.
@@ -45,7 +45,7 @@ class MarkerKind(Enum):
     OPEN_SECTION = "open_section"
     OPEN_CALL = "open_call"
     CALL_HEAD = "call_head"
-    BARE_CALL = "bare_call"
+    UNMARKED_CALL = "unmarked_call"
     CLOSE_CALLS = "close_calls"
     WRAP_CONTENT = "wrap_content"
     START_MESSAGE = "start_message"
@@ -54,21 +54,21 @@ class MarkerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled declarations of all forms of a tool call.
+    """The compiled declarations of all variants of a tool call.
 
     Attributes:
-        all: All forms, in the order in which they are tried.
-        by_trigger: The forms that start with a marker. The keys are the markers.
-        by_head: The forms that start with their head, because the model has omitted the opening
+        all: All variants, in the order in which they are tried.
+        by_trigger: The variants that start with a marker. The keys are the markers.
+        by_head: The variants that start with their head, because the model has omitted the opening
             marker. The keys are the first literals of the heads.
-        bare: The forms that start without a marker.
+        unmarked: The variants that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
 
     all: tuple[CompiledCall, ...] = ()
     by_trigger: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     by_head: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
-    bare: tuple[CompiledCall, ...] = ()
+    unmarked: tuple[CompiledCall, ...] = ()
     kinds: dict[str, MarkerKind] = field(default_factory=dict)
 
 
@@ -85,9 +85,9 @@ class CompiledFormat:
             content.
         content_kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
-        calls: The forms of a tool call.
+        calls: The variants of a tool call.
         routes: The message headers.
-        message_call: The form of a tool call that is a message of its own, or None.
+        message_call: The variant of a tool call that is a message of its own, or None.
     """
 
     layout: Sections | Messages
@@ -133,7 +133,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
-    calls = _compile_calls(layout.tools, allows_bare=False)
+    calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     # A whole message can be a tool call. The header of such a message contains the function's name.
     # `CompiledCall` requires a tool section, but the message is not in a section. So a section is
@@ -164,19 +164,22 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     marker that both opens and closes the reasoning opens the reasoning in the content, and closes
     the reasoning inside the reasoning.
     """
-    wrapper = layout.content
-    wrapper_opens = _kinds((wrapper.open,) if wrapper is not None else (), MarkerKind.WRAP_CONTENT)
-    wrapper_closes = _kinds(
-        (wrapper.close,) if wrapper is not None else (), MarkerKind.WRAP_CONTENT
-    )
-    reasoning = layout.reasoning
-    opens = _kinds(reasoning.opens if reasoning is not None else (), MarkerKind.OPEN_REASONING)
-    closes = _kinds(reasoning.closes if reasoning is not None else (), MarkerKind.CLOSE_REASONING)
+    calls = _compile_calls(layout.tools, allows_unmarked=True)
     ends = _kinds(fmt.ends, MarkerKind.END)
+    wrapper_opens: dict[str, MarkerKind] = {}
+    wrapper_closes: dict[str, MarkerKind] = {}
+    if layout.content is not None:
+        wrapper_opens = _kinds([layout.content.open], MarkerKind.WRAP_CONTENT)
+        wrapper_closes = _kinds([layout.content.close], MarkerKind.WRAP_CONTENT)
+    opens: dict[str, MarkerKind] = {}
+    closes: dict[str, MarkerKind] = {}
+    interrupts: dict[str, MarkerKind] = {}
+    if layout.reasoning is not None:
+        opens = _kinds(layout.reasoning.opens, MarkerKind.OPEN_REASONING)
+        closes = _kinds(layout.reasoning.closes, MarkerKind.CLOSE_REASONING)
+        interrupting_markers = _interrupting_markers(layout.reasoning, calls)
+        interrupts = _kinds(interrupting_markers, MarkerKind.INTERRUPT)
     outer_kinds = ends | wrapper_opens | wrapper_closes
-    calls = _compile_calls(layout.tools, allows_bare=True)
-    interrupting = _interrupting_markers(reasoning, calls) if reasoning is not None else ()
-    interrupts = _kinds(interrupting, MarkerKind.INTERRUPT)
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
@@ -194,28 +197,32 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
     """Return a dict that maps each marker, stripped of white space, to the meaning `kind`.
 
-    Each spelling that `blank_variants` returns for a marker is a key.
+    Each spelling that `marker_spellings` returns for a marker is a key.
     """
     kinds: dict[str, MarkerKind] = {}
     for marker in _visible(markers):
-        kinds |= dict.fromkeys(blank_variants(marker), kind)
+        kinds |= dict.fromkeys(marker_spellings(marker), kind)
     return kinds
 
 
 def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
-    These are the declared markers, and all opening markers of tool calls and tool sections.
-    Example: `["<tool_call>"]`. If the closing marker of the reasoning also closes tool calls, this
-    marker does not show whether a tool call is a part of the reasoning. In this case, only the
-    declared markers are returned.
+    These are the declared markers, and usually also all opening markers of tool calls and tool
+    sections. Example: `["<tool_call>"]`.
+
+    In some formats, one marker closes both the reasoning and a tool call, for example
+    `<|end_message|>`. After an undeclared opening marker, this marker would not show whether the
+    tool call or the whole reasoning ends. So only the declared markers are returned then.
     """
-    declared = list(reasoning.interrupted_by)
-    closes = set(_visible(reasoning.closes))
-    if any(closes.intersection(form.closing_markers) for form in calls.all):
-        return declared
+    declared_markers = list(reasoning.interrupted_by)
+    reasoning_closes = set(_visible(reasoning.closes))
+    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
+    if reasoning_closes & call_closes:
+        return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
-    return declared + [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
+    opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
+    return declared_markers + opening_markers
 
 
 def _visible(markers: Iterable[str]) -> Iterator[str]:
@@ -226,37 +233,39 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
     return (marker.strip() for marker in markers if marker.strip())
 
 
-def _compile_calls(tools: ToolSection | None, *, allows_bare: bool) -> CompiledCalls:
-    """Compile all forms of a tool call.
+def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
+    """Compile all variants of a tool call.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
-        allows_bare: Whether a tool call without a marker may start in the content. If markers
+        allows_unmarked: Whether a tool call without a marker may start in the content. If markers
             surround the tool section, such a tool call never starts in the content.
     """
     if tools is None:
         return CompiledCalls()
-    forms = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
+    variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
     # A model may omit the opening marker of the tool section. The content can then contain tool
     # calls that have an opening marker of their own.
-    marked = tuple(form for form in forms if form.call.open.strip())
-    by_trigger = _group_by_trigger(marked if tools.opens else forms)
-    is_bare_allowed = allows_bare and not tools.opens
-    bare = tuple(form for form in forms if is_bare_allowed and form.is_bare)
-    by_head = _group_by_trigger(_forms_without_marker(tools))
+    marked = tuple(variant for variant in variants if variant.call.open.strip())
+    by_trigger = _group_by_trigger(marked if tools.opens else variants)
+    is_unmarked_allowed = allows_unmarked and not tools.opens
+    unmarked = tuple(variant for variant in variants if is_unmarked_allowed and variant.is_unmarked)
+    by_head = _group_by_trigger(_variants_without_marker(tools))
     for trigger in by_trigger:
         by_head.pop(trigger, None)  # The tool call with its marker has precedence.
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
-    kinds |= _call_kinds(tools, forms, by_trigger, bare)
-    return CompiledCalls(all=forms, by_trigger=by_trigger, by_head=by_head, bare=bare, kinds=kinds)
+    kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
+    return CompiledCalls(
+        all=variants, by_trigger=by_trigger, by_head=by_head, unmarked=unmarked, kinds=kinds
+    )
 
 
-def _forms_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """Yield the forms of tool calls whose opening marker the model may omit.
+def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
+    """Yield the variants of tool calls whose opening marker the model may omit.
 
-    Such a form starts with the head. The omitted marker is the opening marker of the tool call or
-    of the tool section. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives
-    the form `<function={name}>..</tool_call>`.
+    Such a variant starts with the head. The omitted marker is the opening marker of the tool call
+    or of the tool section. Example: the declaration `<tool_call><function={name}>..</tool_call>`
+    gives the variant `<function={name}>..</tool_call>`.
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
@@ -265,7 +274,7 @@ def _forms_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
-    """Return the declared forms of a tool call, followed by variants of the JSON forms.
+    """Return the declared variants of a tool call, followed by additional JSON variants.
 
     Models sometimes write an array, `[{"name": "f", ..}]`, if the format declares an object,
     `{"name": "f", ..}`. They also write an object if the format declares an array.
@@ -284,32 +293,30 @@ def _has_tag_in_head(call: Call) -> bool:
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """
-    first_part = pattern(call.head)[0] if call.head else ""
-    if not isinstance(first_part, str):
-        return False
-    is_tag = "<" in first_part and not first_part[0].isalnum()
-    return is_tag and len(first_part.strip()) >= _MIN_HEAD_MARKER_CHARS
+    literal = first_literal(call.head)
+    is_tag = "<" in literal and not literal[0].isalnum()
+    return is_tag and len(literal) >= _MIN_HEAD_MARKER_CHARS
 
 
-def _group_by_trigger(forms: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict that maps each marker to the forms of a tool call that start with this marker.
+def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
+    """Return a dict that maps each marker to the variants that start with this marker.
 
-    Example: `{"<tool_call>": (form,)}`. Each spelling that `blank_variants` returns for a marker
-    is a key.
+    Example: `{"<tool_call>": (variant,)}`. Each spelling that `marker_spellings` returns for a
+    marker is a key.
     """
     by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
-    for form in forms:
-        if form.call.trigger:
-            for trigger in blank_variants(form.call.trigger):
-                by_trigger[trigger] = (*by_trigger.get(trigger, ()), form)
+    for variant in variants:
+        if variant.call.trigger:
+            for trigger in marker_spellings(variant.call.trigger):
+                by_trigger[trigger] = (*by_trigger.get(trigger, ()), variant)
     return by_trigger
 
 
 def _call_kinds(
     tools: ToolSection,
-    forms: tuple[CompiledCall, ...],
+    variants: tuple[CompiledCall, ...],
     by_trigger: dict[str, tuple[CompiledCall, ...]],
-    bare: tuple[CompiledCall, ...],
+    unmarked: tuple[CompiledCall, ...],
 ) -> dict[str, MarkerKind]:
     """Return the meanings of the markers that belong to tool calls.
 
@@ -318,17 +325,17 @@ def _call_kinds(
 
     Args:
         tools: The declaration of the tool calls.
-        forms: All forms of a tool call.
-        by_trigger: The forms that start with a marker in the content, by marker.
-        bare: The forms that start without a marker in the content.
+        variants: All variants of a tool call.
+        by_trigger: The variants that start with a marker in the content, by marker.
+        unmarked: The variants that start without a marker in the content.
     """
     kinds: dict[str, MarkerKind] = {}
-    for form in forms:
-        for marker in form.closing_markers:
+    for variant in variants:
+        for marker in variant.closing_markers:
             if len(marker) >= _MIN_CLOSING_MARKER_CHARS:
                 kinds[marker] = MarkerKind.CLOSE_CALLS
-    for form in bare:
-        kinds |= dict.fromkeys(form.body_openings(), MarkerKind.BARE_CALL)
+    for variant in unmarked:
+        kinds |= dict.fromkeys(variant.body_openings(), MarkerKind.UNMARKED_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
     kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)

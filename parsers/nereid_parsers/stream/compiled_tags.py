@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
@@ -15,7 +15,7 @@ from nereid_parsers.stream.pattern_matching import (
     Pattern,
     compile_pattern,
     match_marker,
-    skip_blanks,
+    skip_whitespace,
 )
 from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.tool_declarations import TaggedArguments
@@ -40,7 +40,7 @@ class MarkerRole(Enum):
 
 
 class CompiledTag:
-    """The compiled declaration of one form of a tagged value.
+    """The compiled declaration of one variant of a tagged value.
 
     Attributes:
         key: The pattern before the value.
@@ -54,7 +54,7 @@ class CompiledTag:
     """
 
     def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
-        r"""Compile one form of a tagged value.
+        r"""Compile one variant of a tagged value.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
         `a`. With the early end `</call>`, `a</call>` has this value if `</p>` is missing.
@@ -67,39 +67,39 @@ class CompiledTag:
         self.key: Pattern = compile_pattern(opening)
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
-        blanks_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
+        whitespace_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
         # Most characters cannot start a marker. The look-ahead skips such a character after one
         # test of a character class.
-        lookahead = _first_char_lookahead((self.close, *early_ends, blanks_before_close))
-        end = _value_end_regex(self.close, early_ends, blanks_before_close)
-        prefixes = _value_end_prefixes((self.close, *early_ends), blanks_before_close)
+        lookahead = _first_char_lookahead((self.close, *early_ends, whitespace_before_close))
+        end = _value_end_regex(self.close, early_ends, whitespace_before_close)
+        prefixes = _value_end_prefixes((self.close, *early_ends), whitespace_before_close)
         end_or_prefix = "|".join([end, *prefixes])
         self.find_end = re.compile(lookahead + end).search
         self.find_possible_end = re.compile(f"{lookahead}(?:{end_or_prefix})").search
 
 
-def _value_end_regex(close: str, early_ends: tuple[str, ...], blanks: str) -> str:
+def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
     """Return a regex for the end of a value, with the groups "close" and "early".
 
     Args:
         close: The closing marker of the value.
         early_ends: The markers that follow the value if its closing marker is missing.
-        blanks: The optional white space before these markers.
+        whitespace: The optional white space before these markers.
     """
     close_group = f"(?P<close>{spaced_marker_regex(close)})"
     early_group = f"(?P<early>{_any_of(early_ends)})"
-    return f"(?:{re.escape(blanks)})?(?:{close_group}|{early_group})"
+    return f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
 
 
-def _value_end_prefixes(markers: tuple[str, ...], blanks: str) -> list[str]:
+def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
     r"""Return regexes that match incomplete markers at the end of a text.
 
     Example: for the marker `</p>` and the white space `\n`, the regexes match `\n</` and `</`.
     """
     prefixes: list[str] = []
-    for optional_blanks in dict.fromkeys(("", blanks)):
+    for optional_whitespace in dict.fromkeys(("", whitespace)):
         for marker in markers:
-            prefixes += spaced_marker_prefixes(marker, optional_blanks)
+            prefixes += spaced_marker_prefixes(marker, optional_whitespace)
     return prefixes
 
 
@@ -125,12 +125,12 @@ class TagOpening:
     """The matched opening of a tagged value, for example `<parameter=city>`.
 
     Attributes:
-        form: The form of the tagged value.
+        variant: The variant of the tagged value.
         end: The position after the opening.
         fields: The values of the pattern's fields, for example `{"key": "city"}`.
     """
 
-    form: CompiledTag
+    variant: CompiledTag
     end: int
     fields: dict[str, str]
 
@@ -139,7 +139,7 @@ class CompiledTags:
     """The compiled declaration of tagged arguments.
 
     Attributes:
-        forms: The forms of a tagged value, in the order in which they are tried.
+        variants: The variants of a tagged value, in the order in which they are tried.
         stop_markers: The markers that end the body. They do not belong to the body.
     """
 
@@ -159,14 +159,14 @@ class CompiledTags:
             markers_between_calls: The markers between the last value of a tool call and the head of
                 the next tool call.
         """
-        forms = (part, *part.also)
-        openings = tuple(dict.fromkeys(_first_literal(form) for form in forms))
+        variants = (part, *part.also)
+        openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
         # If the closing marker of a value is missing, one of these texts follows the value.
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
-        self.forms = tuple(CompiledTag(form, early_ends) for form in forms)
+        self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
         self._head = head
-        closes = _any_of(form.close for form in self.forms)
+        closes = _any_of(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_of(openings)}"
         ).finditer
@@ -176,16 +176,16 @@ class CompiledTags:
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
         """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
 
-        Example: `<parameter=city>` matches the form `<parameter={key}>` with the fields
+        Example: `<parameter=city>` matches the variant `<parameter={key}>` with the fields
         `{"key": "city"}`. The text `<param` gives NEED_MORE.
         """
-        for form in self.forms:
+        for variant in self.variants:
             fields: dict[str, str] = {}
-            end = form.key.match(text, pos, is_final, fields)
+            end = variant.key.match(text, pos, is_final, fields)
             if end == NEED_MORE:
                 return NEED_MORE
             if end != NO_MATCH:
-                return TagOpening(form, end, fields)
+                return TagOpening(variant, end, fields)
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
@@ -195,12 +195,11 @@ class CompiledTags:
         `</function>` give `pos`, because a tool call may have no arguments. The texts `<param` and
         `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
 
-        The caller calls this method at the end of the text only if the message has ended. The
-        result is then `pos`, because the body is empty.
+        The caller calls this method at the end of the text only if the message has ended.
         """
-        has_no_arguments = pos == len(text) or self.is_at_stop_marker(text, pos)
-        if has_no_arguments:
-            return pos
+        is_message_end = pos == len(text)
+        if is_message_end or self.is_at_stop_marker(text, pos):
+            return pos  # The tool call has no arguments.
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return pos
@@ -210,13 +209,17 @@ class CompiledTags:
         return NEED_MORE if may_become_marker else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
-        """Return the role of a stop marker inside a value.
+        """Return whether a stop marker inside a value is a part of the value, or follows the value.
 
-        The stop marker is a part of the value if the value's closing marker follows before the next
-        tool call. If neither follows within `_MAX_UNDECIDED_CHARS` characters, or before the end of
-        the message, the closing marker is missing. Examples: in `a</function>b</parameter>`, the
-        stop marker `</function>` is a part of the value. In `a</function></call>` and
-        `a</function></call><call><function=f>`, the stop marker follows the value.
+        A stop marker, such as `</function>`, usually follows the last value. If the marker occurs
+        inside a value, either the value contains this text, or the model has omitted the closing
+        marker of the value, such as `</parameter>`. The next text decides:
+
+            `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
+            `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.
+            `a</function></call>`                     AFTER_VALUE if the message ends here, or if
+                                                      `_MAX_UNDECIDED_CHARS` characters contain
+                                                      neither of the two. Otherwise UNDECIDED.
 
         Args:
             text: The text.
@@ -243,7 +246,7 @@ class CompiledTags:
         head_start = markers.end() if markers else start
         fields: dict[str, str] = {}
         head_end = self._head.match(text, head_start, is_final=False, fields=fields)
-        is_whole_text = head_end >= 0 and skip_blanks(text, head_end) == end
+        is_whole_text = head_end >= 0 and skip_whitespace(text, head_end) == end
         return is_whole_text and (not tools.is_known or fields.get("name") in tools.parameters)
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
@@ -256,9 +259,3 @@ class CompiledTags:
         Example: `</fun` is a prefix of `</function>`.
         """
         return any(match_marker(marker, text, pos) == NEED_MORE for marker in self.stop_markers)
-
-
-def _first_literal(form: TaggedArguments) -> str:
-    """Return the literal with which a tagged value starts. Example: `<parameter=`."""
-    first_part = pattern(form.open)[0]
-    return first_part.strip() if isinstance(first_part, str) else ""

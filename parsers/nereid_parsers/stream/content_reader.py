@@ -32,6 +32,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
+        """Create a reader of the text in `context`. The other readers handle its markers."""
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
@@ -48,7 +49,7 @@ class ContentReader:
             MarkerKind.OPEN_SECTION: calls.open_section,
             MarkerKind.OPEN_CALL: calls.open_call,
             MarkerKind.CALL_HEAD: calls.open_call_at_head,
-            MarkerKind.BARE_CALL: calls.open_bare_call,
+            MarkerKind.UNMARKED_CALL: calls.open_unmarked_call,
             MarkerKind.CLOSE_CALLS: self._close_calls,
             MarkerKind.WRAP_CONTENT: self._remove,
             MarkerKind.END: self._remove,

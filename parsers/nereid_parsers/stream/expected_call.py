@@ -1,4 +1,4 @@
-"""Decides which forms of a tool call may start at a position, and matches these forms."""
+"""Decides which variants of a tool call may start at a position, and matches these variants."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class MatchedCall:
     """The start of a tool call in the text.
 
     Attributes:
-        form: The form of the tool call.
+        variant: The variant of the tool call.
         head: The text before the body.
         is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
-    form: CompiledCall
+    variant: CompiledCall
     head: Head
     is_confirmed: bool
 
@@ -37,7 +37,7 @@ class ExpectedCall:
     """The tool call that may start at the current position.
 
     Attributes:
-        forms: The possible forms, in the order in which they are tried.
+        variants: The possible variants, in the order in which they are tried.
         opening: The text that indicates the tool call: a marker, the first character of a tool call
             without a marker, or "" inside a tool section. Without a tool call, this text is
             content.
@@ -45,37 +45,37 @@ class ExpectedCall:
             tool call only if the request offers its function.
     """
 
-    forms: tuple[CompiledCall, ...]
+    variants: tuple[CompiledCall, ...]
     opening: str
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
-        """Match the unread text with each form. Return the match, NEED_MORE or NO_MATCH.
+        """Match the unread text with each variant. Return the match, NEED_MORE or NO_MATCH.
 
         A tool call that omits its opening marker matches only if `tools` contains the function.
         """
-        for form in self.forms:
-            head = form.match(buffer.text, buffer.pos, buffer.is_final)
+        for variant in self.variants:
+            head = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if head == NEED_MORE:
                 return NEED_MORE
             if not isinstance(head, Head):
                 continue
             is_offered = not tools.is_known or head.name in tools
-            if is_offered or not form.omits_marker:
-                return MatchedCall(form, head, self.is_confirmed)
+            if is_offered or not variant.omits_marker:
+                return MatchedCall(variant, head, self.is_confirmed)
         return NO_MATCH
 
-    def is_incomplete(self, buffer: TextBuffer, *, includes_bare: bool) -> bool:
+    def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
         """Return whether more text could complete the start of the tool call.
 
         Args:
             buffer: The text at the end of the message.
-            includes_bare: Whether forms without a marker are considered too.
+            includes_unmarked: Whether variants without a marker are considered too.
         """
         return any(
-            form.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
-            for form in self.forms
-            if includes_bare or not form.is_bare
+            variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
+            for variant in self.variants
+            if includes_unmarked or not variant.is_unmarked
         )
 
 
@@ -84,8 +84,9 @@ class CallStarts:
 
     __slots__ = ("_calls", "_writer")
 
-    def __init__(self, forms: CompiledCalls, writer: CallWriter) -> None:
-        self._calls = forms
+    def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
+        """Store the variants of a tool call. `writer` stores the tools and the number of calls."""
+        self._calls = variants
         self._writer = writer
 
     def in_section(self) -> ExpectedCall:
@@ -110,7 +111,7 @@ class CallStarts:
             return None
         return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
 
-    def at_bare_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
+    def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return the tool call that may start without a marker.
 
         At the start of the output, any tool call without a marker may start. After content or
@@ -124,11 +125,12 @@ class CallStarts:
         Returns:
             The tool call, or None if `opening` is content.
         """
-        if has_content or self._writer.num_started:
-            may_follow = any(form.may_follow_content() for form in self._calls.bare)
-            if not self._writer.tools.parameters or not may_follow:
-                return None
-        return ExpectedCall(self._calls.bare, opening, is_confirmed=False)
+        is_at_start = not has_content and not self._writer.num_started
+        offers_tools = bool(self._writer.tools.parameters)
+        may_follow = any(variant.may_follow_content() for variant in self._calls.unmarked)
+        if is_at_start or (offers_tools and may_follow):
+            return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
+        return None
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
         """Return the tool call that may start, without a marker, directly after another tool call.
@@ -136,8 +138,8 @@ class CallStarts:
         Example: after `{"name": "f", ..}`, the text `{"name": "g", ..}` is another tool call. The
         result is None if the unread text does not start like a tool call.
         """
-        bare = self._calls.bare
-        openings = (opening for form in bare for opening in form.body_openings())
+        unmarked = self._calls.unmarked
+        openings = (opening for variant in unmarked for opening in variant.body_openings())
         if not any(buffer.starts_with(opening) for opening in openings):
             return None
-        return ExpectedCall(bare, buffer.text[buffer.pos], is_confirmed=False)
+        return ExpectedCall(unmarked, buffer.text[buffer.pos], is_confirmed=False)

@@ -23,6 +23,7 @@ class HeaderReader:
     __slots__ = ("_buffer", "_calls", "_calls_first", "_format", "_text")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
+        """Create a reader of the text in `context`. `calls` reads messages that are tool calls."""
         self._format = context.format
         self._buffer = context.buffer
         self._text = context.text
@@ -34,7 +35,7 @@ class HeaderReader:
 
         The marker is removed from the output after the header has been read.
         """
-        self._text.hold_undecided(self._buffer.take(len(marker)))
+        self._text.store_undecided(self._buffer.take(len(marker)))
         return State.HEADER
 
     def read(self) -> State | None:
@@ -77,15 +78,18 @@ class HeaderReader:
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Read a header that matches `route`, and return the state in which the body is read.
 
+        The marker that starts the message is removed from the output. Example: after `<|start|>`,
+        the header `<|channel|>final<|message|>` is removed too, and the state is CONTENT.
+
         With the policy CALLS_FIRST, no tool call may follow content. The header of such a tool call
-        is content: this method leaves the header in the buffer, and returns CONTENT_ONLY. In this
-        state, the parser reads the header as content.
+        stays unread, and the state is CONTENT_ONLY, so that the parser reads the header as content.
         """
-        self._text.drop_undecided()
-        if route.stage is Stage.CALLS and self._calls_first and self._text.has_content:
+        self._text.drop_undecided()  # This text is the marker that starts the message.
+        is_call = route.stage is Stage.CALLS
+        if is_call and self._calls_first and self._text.has_content:
             return State.CONTENT_ONLY
         self._text.write_markup(self._buffer.take_until(head.end))
-        if route.stage is Stage.CALLS:
+        if is_call:
             return self._calls.start_message_call(head)
         if route.stage is Stage.REASONING:
             return State.REASONING

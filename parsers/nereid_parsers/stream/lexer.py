@@ -31,18 +31,18 @@ def spaced_marker_regex(marker: str) -> str:
     return r"\s*".join(map(re.escape, tag_parts(marker)))
 
 
-def spaced_marker_prefixes(marker: str, blanks: str = "") -> list[str]:
+def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     """Return regexes that match an incomplete marker at the end of a text.
 
     Example: for the marker `<a>b`, the regexes match the ends of `x<`, `x<a> ` and `x<a>`.
 
     Args:
         marker: The marker, see `spaced_marker_regex`.
-        blanks: White space before the marker, which is a part of the match.
+        whitespace: White space before the marker, which is a part of the match.
     """
     first, *others = tag_parts(marker)
-    regexes = [marker_prefix_regex(blanks + first)]
-    before = re.escape(blanks + first)
+    regexes = [marker_prefix_regex(whitespace + first)]
+    before = re.escape(whitespace + first)
     for part in others:
         regexes.append(rf"{before}\s*(?:\Z|{marker_prefix_regex(part)})")
         before += rf"\s*{re.escape(part)}"

@@ -46,6 +46,10 @@ _STAGES = {
 class Machine:
     """Reads one message and collects the events of this message.
 
+    Example: `feed("<think>Hm</think>Hi")` starts in the state CONTENT. The marker `<think>` leads
+    to the state REASONING, and `</think>` leads back to CONTENT. The result is
+    `[ReasoningDelta("Hm"), ContentDelta("Hi")]`.
+
     For each state, a table contains the method that reads text in this state. The method returns
     the next state, or None if it needs more text. Text that a method has not read is passed to the
     method again, together with the text that follows.
@@ -54,6 +58,7 @@ class Machine:
     def __init__(
         self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
+        """Create the parts of the machine. For the arguments see `StreamParser`."""
         self._events: list[Event] = []
         self._buffer = TextBuffer()
         self._text = TextWriter(self._events)
@@ -168,7 +173,7 @@ class Machine:
             self._enter(self._calls.finish_body())
             self._run()
         self._finish_state()
-        self._text.finish_blanks(
+        self._text.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._calls.has_calls()
         )
         return self._events

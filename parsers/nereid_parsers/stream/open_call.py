@@ -27,12 +27,26 @@ class Outcome(Enum):
 class OpenCall:
     """A tool call, or a list of tool calls, whose body is being read.
 
+    Four other objects take part:
+
+    - The TextBuffer contains the model's text, up to the part that has arrived.
+    - The BodyReader parses the body, and calls the methods of the CallWriter.
+    - The CallWriter appends the events of the tool call. If the policy may repair the arguments, it
+      stores them until the tool call ends.
+    - The TextWriter classifies the text of the body for the trace. Until a tool call has started,
+      the text is "undecided", because it may turn out to be content.
+
+    Example: the opening marker of `<call>{"name": "f", "arguments": {"a": 1}}</call>` has been
+    read. `read` then passes the object to the BodyReader, and the CallWriter appends
+    `ToolCallStart`, `ArgumentsDelta` and `ToolCallEnd`. The result is `Outcome.ENDED`, and
+    `</call>` stays unread in the buffer.
+
     Attributes:
-        form: The form of the tool call.
+        variant: The variant of the tool call.
         is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
-    __slots__ = ("_body", "_buffer", "_text", "_writer", "form", "is_confirmed")
+    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_confirmed", "variant")
 
     def __init__(
         self,
@@ -42,7 +56,7 @@ class OpenCall:
         text: TextWriter,
     ) -> None:
         """Create an open tool call. `match` is the matched start, and `body` reads the body."""
-        self.form = match.form
+        self.variant = match.variant
         self.is_confirmed = match.is_confirmed
         self._body = body
         self._buffer = buffer
@@ -66,7 +80,7 @@ class OpenCall:
             text = buffer.text[start : buffer.pos]
             # `end_at_stored_marker` may cut the end off the stored arguments. The parser then reads
             # this end again.
-            self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
+            self._text.write_call(text, may_be_reread=self._writer.stores_arguments)
         else:
             self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
@@ -90,15 +104,15 @@ class OpenCall:
         if self._body.last_call_end is not None:
             call_end = self._body.last_call_end
             self._write_ended_call(text[start:call_end])
-            self._text.hold_undecided(text[call_end:end])
+            self._text.store_undecided(text[call_end:end])
         elif was_open or self._body.status is DONE:
             self._write_ended_call(text[start:end])
         else:
-            self._text.hold_undecided(text[start:end])
+            self._text.store_undecided(text[start:end])
 
     def _write_ended_call(self, text: str) -> None:
         """Classify the text of a tool call that has ended."""
-        self._text.write_call(text, may_be_reread=self._writer.keeps_arguments)
+        self._text.write_call(text, may_be_reread=self._writer.stores_arguments)
         self._text.end_call()
 
     def _leave_body(self) -> Outcome:
@@ -119,22 +133,28 @@ class OpenCall:
     def end_at_stored_marker(self) -> bool:
         """End the tool call if its stored arguments contain the closing marker.
 
-        The text from the marker on is put back into the buffer. Example: in `{"a": "x}</call> Hi`,
-        a quote is missing, so `</call> Hi` was read as a part of the string. The arguments become
-        `{"a": "x}`, and `</call> Hi` is read again. If the closing marker has several parts, the
-        text of the tool call ends at the first part.
+        Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
+        the string. Four objects are changed:
+
+        - The CallWriter removes `</call> Hi` from the arguments, which become `{"a": "x}`.
+        - The TextWriter no longer classifies `</call> Hi` as the text of a tool call.
+        - The buffer gets `</call> Hi` back, so that the parser reads this text again.
+        - The CallWriter ends the tool call with a fault.
+
+        If the closing marker has several parts, the tool call ends at the first part.
 
         Returns:
-            Whether the tool call has ended.
+            Whether the tool call has ended. False if the arguments are not stored, or are not the
+            model's own text, or do not contain the marker.
         """
-        markers = self.form.closing_markers
-        if not markers or not self._body.is_verbatim:
+        closing_markers = self.variant.closing_markers
+        if not closing_markers or not self._body.is_verbatim:
             return False
-        rest = self._writer.cut_arguments_at(markers[0])
-        if rest is None:
+        text_from_marker = self._writer.cut_arguments_at(closing_markers[0])
+        if text_from_marker is None:
             return False
-        self._text.shorten_call(len(rest))
-        self._buffer.push_back(rest)
+        self._text.shorten_call(len(text_from_marker))
+        self._buffer.push_back(text_from_marker)
         self._writer.end(BROKEN_ARGUMENTS)
         return True
 
@@ -146,11 +166,11 @@ class OpenCall:
         Returns:
             Whether a marker was found, so that the tool call has ended.
         """
-        end, marker = self.form.end_of_broken.find(self._buffer)
+        end, marker = self.variant.end_of_broken.find(self._buffer)
         if end > self._buffer.pos:
             piece = self._buffer.take_until(end)
             self._writer.write(piece)
-            self._text.write_call(piece, may_be_reread=self._writer.keeps_arguments)
+            self._text.write_call(piece, may_be_reread=self._writer.stores_arguments)
         if marker:
             self._writer.end(BROKEN_ARGUMENTS)
         return bool(marker)
@@ -159,13 +179,16 @@ class OpenCall:
         """End the tool call, because the message has ended inside the body.
 
         Returns:
-            Whether the text is a tool call.
+            Whether the text is a tool call. If not, the caller must treat the text as content.
+            Examples: the text is a tool call if it ends inside the arguments, or between the
+            members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not.
         """
         was_open = self._writer.is_open
+        # `BodyReader.finish` ends the open tool call. If none is open, the status becomes BROKEN,
+        # unless the text is known to be a tool call even without more text.
         self._body.finish()
-        # The message may also end between two tool calls of a list. No tool call is open then.
-        is_unfinished_list = self._writer.num_started > 0 and self._body.status is not BROKEN
-        if not was_open and not is_unfinished_list:
+        is_complete_enough = self._writer.num_started > 0 and self._body.status is not BROKEN
+        if not was_open and not is_complete_enough:
             return False
         self._text.end_call()
         self._text.drop_undecided()

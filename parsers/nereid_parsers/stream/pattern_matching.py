@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
-from nereid_parsers.pattern_syntax import Slot, pattern
+from nereid_parsers.pattern_syntax import PatternField, split_pattern
 
 # These constants are returned in place of a position if the text does not match.
 NEED_MORE = -1  # More text could complete the match.
@@ -22,17 +22,17 @@ _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _SPECIAL_TOKEN = re.compile(r"\A<(?:[|｜].+|.+[|｜])>")
 
-_BLANKS = re.compile(r"\s*").match
+_WHITESPACE = re.compile(r"\s*").match
 # Byte-level tokenizers write Ġ for a space and Ċ for a line break. If a tokenizer does not decode
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
-_BLANKS_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
+_WHITESPACE_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
 # White space, and the places where a model may insert white space: before and after a tag, and
 # between a word or a quote and a dot, a colon, an equals sign or a code fence.
-_BLANKS_OR_GAP = re.compile(
+_WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
-_BLANKS_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
+_WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # The place before or after a tag. The match includes any white space at this place.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
@@ -69,22 +69,23 @@ class FieldStep:
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
         is_at_text_end = end == len(text)
-        if is_at_text_end and not is_final:
+        if is_at_text_end and not is_final:  # The field may continue in the next text.
             return NEED_MORE if end - pos < MAX_HEAD_CHARS else NO_MATCH
         if end == pos and self.name != "rest":
             return NO_MATCH  # Only the field `rest` may be empty.
         value = text[pos:end]
         if self.name == "name":
+            is_incomplete = is_at_text_end
             # A pattern may contain the name twice. Both names must be equal.
             differs = fields.get("name", value) != value
             is_number = value.isdigit()  # Models number tool calls. A number is not a name.
-            if is_at_text_end or differs or is_number:
+            if is_incomplete or differs or is_number:
                 return NO_MATCH
         fields[self.name] = value
         return end
 
 
-class BlanksStep:
+class WhitespaceStep:
     """The part of a compiled pattern that matches white space of any length."""
 
 
@@ -92,7 +93,7 @@ class BlanksStep:
 class Pattern:
     """A compiled pattern. Each step is a literal, white space or a field."""
 
-    steps: tuple[str | BlanksStep | FieldStep, ...]
+    steps: tuple[str | WhitespaceStep | FieldStep, ...]
 
     def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
         """Match the pattern at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
@@ -102,8 +103,8 @@ class Pattern:
         the text `"<f=su"`, the result is NEED_MORE, or NO_MATCH if `is_final` is true.
         """
         for step in self.steps:
-            if isinstance(step, BlanksStep):
-                pos = _skip_pattern_blanks(text, pos)
+            if isinstance(step, WhitespaceStep):
+                pos = _skip_pattern_whitespace(text, pos)
             elif isinstance(step, FieldStep):
                 pos = step.match(text, pos, is_final, fields)
                 if pos < 0:
@@ -116,12 +117,12 @@ class Pattern:
         return pos
 
 
-def skip_blanks(text: str, pos: int) -> int:
+def skip_whitespace(text: str, pos: int) -> int:
     """Return the position of the first character at or after `pos` that is not white space.
 
-    Example: `skip_blanks("a  b", 1)` returns 3.
+    Example: `skip_whitespace("a  b", 1)` returns 3.
     """
-    match = _BLANKS(text, pos)
+    match = _WHITESPACE(text, pos)
     return match.end() if match else pos
 
 
@@ -134,16 +135,16 @@ def skip_superfluous(text: str, pos: int) -> int:
     max_end = min(len(text), pos + _MAX_SUPERFLUOUS_CHARS)
     while pos < max_end and text[pos] in _SUPERFLUOUS_CHARS:
         pos += 1
-    return skip_blanks(text, pos)
+    return skip_whitespace(text, pos)
 
 
-def _skip_pattern_blanks(text: str, pos: int) -> int:
+def _skip_pattern_whitespace(text: str, pos: int) -> int:
     """Return the position after the white space at `pos`. The characters `Ġ` and `Ċ` count too."""
-    match = _BLANKS_IN_PATTERN(text, pos)
+    match = _WHITESPACE_IN_PATTERN(text, pos)
     return match.end() if match else pos
 
 
-def blank_variants(marker: str) -> tuple[str, ...]:
+def marker_spellings(marker: str) -> tuple[str, ...]:
     r"""Return the spellings of a marker that differ only in the white space inside the marker.
 
     A model may change this white space in three ways:
@@ -163,9 +164,9 @@ def blank_variants(marker: str) -> tuple[str, ...]:
         before = marker[: gap.start()]
         after = marker[gap.end() :]
         variants += [before + blank + after for blank in ("", " ", "\n")]
-    for declared in _BLANKS_IN_MARKER.finditer(marker):
-        for blanks in (" \n", "\n ", declared.group() + " "):
-            variants.append(marker[: declared.start()] + blanks + marker[declared.end() :])
+    for declared in _WHITESPACE_IN_MARKER.finditer(marker):
+        for whitespace in (" \n", "\n ", declared.group() + " "):
+            variants.append(marker[: declared.start()] + whitespace + marker[declared.end() :])
     return tuple(dict.fromkeys(variants))
 
 
@@ -186,18 +187,19 @@ def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern.
 
     The compiled pattern allows white space of any length, or none, at three kinds of places: where
-    the pattern has white space, where `_BLANKS_OR_GAP` matches, and between a literal and a field.
+    the pattern has white space, where `_WHITESPACE_OR_GAP` matches, and between a literal and a
+    field.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with white space between them. The pattern matches `<call><f=sum>` and
     `<call> <f= sum >`.
     """
-    parts = pattern(source)
-    steps: list[str | BlanksStep | FieldStep] = []
+    parts = split_pattern(source)
+    steps: list[str | WhitespaceStep | FieldStep] = []
     for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
         if steps:
-            steps.append(BlanksStep())
-        if isinstance(part, Slot):
+            steps.append(WhitespaceStep())
+        if isinstance(part, PatternField):
             next_literal = next_part if isinstance(next_part, str) else ""
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
         else:
@@ -205,15 +207,15 @@ def compile_pattern(source: str) -> Pattern:
     return Pattern(tuple(steps))
 
 
-def _literal_steps(literal: str) -> list[str | BlanksStep]:
+def _literal_steps(literal: str) -> list[str | WhitespaceStep]:
     r"""Return the steps that match a literal, even if the white space in the text differs.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`.
     """
-    first_word, *words = _BLANKS_OR_GAP.split(literal)
-    steps: list[str | BlanksStep] = [first_word] if first_word else []
+    first_word, *words = _WHITESPACE_OR_GAP.split(literal)
+    steps: list[str | WhitespaceStep] = [first_word] if first_word else []
     for word in words:
-        steps.append(BlanksStep())
+        steps.append(WhitespaceStep())
         if word:
             steps.append(word)
     return steps

@@ -13,7 +13,7 @@ from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     is_special_token,
-    skip_blanks,
+    skip_whitespace,
 )
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
@@ -28,6 +28,13 @@ class ReasoningReader:
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
     and returns the next state, or None if it needs more text.
 
+    The `TextWriter` appends the events. The `CallReader` reports whether tool calls have started,
+    and stores the deviation if a tool call ends the reasoning without a closing marker. The
+    `HeaderReader` reads the marker that starts the next message.
+
+    Example: in `<think>Hm</think>Hi`, `open_in_content` removes `<think>` and returns the state
+    REASONING. `read` then appends `ReasoningDelta("Hm")`, removes `</think>` and returns CONTENT.
+
     Attributes:
         has_reasoned: Whether the reasoning has ended.
         is_reasoning_by_default: Whether text in the state UNCLASSIFIED is reasoning if the message
@@ -41,6 +48,7 @@ class ReasoningReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
+        """Create a reader of the text in `context`, which is outside the reasoning at first."""
         self.has_reasoned = False
         self.is_reasoning_by_default = False
         self._format = context.format
@@ -254,13 +262,13 @@ class ReasoningReader:
         buffer = self._buffer
         calls = self._format.calls
         if marker in calls.by_trigger:
-            forms = calls.by_trigger[marker]
+            variants = calls.by_trigger[marker]
             start = buffer.pos
         else:  # The marker opens a tool section.
-            forms = calls.all
-            start = skip_blanks(buffer.text, buffer.pos + len(marker))
-        for form in forms:
-            match = form.match(buffer.text, start, buffer.is_final)
+            variants = calls.all
+            start = skip_whitespace(buffer.text, buffer.pos + len(marker))
+        for variant in variants:
+            match = variant.match(buffer.text, start, buffer.is_final)
             if match != NO_MATCH:
                 return match
         return NO_MATCH
@@ -290,11 +298,11 @@ class ReasoningReader:
 
     def _end_at_call(self) -> State:
         """End the reasoning before a tool call, and report that the closing marker is missing."""
-        self._text.drop_blanks()
+        self._text.drop_whitespace()
         self._text.is_after_marker = True
         self.has_reasoned = True
         self._is_interrupted = True
-        self._calls.report(_UNCLOSED_REASONING)
+        self._calls.add_deviation(_UNCLOSED_REASONING)
         return State.CONTENT
 
     # ---- markers of the reasoning inside the content ---------------------------------------------
@@ -308,7 +316,7 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            self._text.drop_blanks()  # `read_inline` reads the marker.
+            self._text.drop_whitespace()  # `read_inline` reads the marker.
         else:
             self._text.write_markup(self._buffer.take(len(marker)))
         return self._state

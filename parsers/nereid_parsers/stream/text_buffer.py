@@ -6,6 +6,9 @@ from __future__ import annotations
 class TextBuffer:
     """The text that is being read.
 
+    Example: after `append("<a>Hi")`, `take(3)` returns `"<a>"`, and `unread()` returns `"Hi"`.
+    After `push_back("x")`, `unread()` returns `"xHi"`.
+
     Attributes:
         text: The text that has arrived. It may begin with text that has already been read.
         pos: The position in `text` of the first character that has not been read.
@@ -15,6 +18,7 @@ class TextBuffer:
     __slots__ = ("is_final", "pos", "text")
 
     def __init__(self) -> None:
+        """Create an empty buffer."""
         self.text = ""
         self.pos = 0
         self.is_final = False

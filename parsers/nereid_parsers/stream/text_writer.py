@@ -41,20 +41,22 @@ class TextWriter:
     """
 
     __slots__ = (
-        "_blanks", "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
-        "_removed_blanks", "_trace", "has_content", "has_text", "is_after_marker", "undecided",
+        "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
+        "_removed_whitespace", "_trace", "_whitespace", "has_content", "has_text",
+        "is_after_marker", "undecided",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
+        """Create a writer that appends to `events`."""
         self.has_content = False
         self.is_after_marker = False
         self.has_text = False
         self.undecided: list[str] = []
         self._events = events
         self._trace: Trace | None = None
-        self._blanks: list[str] = []
+        self._whitespace: list[str] = []
         # The white space between the last content and the marker that followed this content.
-        self._removed_blanks = ""
+        self._removed_whitespace = ""
         self._is_last_text_content = False
         self._call_text: list[str] = []
         # The number of characters at the start of the next text that belong to the prompt.
@@ -97,9 +99,9 @@ class TextWriter:
             text = self._without_prompt(text)
         visible = text.rstrip()
         if visible:
-            self._append(self._take_blanks() + visible, event_type)
+            self._append(self._take_whitespace() + visible, event_type)
         if len(visible) < len(text):
-            self._blanks.append(text[len(visible) :])
+            self._whitespace.append(text[len(visible) :])
 
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
@@ -113,7 +115,7 @@ class TextWriter:
         if self._trace is not None:
             self._trace(CONTENT if is_content else REASONING, text)
         if is_content:
-            text = self._take_removed_blanks() + text
+            text = self._take_removed_whitespace() + text
             self.has_content = True
         self._events.append(event_type(text))
         self.has_text = True
@@ -129,38 +131,40 @@ class TextWriter:
         continues_content = is_content and self.has_content
         return text if continues_content else self._without_blank_lines(text)
 
-    def _take_removed_blanks(self) -> str:
+    def _take_removed_whitespace(self) -> str:
         r"""Return the white space that was removed after the last content, and empty this store.
 
         Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
         call, and restored before `Two`. The content is `"One\n\nTwo"`.
         """
-        blanks = self._removed_blanks
-        self._removed_blanks = ""
-        return blanks
+        whitespace = self._removed_whitespace
+        self._removed_whitespace = ""
+        return whitespace
 
-    def _take_blanks(self) -> str:
+    def _take_whitespace(self) -> str:
         """Return the stored white space, and empty the store."""
-        if not self._blanks:
+        if not self._whitespace:
             return ""
-        blanks = "".join(self._blanks)
-        self._blanks = []
-        return blanks
+        whitespace = "".join(self._whitespace)
+        self._whitespace = []
+        return whitespace
 
     def _without_blank_lines(self, text: str) -> str:
         r"""Return `text` without the blank lines at its start. Classify these lines as "markup".
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
-        num_blanks = len(text) - len(text.lstrip())
-        last_line_end = max(text.rfind("\n", 0, num_blanks), text.rfind("\r", 0, num_blanks))
+        num_whitespace_chars = len(text) - len(text.lstrip())
+        last_line_end = max(
+            text.rfind("\n", 0, num_whitespace_chars), text.rfind("\r", 0, num_whitespace_chars)
+        )
         line_start = last_line_end + 1
         self._classify(MARKUP, text[:line_start])
         return text[line_start:]
 
     def write_markup(self, marker: str) -> None:
         """Classify a marker, and the stored white space before the marker, as "markup"."""
-        self.drop_blanks()
+        self.drop_whitespace()
         self._classify(MARKUP, marker)
         self.is_after_marker = True
 
@@ -171,31 +175,31 @@ class TextWriter:
 
     # ---- white space -----------------------------------------------------------------------------
 
-    def hold_blanks(self, blanks: str) -> None:
+    def store_whitespace(self, whitespace: str) -> None:
         """Store white space between two markers.
 
         If there is undecided text, the white space becomes a part of the undecided text.
         """
-        if not blanks:
+        if not whitespace:
             return
         if self.undecided:
-            self.undecided.append(blanks)
+            self.undecided.append(whitespace)
         else:
-            self._blanks.append(blanks)
+            self._whitespace.append(whitespace)
 
-    def drop_blanks(self) -> None:
+    def drop_whitespace(self) -> None:
         """Remove the stored white space from the output, because a marker follows.
 
-        White space after content is stored in `_removed_blanks`, and restored if more content
+        White space after content is stored in `_removed_whitespace`, and restored if more content
         follows.
         """
-        blanks = self._take_blanks()
+        whitespace = self._take_whitespace()
         if self.has_text and self._is_last_text_content:
-            self._removed_blanks = blanks
-        self._classify(MARKUP, blanks)
+            self._removed_whitespace = whitespace
+        self._classify(MARKUP, whitespace)
         self.has_text = False
 
-    def finish_blanks(self, *, is_reasoning: bool, has_calls: bool) -> None:
+    def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
         """Write or remove the stored white space, because the message has ended.
 
         There are three cases:
@@ -208,18 +212,18 @@ class TextWriter:
             is_reasoning: Whether the message ended inside the reasoning.
             has_calls: Whether the message contains tool calls.
         """
-        blanks = self._take_blanks()
-        if not blanks:
+        whitespace = self._take_whitespace()
+        if not whitespace:
             return
         follows_markup = self.is_after_marker or is_reasoning or has_calls
         if follows_markup and not self.has_text:
-            self._classify(MARKUP, blanks)
+            self._classify(MARKUP, whitespace)
         elif is_reasoning:
-            self._classify(REASONING, blanks)
-            self._events.append(ReasoningDelta(blanks))
+            self._classify(REASONING, whitespace)
+            self._events.append(ReasoningDelta(whitespace))
         else:
-            self._classify(CONTENT, blanks)
-            self._events.append(ContentDelta(blanks))
+            self._classify(CONTENT, whitespace)
+            self._events.append(ContentDelta(whitespace))
 
     # ---- undecided text --------------------------------------------------------------------------
 
@@ -231,13 +235,13 @@ class TextWriter:
         """
         return "".join(self.undecided)
 
-    def hold_undecided(self, text: str) -> None:
+    def store_undecided(self, text: str) -> None:
         """Add text to the undecided text."""
         self.undecided.append(text)
 
     def drop_undecided(self) -> None:
         """Remove the undecided text, and the white space before it, from the output."""
-        self.drop_blanks()
+        self.drop_whitespace()
         self._classify(MARKUP, self.undecided_text)
         self.undecided = []
 
@@ -257,12 +261,12 @@ class TextWriter:
         if not new_text:
             return
         if not new_text.strip():
-            self._blanks.append(new_text)
+            self._whitespace.append(new_text)
             return
-        content = self._take_blanks() + new_text
+        content = self._take_whitespace() + new_text
         self._classify(CONTENT, content)
         # The trace has already received the removed white space as "markup".
-        self._events.append(ContentDelta(self._take_removed_blanks() + content, fault))
+        self._events.append(ContentDelta(self._take_removed_whitespace() + content, fault))
         self.is_after_marker = False
         self.has_content = True
         self.has_text = True
@@ -305,8 +309,8 @@ class TextWriter:
         Args:
             num_unread_chars: The number of the prompt's characters that have not been read yet.
         """
-        self._blanks = []
-        self._removed_blanks = ""
+        self._whitespace = []
+        self._removed_whitespace = ""
         self._num_prompt_chars = len(self.undecided_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:

@@ -56,7 +56,7 @@ For the example, the result is the layout `Sections(Reasoning("<think>", "</thin
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
 The module known_formats.py contains what no comparison can show: the formats of templates whose
-renderings are ambiguous, other spellings that models of a family write, and the tool calls of
+renderings are ambiguous, other ways in which models of a family write calls, and the tool calls of
 templates that do not render any.
 """
 

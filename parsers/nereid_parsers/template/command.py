@@ -117,6 +117,7 @@ def paint_for(colour: str) -> Paint:
         return no_colour
 
     def paint(kind: str, text: str) -> str:
+        """Return `text` between the escape sequences of its colour."""
         return f"{_COLOURS.get(kind, '')}{text}{_RESET}" if text else text
 
     return paint

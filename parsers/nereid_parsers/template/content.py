@@ -75,9 +75,9 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
-        Conversation(),
-        conversation,
-        findings.describe(),
+        left=Conversation(),
+        right=conversation,
+        finding=findings.describe(),
     )
     return findings
 
@@ -105,7 +105,11 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     turn.prober.record(
-        "C2 content with a call", "The message has content.", call_only, with_content, finding
+        "C2 content with a call",
+        "The message has content.",
+        left=call_only,
+        right=with_content,
+        finding=finding,
     )
     return Wrapper(opening, closing)
 
@@ -132,11 +136,11 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:  # Each pass removes one marker.
-        bare = text.lstrip()
-        marker = next((marker for marker in reasoning_markers if bare.startswith(marker)), None)
+        stripped = text.lstrip()
+        marker = next((marker for marker in reasoning_markers if stripped.startswith(marker)), None)
         if marker is None:
             return text
-        text = bare.removeprefix(marker).removeprefix(space_after_close)
+        text = stripped.removeprefix(marker).removeprefix(space_after_close)
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
@@ -167,8 +171,9 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
     """Search for the end of a turn that has words between markers, such as `<|out|>turn<|of|>`.
 
-    A user's message must end with the same text, and possibly one more marker. Otherwise the
-    result is [].
+    The result is [] unless three conditions are met: `text` starts with markers and words, a user's
+    message ends with the same markers and words, and they do not contain the header of the model's
+    next turn. If the same marker follows in both texts, this marker is the second item.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -181,16 +186,18 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
     match = _MARKERS_AND_WORDS.match(text)
     if match is None or not after_user_message.startswith(match.group()):
         return []
-    end = match.group()
-    after_first_marker = end.removeprefix(leading_marker(end))
-    if header.strip() and header.strip() in after_first_marker:
-        return []  # The words belong to the header of the next turn.
+    turn_end = match.group()  # `<|out|>turn<|of|>`
+    after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<|of|>`
+    contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
+    if contains_next_header:
+        return []
     next_match = MARKER.match(text, match.end())
-    next_marker = next_match.group() if next_match is not None else ""
-    ends_user_message = bool(next_marker) and after_user_message.startswith(end + next_marker)
-    if ends_user_message and next_marker not in (EOS_TOKEN, *markers(header)):
-        return [end, next_marker]
-    return [end]
+    if next_match is None:
+        return [turn_end]
+    next_marker = next_match.group()  # `<|over|>`
+    ends_user_message = after_user_message.startswith(turn_end + next_marker)
+    is_other_markup = next_marker in (EOS_TOKEN, *markers(header))
+    return [turn_end, next_marker] if ends_user_message and not is_other_markup else [turn_end]
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:

@@ -8,7 +8,7 @@ of a marker or a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -33,6 +33,11 @@ _CLOSING_RULES = (
     (r"\[\|(.*)", r"[|/\1"),  # `[|think|]` and `[|/think|]`
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
+)
+# Patterns of closing markers, and the opening markers that correspond to them.
+_OPENING_RULES = (
+    (r"([^/]{0,2})/(.*)", r"\1\2"),  # `</think>` and `<think>`, `[|/think|]` and `[|think|]`
+    (r"(?!<\|).(.*)\|>", r"<|\1>"),  # `<channel|>` and `<|channel>`
 )
 # Pairs of words. The first word is in an opening marker, `<|START_THINKING|>`. The second word is
 # at the same place in the closing marker, `<|END_THINKING|>`.
@@ -266,15 +271,25 @@ def closing_spellings(marker: str) -> list[str]:
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    spellings = [
-        match.expand(closing)
-        for opening, closing in _CLOSING_RULES
-        if (match := re.fullmatch(opening, marker)) is not None
-    ]
+    spellings = _apply_rules(_CLOSING_RULES, marker)
     for open_word, close_word in _OPEN_CLOSE_WORDS:
         if open_word in marker:
             spellings.append(marker.replace(open_word, close_word))
     return spellings
+
+
+def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
+    r"""Return the replacement of each rule whose pattern matches the whole marker.
+
+    >>> _apply_rules([(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")], "<think>")
+    ['</think>']
+
+    Args:
+        rules: Pairs of a regular expression and a replacement.
+        marker: The marker.
+    """
+    matches = ((re.fullmatch(regex, marker), replacement) for regex, replacement in rules)
+    return [match.expand(replacement) for match, replacement in matches if match is not None]
 
 
 def compound_closing(text: str, opening: str) -> str:
@@ -311,11 +326,7 @@ def opening_spellings(marker: str) -> list[str]:
     >>> opening_spellings("<|END_THINKING|>")
     ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
     """
-    spellings = []
-    if "/" in marker[:3]:
-        spellings.append(marker.replace("/", "", 1))
-    if marker.endswith("|>") and not marker.startswith("<|"):
-        spellings.append("<|" + marker[1:-2] + ">")  # `<channel|>` and `<|channel>`
+    spellings = _apply_rules(_OPENING_RULES, marker)
     for open_word, close_word in _OPEN_CLOSE_WORDS:
         if close_word in marker:
             spellings.append(marker.replace(close_word, open_word))

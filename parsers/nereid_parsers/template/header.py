@@ -63,7 +63,11 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
     if continuation:
         finding += f" The prompt continues with {continuation!r}."
     prober.record(
-        "G generation prompt", "add_generation_prompt is true.", _QUESTION, _PROMPT, finding
+        "G generation prompt",
+        "add_generation_prompt is true.",
+        left=_QUESTION,
+        right=_PROMPT,
+        finding=finding,
     )
     trailing_text = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
     return ModelTurn(prober, header, prompts, trailing_text=trailing_text)
@@ -85,9 +89,14 @@ def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     r"""Return the header of the model's turn.
 
-    The first candidate is the text that the generation prompt adds, for example
-    "<|start|>assistant\n<think>\n". The candidate is then shortened to the part that all turns of
-    the model contain, without markers of reasoning: "<|start|>assistant\n".
+    The first candidate is the text that the generation prompt adds. Each step then removes a part
+    that does not belong to the header:
+
+        text that the generation prompt adds            "<|start|>assistant\n<think></think>\n\n"
+        the part that all answers and prompts contain   "<|start|>assistant\n<think></think>\n"
+        without an empty block of reasoning             "<|start|>assistant\n"
+        without an opening marker of reasoning          "<|start|>assistant\n"
+        without text after the role                     "<|start|>assistant\n"
 
     Args:
         prober: Renders the conversations.

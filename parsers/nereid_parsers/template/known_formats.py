@@ -1,7 +1,7 @@
 """Declarations for templates whose renderings do not show the whole format.
 
 - The format of a template whose renderings are ambiguous, see `QUARANTINE`. Keep this list short.
-- The other spellings of a tool call, see `add_family_spellings`.
+- The other variants of a tool call, see `add_family_variants`.
 - The tool calls of a template that renders none, see `recognise_tool_section`.
 """
 
@@ -70,12 +70,14 @@ def is_recipient_lines(source: str) -> bool:
 
 
 def _harmony_layout() -> Messages:
+    """Return the layout of gpt-oss from the registry."""
     layout = get_format("gpt_oss").layout
     assert isinstance(layout, Messages)
     return layout
 
 
 def _recipient_lines_layout() -> Messages:
+    """Return the layout of messages that start with `>>>` and a recipient."""
     return Messages(
         start=">>>",
         header_end="\n",
@@ -114,18 +116,18 @@ def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
     return None
 
 
-# ---- the spellings of a model family ------------------------------------------------------------
+# ---- the variants of a model family --------------------------------------------------------------
 
 
-def add_family_spellings(section: ToolSection) -> ToolSection:
-    """Add the spellings that the registry declares for the model family of `section`.
+def add_family_variants(section: ToolSection) -> ToolSection:
+    """Add the variants that the registry declares for the model family of `section`.
 
-    A template shows one spelling of a tool call, but models also write others. The registry
-    declares these spellings. A registered format belongs to the same family if the markers of its
+    A template shows one variant of a tool call, but models also write others. The registry
+    declares these variants. A registered format belongs to the same family if the markers of its
     section and of its first tool call are equal to those of `section`.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
-    family sometimes omit `<tool_call>`, so the result has a second spelling that starts with
+    family sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
     """
     first = section.calls[0]
@@ -133,9 +135,9 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
         return section  # Tool calls without markers belong to no family.
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *section.calls[1:]]
-    for spelling in chain.from_iterable(_other_spellings(family, first) for family in families):
-        if all(_markup_of(spelling) != _markup_of(known) for known in calls):
-            calls.append(spelling)
+    for variant in chain.from_iterable(_other_variants(family, first) for family in families):
+        if all(_markup_of(variant) != _markup_of(known) for known in calls):
+            calls.append(variant)
     return replace(
         section,
         calls=tuple(calls),
@@ -144,18 +146,18 @@ def add_family_spellings(section: ToolSection) -> ToolSection:
     )
 
 
-def _other_spellings(family: ToolSection, first: Call) -> Iterator[Call]:
-    """Yield the spellings that a family declares for its tool calls. The first one is omitted.
+def _other_variants(family: ToolSection, first: Call) -> Iterator[Call]:
+    """Yield the variants that a family declares for its tool calls. The first one is omitted.
 
     Args:
         family: A registered section with the markers of the inferred section.
-        first: The tool call that was inferred. A spelling that differs only in its markers from the
-            first spelling of the family gets the body of this tool call.
+        first: The tool call that was inferred. A variant that differs only in its markers from the
+            first variant of the family gets the body of this tool call.
     """
     first_of_family, *others = family.calls
-    for spelling in others:
-        differs_in_markers_only = spelling.body == first_of_family.body
-        yield replace(spelling, body=first.body) if differs_in_markers_only else spelling
+    for variant in others:
+        differs_in_markers_only = variant.body == first_of_family.body
+        yield replace(variant, body=first.body) if differs_in_markers_only else variant
 
 
 def _registered_sections() -> Iterator[ToolSection]:

@@ -143,8 +143,8 @@ def _header_in(text: str, header: str) -> str:
     """
     if header in text:
         return header
-    bare = header.strip()
-    return bare if bare in text else ""
+    stripped = header.strip()
+    return stripped if stripped in text else ""
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
@@ -154,11 +154,11 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
     'Hello\n'
     """
     while True:
-        bare = text.rstrip()
-        suffix = next((suffix for suffix in suffixes if bare.endswith(suffix)), "")
+        stripped = text.rstrip()
+        suffix = next((suffix for suffix in suffixes if stripped.endswith(suffix)), "")
         if not suffix:
             return text
-        text = bare.removesuffix(suffix)
+        text = stripped.removesuffix(suffix)
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
@@ -178,31 +178,33 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header if the model itself writes the header after a tool's result, or else "".
+    """Return the header that the model itself must write after a tool's result, or "".
 
-    Usually the generation prompt contains the header, so that the model does not write it. Some
-    prompts that end with a tool's result contain no header. The function renders two things:
-
-    1. A prompt after a tool's result. If this prompt contains the header after the result, the
-       function returns "".
-    2. Answers after a tool's result: content, and a tool call. If an answer contains the header
-       after the result, a model must write this header itself. The function returns the header.
+    Usually the generation prompt contains the header of the model's turn, so that the model does
+    not write the header. Some templates omit the header from a prompt that ends with a tool's
+    result, but render the header in the answer. The model must then write the header.
 
     Example: the prompt ends with "RESULT</result>", and the rendered answer is
-    "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.
+    "RESULT</result><|assistant|>CONTENT". The result is `<|assistant|>`.
 
     Args:
-        turn: The markup of the model's turn, which is one rendered message of the model.
+        turn: The header of the model's turn, and the prober that renders the conversations.
     """
     header = turn.header.strip()
-    prompt = _prompt_after_result(turn.prober)
-    if not markers(header) or prompt is None or header in prompt:
+    prompt_end = _prompt_after_result(turn.prober)
+    if not markers(header) or prompt_end is None:
         return ""
-    for conversation in _ANSWERED_AFTER_RESULT:
-        text = turn.prober.render(conversation)
-        if text is not None and header in text_after_last(text, RESULT_TEXT):
-            return header
-    return ""
+    is_in_prompt = header in prompt_end
+    return "" if is_in_prompt or not _has_header_after_result(turn.prober, header) else header
+
+
+def _has_header_after_result(prober: Prober, header: str) -> bool:
+    """Return whether a rendered answer contains `header` after a tool's result.
+
+    Two answers are rendered: content, and a tool call.
+    """
+    renderings = (prober.render(conversation) or "" for conversation in _ANSWERED_AFTER_RESULT)
+    return any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 # and ids cause no differences between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
+# The description of a change for a finding that no difference between two renderings shows.
+UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
 _NUMBER_AFTER_NAME = re.compile(rf"({FIRST_TOOL}|{SECOND_TOOL})([:#.-])\d\b")
@@ -157,6 +159,14 @@ class Prober:
         self.comparisons.append(
             Comparison(name, changed, left=left_text, right=right_text, finding=finding)
         )
+
+    def record_finding(self, name: str, finding: str) -> None:
+        """Add a finding to the report that does not depend on a difference between renderings.
+
+        The report then shows two equal renderings. For the arguments see `record`.
+        """
+        question = Conversation()
+        self.record(name, UNCHANGED, left=question, right=question, finding=finding)
 
     # ---- the form of the input -------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ The first of R1 to R4 that finds markers is used. R5 then adds to its result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from nereid_parsers.template.difference import (
     opening_spellings,
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
+from nereid_parsers.template.probe import UNCHANGED
 from nereid_parsers.template.reasoning_markers import (
     closing_marker,
     content_wrapper,
@@ -45,8 +47,6 @@ from nereid_parsers.template.reasoning_markers import (
     named_pair,
 )
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
-
-_UNCHANGED = "Nothing is changed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ def compare_reasoning_presence(
     turn.prober.record(
         "R1 reasoning presence",
         "The message has reasoning.",
-        replace(conversation, answer=replace(answer, reasoning="")),
-        conversation,
-        f"Reasoning is written between {opening!r} and {closing!r}.",
+        left=replace(conversation, answer=replace(answer, reasoning="")),
+        right=conversation,
+        finding=f"Reasoning is written between {opening!r} and {closing!r}.",
     )
     part = Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header))
     # The model itself may write a second header between the reasoning and the content.
@@ -215,10 +215,10 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
         line_break = "\n" if opening.endswith("\n") else ""
         turn.prober.record(
             "R2 thinking switch",
-            prompt.switches.describe() or _UNCHANGED,
-            turn.prompts[0].conversation,
-            prompt.conversation,
-            f"The prompt opens reasoning with {opening!r}. "
+            prompt.switches.describe() or UNCHANGED,
+            left=turn.prompts[0].conversation,
+            right=prompt.conversation,
+            finding=f"The prompt opens reasoning with {opening!r}. "
             f"The marker {closing!r} closes reasoning.",
         )
         close = f"{line_break}{closing}{line_break}{line_break}"
@@ -269,9 +269,9 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
         turn.prober.record(
             "R3 instructions",
             prompt.switches.describe(),
-            turn.prompts[0].conversation,
-            prompt.conversation,
-            f"The instructions mention the pairs of tags {names}.",
+            left=turn.prompts[0].conversation,
+            right=prompt.conversation,
+            finding=f"The instructions mention the pairs of tags {names}.",
         )
         return _markup_of_pairs(pairs)
     return None
@@ -300,22 +300,31 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
     """Search the string constants of the template for markers of reasoning (comparison R4).
 
     Example: a template that removes reasoning from earlier messages with
-    `content.split('</think>')` shows the marker `</think>`.
+    `content.split('</think>')` shows the marker `</think>`. Return None if no string constant
+    mentions such a marker.
     """
-    for literal in turn.prober.template.literals:
+    mention = _first_mention(turn.prober.template.literals)
+    if mention is None:
+        return None
+    literal, reasoning_pair = mention
+    _, closing = reasoning_pair
+    turn.prober.record_finding(
+        "R4 source", f"A string constant of the template contains {closing!r}."
+    )
+    other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
+    return _markup_of_pairs([reasoning_pair, *other_pairs])
+
+
+def _first_mention(literals: Iterable[str]) -> tuple[str, tuple[str, str]] | None:
+    """Return the first literal that mentions the markers of reasoning, and these markers, or None.
+
+    >>> _first_mention(["Hello.", "</think>"])
+    ('</think>', ('<think>', '</think>'))
+    """
+    for literal in literals:
         reasoning_pair = named_pair(literal)
-        if reasoning_pair is None:
-            continue
-        _, closing = reasoning_pair
-        turn.prober.record(
-            "R4 source",
-            _UNCHANGED,
-            Conversation(),  # This comparison renders nothing, so the report shows no difference.
-            Conversation(),
-            f"A string constant of the template contains {closing!r}.",
-        )
-        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-        return _markup_of_pairs([reasoning_pair, *other_pairs])
+        if reasoning_pair is not None:
+            return literal, reasoning_pair
     return None
 
 
@@ -354,9 +363,9 @@ def compare_reasoning_before_call(
     turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        replace(reasoned, answer=call_only),
-        reasoned,
-        f"{interruption!r} ends reasoning that has no closing marker.",
+        left=replace(reasoned, answer=call_only),
+        right=reasoned,
+        finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
     return (interruption,)
 

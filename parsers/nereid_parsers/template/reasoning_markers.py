@@ -121,8 +121,9 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
     words = text[: first.start()]
     if words.strip():
         return words
-    rest = text[first.end() :].lstrip()
-    return text.removesuffix(rest)
+    after_marker = text[first.end() :]
+    num_whitespace_chars = len(after_marker) - len(after_marker.lstrip())
+    return text[: first.end() + num_whitespace_chars]
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:

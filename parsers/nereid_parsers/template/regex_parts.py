@@ -25,7 +25,7 @@ _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Blank:
+class OptionalWhitespace:
     r"""Optional white space: `\s*`."""
 
 
@@ -39,7 +39,7 @@ class Field:
     name: str
 
 
-Piece = str | Blank | Field  # A str is a literal.
+Piece = str | OptionalWhitespace | Field  # A str is a literal.
 Pieces = tuple[Piece, ...]
 
 
@@ -47,7 +47,7 @@ def alternatives(regex: str) -> list[Pieces]:
     r"""Return the alternatives of a regular expression, each split into pieces.
 
     >>> alternatives(r"\s*<a (?P<name>\w+)>|<b>")
-    [(Blank(), '<a ', Field(name='name'), '>'), ('<b>',)]
+    [(OptionalWhitespace(), '<a ', Field(name='name'), '>'), ('<b>',)]
 
     Raises:
         FormatError: The expression is malformed, or has elements other than literals, white space,
@@ -63,8 +63,8 @@ def alternatives(regex: str) -> list[Pieces]:
 def _join_literals(pieces: Pieces) -> Pieces:
     """Join neighbouring literals.
 
-    >>> _join_literals(("<", "a", Blank(), ">"))
-    ('<a', Blank(), '>')
+    >>> _join_literals(("<", "a", OptionalWhitespace(), ">"))
+    ('<a', OptionalWhitespace(), '>')
     """
     joined: list[Piece] = []
     for piece in pieces:
@@ -84,10 +84,12 @@ class _Reader:
     """
 
     def __init__(self, regex: str) -> None:
+        """Create a parser at the start of `regex`."""
         self.regex = regex
         self.position = 0
 
     def error(self, reason: str) -> FormatError:
+        """Return the error that `regex` cannot be used for `reason`."""
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def read_alternatives(self) -> list[Pieces]:
@@ -140,20 +142,30 @@ class _Reader:
         return self.read_quantifier(element)
 
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
-        """Read the quantifier after `element`, if any, and apply it to the element.
+        r"""Read the quantifier after `element`, if any, and return the quantified alternatives.
 
-        An optional literal has the additional alternative of no text: `a?` has the alternatives "a"
-        and "". Fields and white space already match texts of any length, so a quantifier does not
-        change them.
+        Examples: `a?` has the alternatives `a` and no text. The quantifiers of `\s*` and `[^>]+`
+        have no effect, because white space and fields already match any length. `a+` and `a*` are
+        rejected, because a format cannot write a marker of unlimited length.
+
+        >>> _Reader("?").read_quantifier([("a",)]), _Reader("+").read_quantifier([(Field("x"),)])
+        ([('a',), ()], [(Field(name='x'),)])
+
+        Args:
+            element: The alternatives of the element before the quantifier.
+
+        Raises:
+            FormatError: The quantifier repeats a literal.
         """
         quantifier = _QUANTIFIER.match(self.regex, self.position)
         if quantifier is None:
             return element
         self.position = quantifier.end()
-        has_literal = any(isinstance(piece, str) for pieces in element for piece in pieces)
-        if not has_literal:
+        contains_literal = any(isinstance(piece, str) for pieces in element for piece in pieces)
+        if not contains_literal:
             return element
-        if quantifier.group().startswith("?"):
+        is_optional = quantifier.group().startswith("?")
+        if is_optional:
             return [*element, ()]
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
@@ -217,22 +229,22 @@ class _Reader:
         return end + 1
 
     def read_class(self) -> Piece:
-        r"""Read a character class. Return a `Blank` for white space, or else a nameless `Field`.
+        r"""Read a character class. Return `OptionalWhitespace`, or a `Field` without a name.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
-        (Blank(), Field(name=''))
+        (OptionalWhitespace(), Field(name=''))
         """
         end = self.end_of_class(self.position)
         members = self.regex[self.position + 1 : end - 1]
         self.position = end
-        return Blank() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
+        return OptionalWhitespace() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
 
     def read_escape(self) -> Piece:
         r"""Read an escape: `\s` as white space, `\w` as a field, `\b` as nothing, `\.` as "."."""
         char = self.regex[self.position + 1 : self.position + 2]
         self.position += 2
         if char == "s":
-            return Blank()
+            return OptionalWhitespace()
         if char in ("w", "d", "S"):
             return Field("")
         if char in ("Z", "b", "A", "z"):

@@ -324,6 +324,7 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
 
 
 def _default_of(declared: Field[Any]) -> object:
+    """Return the default value of a field of a dataclass, or MISSING."""
     if declared.default is MISSING and declared.default_factory is not MISSING:
         return declared.default_factory()
     return declared.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
@@ -18,6 +18,18 @@ _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 class ContinuationRefused(RenderRefused):
     """The final message cannot be continued. The message of the error gives the reason."""
+
+
+class _MarkedMessages(NamedTuple):
+    """Messages whose last content ends with `_END_OF_MESSAGE`.
+
+    Attributes:
+        messages: The messages.
+        final_text: The text of the last content, without `_END_OF_MESSAGE`.
+    """
+
+    messages: list[dict[str, Any]]
+    final_text: str
 
 
 class RequestTemplate:
@@ -62,12 +74,11 @@ class RequestTemplate:
         """
         limits = limits_for_request(variables)
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
-        prepared = {**variables, "messages": messages}
         if not continue_final_message:
-            return self._render_in_thread(prepared, limits)
-        final_text = self._mark_final_message(messages)  # Also changes `messages`.
-        text = self._render_in_thread(prepared, limits)
-        return _cut_after(final_text, text)
+            return self._render_in_thread({**variables, "messages": messages}, limits)
+        marked = self._mark_final_message(messages)
+        text = self._render_in_thread({**variables, "messages": marked.messages}, limits)
+        return _cut_after(marked.final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
         """Render with this thread's copy of the template. The first call creates the copy."""
@@ -76,13 +87,10 @@ class RequestTemplate:
         text: str = self._of_thread.template.render(variables, Budget(limits))
         return text
 
-    def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Append `_END_OF_MESSAGE` to the content of the last message in `messages`.
+    def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
+        """Return copies of the messages, with `_END_OF_MESSAGE` at the end of the last content.
 
-        If the content is a list of parts, the last part with text is the content.
-
-        Returns:
-            The content, without `_END_OF_MESSAGE`.
+        If the content is a list of parts, `_END_OF_MESSAGE` is appended to the last part with text.
 
         Raises:
             ContinuationRefused: There is no such content.
@@ -93,8 +101,7 @@ class RequestTemplate:
         if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
-            messages[-1]["content"] = content + _END_OF_MESSAGE
-            return content
+            return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
         parts = list(content) if isinstance(content, list) else []
         text_indices = [index for index, part in enumerate(parts) if _has_text(part)]
         if not text_indices:
@@ -104,8 +111,14 @@ class RequestTemplate:
         last_part = parts[text_indices[-1]]
         text: str = last_part["text"]
         parts[text_indices[-1]] = {**last_part, "text": text + _END_OF_MESSAGE}
-        messages[-1]["content"] = parts
-        return text
+        return _replace_content(messages, parts, final_text=text)
+
+
+def _replace_content(
+    messages: Sequence[dict[str, Any]], content: object, *, final_text: str
+) -> _MarkedMessages:
+    """Return the messages with another `content` of the last message. `messages` is not changed."""
+    return _MarkedMessages([*messages[:-1], {**messages[-1], "content": content}], final_text)
 
 
 def _has_text(part: object) -> bool:
@@ -156,5 +169,5 @@ def _cut_after(final_text: str, text: str) -> str:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    keeps_blanks = text.startswith(_END_OF_MESSAGE, end)
-    return text[:end] if keeps_blanks else text[:end].rstrip()
+    keeps_whitespace = text.startswith(_END_OF_MESSAGE, end)
+    return text[:end] if keeps_whitespace else text[:end].rstrip()

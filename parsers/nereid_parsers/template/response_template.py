@@ -13,7 +13,6 @@ how the text of the field is parsed:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from nereid_parsers.format import (
     JsonArguments,
     JsonArray,
     JsonObject,
-    Keys,
     Reasoning,
     Sections,
     Source,
@@ -35,11 +33,17 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.template.calls.call_texts import escape_braces
 from nereid_parsers.template.conversation import REASONING_FIELDS
-from nereid_parsers.template.regex_parts import Blank, Field, Piece, Pieces, alternatives
+from nereid_parsers.template.regex_parts import (
+    Field,
+    OptionalWhitespace,
+    Piece,
+    Pieces,
+    alternatives,
+)
+from nereid_parsers.template.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
 _VERSION = 1
-_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
 # Maps named groups of a regular expression to fields of a pattern. Other groups become {word}.
 _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
@@ -131,7 +135,7 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _literal_text(piece: Piece) -> str:
     """Return the text of a literal, or "" for white space.
 
-    >>> _literal_text("<call>"), _literal_text(Blank())
+    >>> _literal_text("<call>"), _literal_text(OptionalWhitespace())
     ('<call>', '')
 
     Raises:
@@ -216,17 +220,17 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 def _call_start(pieces: Pieces) -> _CallStart:
     r"""Convert one alternative of `open_pattern` into the start of a tool call.
 
-    >>> _call_start(("<call>", Blank(), "<f=", Field("name"), ">"))
+    >>> _call_start(("<call>", OptionalWhitespace(), "<f=", Field("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
     >>> _call_start(("<f=", Field("name"), ">"))
     _CallStart(marker='', head='<f={name}>')
-    >>> _call_start(("<call>", Blank()))
+    >>> _call_start(("<call>", OptionalWhitespace()))
     _CallStart(marker='<call>', head='')
 
     Raises:
         FormatError: The tool call does not start with a literal.
     """
-    pieces = _without_leading_blanks(pieces)
+    pieces = _without_leading_whitespace(pieces)
     first_literal = pieces[0] if pieces else None
     if not isinstance(first_literal, str):
         raise FormatError(
@@ -242,9 +246,9 @@ def _call_start(pieces: Pieces) -> _CallStart:
     return _CallStart(first_literal, _pattern(pieces[1:]))
 
 
-def _without_leading_blanks(pieces: Pieces) -> Pieces:
+def _without_leading_whitespace(pieces: Pieces) -> Pieces:
     """Remove white space from the start of the pieces."""
-    while pieces and isinstance(pieces[0], Blank):
+    while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
 
@@ -254,7 +258,7 @@ def _pattern(pieces: Pieces) -> str:
 
     An expression for white space becomes a line break, which matches any white space in a pattern.
 
-    >>> _pattern(("<f{x} ", Field("name"), Blank()))
+    >>> _pattern(("<f{x} ", Field("name"), OptionalWhitespace()))
     '<f{{x}} {name}\n'
     """
     return "".join(_pattern_text(piece) for piece in pieces)
@@ -304,19 +308,19 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
     if arguments.get("unquoted_keys") and arguments.get("string_delims"):
-        return _bare_key_arguments(arguments["string_delims"])
+        return _unquoted_key_arguments(arguments["string_delims"])
     if has_name_in_head:
         return JsonArguments()
-    keys = _keys(field.get("transform"))
+    keys = keys_of_transform(field.get("transform"))
     return JsonArray(keys) if is_array else JsonObject(keys)
 
 
-def _bare_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
+def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
     """Return a body that quotes strings with the first pair of `string_delims`.
 
     Only the first pair is used, because a template renders all strings with one pair.
 
-    >>> _bare_key_arguments([["<q>", "<q>"]])
+    >>> _unquoted_key_arguments([["<q>", "<q>"]])
     BareKeyArguments(quote='<q>')
 
     Raises:
@@ -329,92 +333,6 @@ def _bare_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArgume
             f"{opening!r} and {closing!r}"
         )
     return BareKeyArguments(opening)
-
-
-def _keys(transform: object) -> Keys:
-    """Return the keys of the name, the arguments and the id in a tool call's JSON object.
-
-    >>> keys = _keys({"function": {"name": "{content.f}", "arguments": "{content.args}"}})
-    >>> keys.name, keys.arguments
-    ('f', 'args')
-
-    Args:
-        transform: The rule by which transformers builds a tool call from the JSON: an object of
-            placeholders such as "{content.tool.name}", or a list of one such object. None if the
-            JSON already has the form of a tool call.
-
-    Raises:
-        FormatError: The transform does not contain the keys.
-    """
-    is_list_of_one = isinstance(transform, list) and len(transform) == 1
-    rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
-    if rule is None:
-        return Keys(name="function.name", arguments="function.arguments", id="id")
-    # The rule has one of three forms: {"function": {..}}, {"name": .., "arguments": ..}, or a
-    # placeholder.
-    call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
-    function = call.get("function", rule)
-    if isinstance(function, str):
-        # The placeholder refers to a JSON object with the usual keys "name" and "arguments".
-        function_path = _path(function)
-        return Keys(
-            name=".".join((*function_path, "name")),
-            arguments=".".join((*function_path, "arguments")),
-        )
-    name_path, arguments_path = _name_and_arguments_paths(function, rule)
-    id_path = _path(call["id"]) if call.get("id") else ()
-    return Keys(
-        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
-    )
-
-
-def _name_and_arguments_paths(
-    function: object, rule: object
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys that lead to the name, and the keys that lead to the arguments.
-
-    >>> _name_and_arguments_paths({"name": "{content.f}", "arguments": "{content.args}"}, None)
-    (('f',), ('args',))
-
-    Args:
-        function: The part of the transform that describes the function.
-        rule: The whole transform, for the error message.
-
-    Raises:
-        FormatError: The transform does not contain the keys.
-    """
-    if not isinstance(function, Mapping):
-        raise FormatError(
-            f"the transform {rule!r} does not return a tool call, because `function` is not "
-            "an object"
-        )
-    name_path = _path(function.get("name"))
-    arguments_path = _path(function.get("arguments"))
-    if not name_path or not arguments_path:
-        raise FormatError(
-            f"the transform {rule!r} must take the name and the arguments from keys of the "
-            "content, such as '{content.name}'"
-        )
-    return name_path, arguments_path
-
-
-def _path(placeholder: object) -> tuple[str, ...]:
-    """Split a placeholder into keys: "{content.tool.name}" gives ("tool", "name").
-
-    >>> _path("{content.tool.name}"), _path("{content}")
-    (('tool', 'name'), ())
-
-    Raises:
-        FormatError: The value is not a placeholder.
-    """
-    match = _PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
-    if match is None:
-        raise FormatError(
-            f"{placeholder!r} in the response_template is not a placeholder. A placeholder is a "
-            "string such as '{content.name}'."
-        )
-    path = match.group(1).split(".")
-    return tuple(path[1:] if path[0] == "content" else path)
 
 
 def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
@@ -436,10 +354,11 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
             "it the group (?P<value>..)"
         )
     value_at = pieces.index(Field("value"))
-    before_value = _without_leading_blanks(pieces[:value_at])
+    before_value = _without_leading_whitespace(pieces[:value_at])
     after_value = pieces[value_at + 1 :]
     # The closing tag is a marker, not a pattern, so its braces are not doubled.
     closing_texts = [
-        "\n" if isinstance(piece, Blank) else _literal_text(piece) for piece in after_value
+        "\n" if isinstance(piece, OptionalWhitespace) else _literal_text(piece)
+        for piece in after_value
     ]
     return TaggedArguments(_pattern(before_value), "".join(closing_texts))

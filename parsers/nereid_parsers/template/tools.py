@@ -55,7 +55,7 @@ from nereid_parsers.template.difference import (
     markers,
 )
 from nereid_parsers.template.known_formats import (
-    add_family_spellings,
+    add_family_variants,
     markers_of_phrases,
     recognise_tool_section,
 )
@@ -141,7 +141,7 @@ def find_tools(
     section = _tool_section(calls, close, undecided)
     return replace(
         findings,
-        part=None if section is None else add_family_spellings(section),
+        part=None if section is None else add_family_variants(section),
         form=calls.form,
         end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
     )
@@ -164,36 +164,36 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Record the comparison T1: a message with content, and a message with a tool call instead.
+    """Render one tool call and return its text, or "" if the template does not render tool calls.
 
-    Returns:
-        The text of the tool call, or "" if the template does not render tool calls.
+    Also record the comparison T1: a message with content, and a message with a tool call instead.
     """
     text = renderer.text_of_calls(*ONE_CALL)
-    is_rendered = FIRST_TOOL in text and FIRST_KEY in text and FIRST_VALUE in text
-    rendered_call = f"The call is written as {unmask_call_ids(text)!r}."
+    # The name, the key and the value occur in no template, so they come from the probe call.
+    is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
+    finding = "The template does not render the call."
+    if is_rendered:
+        finding = f"The call is written as {unmask_call_ids(text)!r}."
     renderer.turn.prober.record(
         "T1 call presence",
         "The message has a call instead of content.",
-        Conversation(AssistantMessage(CONTENT_TEXT), tools=True),
-        conversation_with_calls(*ONE_CALL),
-        rendered_call if is_rendered else "The template does not render the call.",
+        left=Conversation(AssistantMessage(CONTENT_TEXT), tools=True),
+        right=conversation_with_calls(*ONE_CALL),
+        finding=finding,
     )
     return text if is_rendered else ""
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare a message with one tool call and a message with two tool calls (comparison T2).
+    """Render two tool calls and return their text, or "" if a message can have only one tool call.
 
-    The comparison is added to the report, and the rendering of the two tool calls is returned.
-
-    Returns:
-        The text of the two tool calls, or "" if a message can have only one tool call.
+    Also record the comparison T2: a message with one tool call, and a message with two. If the
+    template raises an error for the second tool call, the finding contains the error message.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
     text = renderer.text_of_calls(*TWO_CALLS)
-    is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
+    is_parallel = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
     if is_parallel:
         finding = "A message can have several calls."
     else:
@@ -202,9 +202,9 @@ def compare_two_calls(renderer: CallRenderer) -> str:
     prober.record(
         "T2 two calls",
         "The message has a second call.",
-        conversation_with_calls(*ONE_CALL),
-        two_calls,
-        finding,
+        left=conversation_with_calls(*ONE_CALL),
+        right=two_calls,
+        finding=finding,
     )
     return text if is_parallel else ""
 
@@ -219,7 +219,7 @@ def compare_changed_calls(prober: Prober) -> None:
         finding = "The template refuses to render this call."
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
-        prober.record(name, description, unchanged, changed, finding)
+        prober.record(name, description, left=unchanged, right=changed, finding=finding)
 
 
 def _change_text(parts: Difference) -> str:
@@ -269,7 +269,11 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
         finding = "Content is written before the call."
     call_only = conversation_with_calls(*ONE_CALL)
     turn.prober.record(
-        "T8 content before a call", "The message has content.", call_only, with_content, finding
+        "T8 content before a call",
+        "The message has content.",
+        left=call_only,
+        right=with_content,
+        finding=finding,
     )
     return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers)
 

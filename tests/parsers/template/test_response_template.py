@@ -12,7 +12,7 @@ from nereid_parsers.format import (
     TaggedArguments,
 )
 from nereid_parsers.template import format_of_response_template
-from nereid_parsers.template.regex_parts import Blank, Field, alternatives
+from nereid_parsers.template.regex_parts import Field, OptionalWhitespace, alternatives
 from parsers.template.support import TEMPLATES
 
 SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))
@@ -118,12 +118,12 @@ def test_an_invalid_declaration_is_rejected_with_the_reason(declared, words):
 
 def test_a_regex_is_split_into_literals_white_space_and_fields():
     assert alternatives(r"\s*<f=(?P<name>[^>\n]+)>") == [
-        (Blank(), "<f=", Field("name"), ">"),
+        (OptionalWhitespace(), "<f=", Field("name"), ">"),
     ]
     assert alternatives(r"<a>|<b\.?>\Z") == [("<a>",), ("<b.>",), ("<b>",)]
     assert alternatives(r"x(?:y|z)[ \n]*\w+.") == [
-        ("xy", Blank(), Field(""), Field("")),
-        ("xz", Blank(), Field(""), Field("")),
+        ("xy", OptionalWhitespace(), Field(""), Field("")),
+        ("xz", OptionalWhitespace(), Field(""), Field("")),
     ]
 
 

@@ -37,6 +37,10 @@ class Head:
 class BodyReader:
     """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
 
+    The parser calls `begin` once, and then `read` for each piece of text while `status` is MORE. If
+    the status is BROKEN and a tool call is open, the parser calls `abandon`. If the message ends
+    while the status is MORE, the parser calls `finish`.
+
     Attributes:
         writer: The writer that converts the tool calls into events.
         status: The state of the body.
@@ -53,6 +57,7 @@ class BodyReader:
     is_verbatim: ClassVar[bool] = False
 
     def __init__(self, writer: CallWriter) -> None:
+        """Create a reader that passes the tool calls to `writer`."""
         self.writer = writer
         self.status = MORE
         self.last_call_end: int | None = None
@@ -107,6 +112,7 @@ class StepReader(BodyReader):
     __slots__ = ("_step",)
 
     def __init__(self, writer: CallWriter, first_step: Step) -> None:
+        """Create a reader that starts with `first_step`."""
         super().__init__(writer)
         self._step = first_step
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import skip_blanks
+from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.tool_declarations import Keys, NameIsKey
@@ -23,6 +23,7 @@ class JsonArgumentsReader(BodyReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, head: Head) -> None:
+        """Create a reader for the arguments of the function that `head` names."""
         super().__init__(writer)
         self._head = head
         self._scanner = JsonScanner()
@@ -33,7 +34,7 @@ class JsonArgumentsReader(BodyReader):
         End the tool call after the closing brace. For the result see `BodyReader.read`.
         """
         if not self.writer.is_open:
-            pos = skip_blanks(text, pos)
+            pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
             # Start the tool call even if the text is not an object. The status BROKEN has two

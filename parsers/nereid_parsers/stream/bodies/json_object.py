@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from functools import lru_cache
 
 from nereid_parsers.stream.bodies.body_reader import StepReader
+from nereid_parsers.stream.bodies.json_keys import KeyRole, declared_roles
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_blanks
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import loads
 from nereid_parsers.stream.values.json_scanner import JsonScanner
@@ -22,33 +21,15 @@ _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
 _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
-class _Role(Enum):
-    """The meaning of one member in the JSON object of a tool call.
-
-    NAME       The value is the function's name.
-    ID         The value is the id of the tool call.
-    ARGUMENTS  The value contains the arguments.
-    PARENT     The value is an object that contains the name or the arguments.
-    WRAPPER    The value is an object that contains the name and the arguments, but the format does
-               not declare this object.
-    IGNORED    The value is skipped.
-    INVALID    The member shows that the object is not a tool call.
-    """
-
-    NAME = "name"
-    ID = "id"
-    ARGUMENTS = "arguments"
-    PARENT = "parent"
-    WRAPPER = "wrapper"
-    IGNORED = "ignored"
-    INVALID = "invalid"
-
-
 class ObjectReader(StepReader):
     """Reads one tool call, a JSON object that contains the name and the arguments in any order.
 
-    Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, the reader
-    stores the arguments until the name has been read.
+    Each key has a `KeyRole`, which selects the step that reads the value of the key.
+
+    Example: for the pieces `{"name": "f", "argu`, `ments": {"a"` and `: 1}}`, the reader calls the
+    methods of the CallWriter in this order: `start("f", "")` after the name, if `is_confirmed` is
+    true, then `write('{"a"')`, `write(': 1}')` and `end()`. If the arguments precede the name, the
+    reader stores the arguments until the name has been read.
     """
 
     __slots__ = (
@@ -71,9 +52,9 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        # The keys of the objects that enclose the current position. Declared paths do not contain
-        # the key of an object with the role `_Role.WRAPPER`. For such an object, the list contains
-        # "".
+        # The keys of the objects that enclose the current position, for example ["function"]. For
+        # an object with the role WRAPPER, the list contains "", because declared paths do not
+        # contain the key of such an object.
         self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -101,7 +82,7 @@ class ObjectReader(StepReader):
     def _read_opening_brace(self, text: str, pos: int) -> int:
         """Read the opening brace of the object."""
         if text[pos].isspace():
-            return skip_blanks(text, pos)
+            return skip_whitespace(text, pos)
         if text[pos] != "{":
             return self._reject(pos)
         self._step = self._read_key_or_closing_brace
@@ -110,7 +91,7 @@ class ObjectReader(StepReader):
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
         """Read white space, a comma or `}`. At a quote, select the step that reads the key."""
         if text[pos].isspace() or text[pos] == ",":
-            return skip_blanks(text, pos + 1)
+            return skip_whitespace(text, pos + 1)
         if text[pos] == "}":
             return self._close_object(pos)
         if text[pos] not in _QUOTES:
@@ -151,7 +132,7 @@ class ObjectReader(StepReader):
     def _read_colon(self, text: str, pos: int) -> int:
         """Read the colon between a key and a value."""
         if text[pos].isspace():
-            return skip_blanks(text, pos)
+            return skip_whitespace(text, pos)
         if text[pos] != ":":
             return self._reject(pos)
         self._step = self._read_value
@@ -169,44 +150,49 @@ class ObjectReader(StepReader):
         """
         first_char = text[pos]
         if first_char.isspace():
-            return skip_blanks(text, pos)
+            return skip_whitespace(text, pos)
         role = self._role_of_key(first_char)
-        if role is _Role.ARGUMENTS:
+        if role is KeyRole.ARGUMENTS:
             return self._start_arguments(text, pos)
-        if role in (_Role.PARENT, _Role.WRAPPER) and first_char == "{":
-            self._outer_keys.append(self._key if role is _Role.PARENT else "")
+        if role in (KeyRole.PARENT, KeyRole.WRAPPER) and first_char == "{":
+            self._outer_keys.append(self._key if role is KeyRole.PARENT else "")
             self._step = self._read_key_or_closing_brace
             return pos + 1
-        if role in (_Role.NAME, _Role.ID) and first_char in _QUOTES:
-            self._expect_string(self._set_name if role is _Role.NAME else self._set_call_id)
+        if role in (KeyRole.NAME, KeyRole.ID) and first_char in _QUOTES:
+            self._expect_string(self._set_name if role is KeyRole.NAME else self._set_call_id)
             return pos
-        if role in (_Role.IGNORED, _Role.ID):  # An id that is not a string is ignored.
+        if role in (KeyRole.IGNORED, KeyRole.ID):  # An id that is not a string is ignored.
             self._scanner = JsonScanner()
             self._step = self._skip_value
             return pos
         return self._reject(pos)
 
-    def _role_of_key(self, first_char: str) -> _Role:
+    def _role_of_key(self, first_char: str) -> KeyRole:
         """Return the role of the current key.
 
-        Example: with the keys `function.name` and `function.arguments`, the role of `function` is
-        PARENT. A second name, and second arguments, are IGNORED.
+        Examples:
+            With the declared keys `function.name` and `function.arguments`, the role of `function`
+            is PARENT. A second name, and second arguments, are IGNORED.
+            With the declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The
+            key is the name, and the value contains the arguments, so the role is ARGUMENTS. Such an
+            object has only one member, so the role of a second key is INVALID.
 
         Args:
-            first_char: The first character of the value.
+            first_char: The first character of the value. It is needed only for undeclared keys.
         """
         keys = self._keys
         if isinstance(keys, NameIsKey):
-            return _Role.INVALID if self._has_arguments else _Role.ARGUMENTS
+            is_first_member = not self._has_arguments
+            return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
         path = ".".join(key for key in (*self._outer_keys, self._key) if key)
-        role = _declared_roles(keys).get(path)
+        role = declared_roles(keys).get(path)
         if role is None:
             return self._accept_undeclared_key(path, keys, first_char)
-        is_second_name = role is _Role.NAME and self._name is not None
-        is_second_arguments = role is _Role.ARGUMENTS and self._has_arguments
-        return _Role.IGNORED if is_second_name or is_second_arguments else role
+        is_second_name = role is KeyRole.NAME and self._name is not None
+        is_second_arguments = role is KeyRole.ARGUMENTS and self._has_arguments
+        return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
-    def _accept_undeclared_key(self, path: str, keys: Keys, first_char: str) -> _Role:
+    def _accept_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
         """Return the role of a key that the format does not declare. Report an accepted deviation.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
@@ -227,13 +213,13 @@ class ObjectReader(StepReader):
         may_accept = first_char == "{" and (self._is_confirmed or self.writer.tools.is_known)
         if may_accept and not self._has_arguments:
             if key in _ARGUMENTS_KEYS and parent == declared_parent:
-                self.writer.report(f"the arguments are under the key {key!r}")
-                return _Role.ARGUMENTS
+                self.writer.add_deviation(f"the arguments are under the key {key!r}")
+                return KeyRole.ARGUMENTS
             if path in _WRAPPER_KEYS and self._name is None:
-                self.writer.report(f"the tool call is under the key {key!r}")
-                return _Role.WRAPPER
+                self.writer.add_deviation(f"the tool call is under the key {key!r}")
+                return KeyRole.WRAPPER
         is_known_call = self._is_confirmed or self.writer.is_open
-        return _Role.IGNORED if is_known_call or key in keys.extra else _Role.INVALID
+        return KeyRole.IGNORED if is_known_call or key in keys.extra else KeyRole.INVALID
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -395,27 +381,7 @@ def _match_object_start(text: str, pos: int) -> int:
     """
     if text[pos] != "{":
         return NO_MATCH
-    inside = skip_blanks(text, pos + 1)
+    inside = skip_whitespace(text, pos + 1)
     if inside == len(text):
         return NEED_MORE
     return pos if text[inside] in (*_QUOTES, "}") else NO_MATCH
-
-
-@lru_cache(maxsize=256)
-def _declared_roles(keys: Keys) -> dict[str, _Role]:
-    """Return a dict that maps the path of each declared key to the role of this key.
-
-    Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
-    `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a
-    path has several roles, the last of PARENT, ID, ARGUMENTS and NAME applies.
-    """
-    roles: dict[str, _Role] = {}
-    for path in (keys.name, keys.arguments):
-        *outer_keys, _ = path.split(".")
-        for depth in range(1, len(outer_keys) + 1):
-            roles[".".join(outer_keys[:depth])] = _Role.PARENT
-    if keys.id:
-        roles[keys.id] = _Role.ID
-    roles |= dict.fromkeys((keys.arguments, *keys.also), _Role.ARGUMENTS)
-    roles[keys.name] = _Role.NAME
-    return roles

@@ -16,7 +16,7 @@ from json.encoder import encode_basestring as quote_json
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
-from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_blanks
+from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import json_types_of, to_json
 from nereid_parsers.stream.values.python_strings import escape_json
@@ -76,7 +76,10 @@ class _Element:
 class NestedReader(StepReader):
     """Reads nested elements as the arguments of one tool call.
 
-    Example: with the mark `~`, the text `~<days>3~</days>` becomes `{"days": 3}`.
+    The matched head contains the function's name. Example: with the head of `f`, the mark `~` and
+    an integer `days`, the text `~<days>3~</days>` causes these calls of the CallWriter:
+    `start("f", "")` and `write("{")` in `begin`, `write('"days": ')` at the opening tag, and
+    `write("3")` after the closing tag. At the stop marker follow `write("}")` and `end()`.
     """
 
     def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
@@ -118,7 +121,7 @@ class NestedReader(StepReader):
             return self._decide_kind(element, text, pos)
         if element.kind not in _CONTAINERS:
             return self._read_text_or_tag(element, text, pos)
-        pos = skip_blanks(text, pos)
+        pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
         if len(self._elements) == 1 and match_marker(self._stop_marker, text, pos) >= 0:
@@ -137,7 +140,7 @@ class NestedReader(StepReader):
         the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid, set the
         status BROKEN and return `pos`.
         """
-        tag_start = skip_blanks(text, pos + len(self._mark))
+        tag_start = skip_whitespace(text, pos + len(self._mark))
         match = _TAG(text, tag_start)
         if match is None:
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
@@ -194,12 +197,12 @@ class NestedReader(StepReader):
         `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
         """
         mark_start, is_mark_complete = self._next_mark(text, pos)
-        has_text = skip_blanks(text, pos) < mark_start
+        has_text = skip_whitespace(text, pos) < mark_start
         if has_text:
             return self._start_text(element, pos)
         if not is_mark_complete:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
-        tag_start = skip_blanks(text, mark_start + len(self._mark))
+        tag_start = skip_whitespace(text, mark_start + len(self._mark))
         if text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)  # The element is empty.
         child_tag = _TAG(text, tag_start)
@@ -267,10 +270,10 @@ class NestedReader(StepReader):
             return mark_start
         if is_mark_complete:
             return self._read_tag(text, pos)
-        if self.is_final:
-            self._add_text(element, text[pos:])
-            return len(text)
-        return NEED_MORE
+        if not self.is_final:
+            return NEED_MORE
+        self._add_text(element, text[pos:])  # An incomplete mark at the end of the message is text.
+        return len(text)
 
     def _add_text(self, element: _Element, text: str) -> None:
         """Write the text of a string, or store the text of any other value."""

@@ -11,7 +11,7 @@ from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
     NEED_MORE,
     NO_MATCH,
-    skip_blanks,
+    skip_whitespace,
 )
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.python_literals import LiteralReader
@@ -23,7 +23,12 @@ _KEYWORD = re.compile(r"[^\W\d]\w*").match
 
 
 class PythonCallsReader(StepReader):
-    """Reads tool calls in Python syntax, for example `[f(a=1), g()]`."""
+    """Reads tool calls in Python syntax.
+
+    Example: the text `[f(a=1), g()]` causes these calls of the CallWriter: `start("f", "")`,
+    `write('{"a": ')`, `write("1")`, `write("}")` and `end()`, and then `start("g", "")`,
+    `write("{}")` and `end()`.
+    """
 
     def __init__(self, writer: CallWriter, part: PythonCalls, *, is_confirmed: bool) -> None:
         """Create a reader for tool calls with the brackets and separators that `part` declares.
@@ -45,7 +50,7 @@ class PythonCallsReader(StepReader):
             # White space is skipped, but not in the step that reads a value. White space may be a
             # part of a string there.
             if text[pos].isspace() and self._step != self._read_value:
-                pos = skip_blanks(text, pos)
+                pos = skip_whitespace(text, pos)
                 continue
             end = self._step(text, pos)
             if end == NEED_MORE:
@@ -85,7 +90,7 @@ class PythonCallsReader(StepReader):
             return self._wait_or_reject(text, pos)
         if text[bracket] != "(":
             return self._reject(pos)
-        arguments_start = _match_arguments_start(text, skip_blanks(text, bracket + 1))
+        arguments_start = _match_arguments_start(text, skip_whitespace(text, bracket + 1))
         if arguments_start == NEED_MORE:
             return self._wait_or_reject(text, pos)
         if arguments_start == NO_MATCH:
@@ -110,7 +115,7 @@ class PythonCallsReader(StepReader):
         match = _KEYWORD(text, pos)
         if match is None:
             return self._reject(pos)
-        equals = skip_blanks(text, match.end())
+        equals = skip_whitespace(text, match.end())
         if equals == len(text):
             return self._wait_or_reject(text, pos)
         if text[equals] != "=":
@@ -196,15 +201,16 @@ class PythonCallsReader(StepReader):
         super().finish()
 
 
-class BareKeyReader(BodyReader):
+class UnquotedKeyReader(BodyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
+        """Create a reader for the arguments after `head`. `quote` encloses their strings."""
         super().__init__(writer)
         self._head = head
         # Some models write a JSON string instead of the declared quotes.
         json_quotes = () if quote == '"' else ('"',)
-        dialect = Dialect((quote, *json_quotes), escaping=json_quotes, has_bare_strings=True)
+        dialect = Dialect((quote, *json_quotes), escaping=json_quotes, allows_unquoted_strings=True)
         self._literal = LiteralReader(dialect, self._types_of)
 
     def _types_of(self, key: str) -> frozenset[str] | None:
@@ -217,7 +223,7 @@ class BareKeyReader(BodyReader):
         End the tool call after the closing brace. For the result see `BodyReader.read`.
         """
         if not self.writer.is_open:
-            pos = skip_blanks(text, pos)
+            pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
             if text[pos] != "{" or not self._start_named_call(self._head):
@@ -250,7 +256,7 @@ def _match_arguments_start(text: str, pos: int) -> int:
     keyword = _KEYWORD(text, pos)
     if keyword is None:
         return NO_MATCH
-    equals = skip_blanks(text, keyword.end())
+    equals = skip_whitespace(text, keyword.end())
     if equals + 1 >= len(text):
         return NEED_MORE
     is_argument = text[equals] == "=" and text[equals + 1] != "="

@@ -11,7 +11,7 @@ from json.encoder import encode_basestring as quote_json
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_tags import CompiledTags, MarkerRole, TagOpening
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import to_json
 from nereid_parsers.stream.values.python_strings import escape_json
@@ -31,16 +31,23 @@ _STRING_TYPE_NAMES = ("string", "str")
 
 
 class TaggedReader(StepReader):
-    """Reads tagged values as the arguments of one tool call."""
+    """Reads tagged values as the arguments of one tool call.
+
+    The matched head contains the function's name. Example: with the head of `f` and a string
+    `city`, the text `<parameter=city>Paris</parameter></function>` causes these calls of the
+    CallWriter: `start("f", "")` in `begin`, `write('{"city": ')` at the opening tag, `write('"')`,
+    `write("Paris")` and `write('"')` for the value, and `write("}")` and `end()` at `</function>`.
+    """
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
+        """Create a reader for the arguments after `head`. `tags` matches their tags."""
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
         # These attributes describe the current value. A string is written as it arrives. The text
         # of any other value is stored in `_value_pieces` until the closing marker of the value.
-        self._form = tags.forms[0]
+        self._variant = tags.variants[0]
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
@@ -61,7 +68,7 @@ class TaggedReader(StepReader):
         Returns:
             The position after the text that was read, or NEED_MORE.
         """
-        pos = skip_blanks(text, pos)
+        pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
         tags = self._tags
@@ -70,7 +77,7 @@ class TaggedReader(StepReader):
             return pos
         opening = tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
-            self._form = opening.form
+            self._variant = opening.variant
             self._start_value(opening.fields)
             return opening.end
         if opening == NEED_MORE:
@@ -126,7 +133,7 @@ class TaggedReader(StepReader):
 
         Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped.
         """
-        padding = self._form.padding
+        padding = self._variant.padding
         if text.startswith(padding, pos):
             pos += len(padding)
         elif not self.is_final and padding.startswith(text[pos:]):
@@ -149,8 +156,8 @@ class TaggedReader(StepReader):
             The end of the value's text, and the position from which reading continues after the
             value. The second position is None if more text of the value may follow.
         """
-        form = self._form
-        find = form.find_end if self.is_final else form.find_possible_end
+        variant = self._variant
+        find = variant.find_end if self.is_final else variant.find_possible_end
         match = find(text, pos)
         while match is not None:
             if match.start("close") >= 0:
@@ -162,7 +169,7 @@ class TaggedReader(StepReader):
             if role is MarkerRole.UNDECIDED:
                 return match.start(), None
             if role is MarkerRole.AFTER_VALUE:
-                self.writer.report(_MISSING_CLOSE)
+                self.writer.add_deviation(_MISSING_CLOSE)
                 return match.start(), early_end
             match = find(text, early_end + 1)
         return len(text), None

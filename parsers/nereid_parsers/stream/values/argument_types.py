@@ -54,6 +54,7 @@ class Tools:
             self.parameters[function["name"]] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
+        """Return whether the tools contain a function with this name."""
         return name in self.parameters
 
     def may_have_argument(self, function: str, key: str) -> bool:
@@ -223,29 +224,31 @@ class _Literal(NamedTuple):
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """Return whether the text of a JSON value must become a JSON string to match the schema.
 
-    Examples:
-        The text `12` stays an integer if the schema allows "number". The text becomes the string
-        `"12"` if the schema allows only "string", or only "boolean". The text `null` stays null
-        even if the schema allows only "integer".
+    These examples show all cases:
+
+        text    type of the value   allowed types   becomes a string
+        `12`    integer             number          no
+        `12`    integer             string          yes: `"12"`
+        `"a"`   string              string          yes: the quotes are a part of the string
+        `"a"`   string              integer         no: no conversion gives an allowed type
+        `12`    integer             boolean         yes, although a string is not allowed
+        `1.5`   number              integer         no: a number is nearer to the schema
+        `null`  null                integer         no
 
     Args:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
     if json_type == "string":
-        # The text starts and ends with a quote. If the schema may allow a string, the quotes are a
-        # part of the string.
         return types is None or "string" in types
-    if types is None or json_type in types or (json_type == "integer" and "number" in types):
+    is_allowed_number = types is not None and json_type == "integer" and "number" in types
+    if types is None or json_type in types or is_allowed_number:
         return False
     if "string" in types:
         return True
-    # The schema allows neither the type of this value nor a string, so no conversion gives an
-    # allowed value. A fraction stays unchanged if the schema demands an integer. Other numbers and
-    # booleans become strings. null, objects and arrays stay unchanged.
-    if json_type == "number" and "integer" in types:
-        return False
-    return json_type in ("integer", "number", "boolean")
+    # The schema allows neither the type of this value nor a string.
+    is_fraction_for_integer = json_type == "number" and "integer" in types
+    return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 
 
 def _parse_literal(text: str) -> _Literal | None:

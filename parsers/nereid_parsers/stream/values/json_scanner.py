@@ -25,11 +25,15 @@ class JsonScanner:
 
     The scanner examines only brackets, strings and escape sequences. Therefore a marker inside a
     string does not end the value. The scanner also accepts some values that are not valid JSON.
+
+    Example: for the pieces `{"a": "}` and `"} x`, the first call of `scan` returns 8, the end of
+    the piece, with the status MORE. The second call returns 2 with the status DONE.
     """
 
     __slots__ = ("_closing_brackets", "_is_escaped", "_quote", "status")
 
     def __init__(self) -> None:
+        """Create a scanner for one value."""
         self._closing_brackets = ""  # The missing brackets. The last one is expected first.
         self._quote = ""  # The quote of the open string, or "".
         self._is_escaped = False  # Whether the last text ended with a backslash in a string.
@@ -46,6 +50,7 @@ class JsonScanner:
         """
         size = len(text)
         if self._is_escaped and pos < size:
+            # The last text ended with a backslash, so this character cannot close the string.
             self._is_escaped = False
             pos += 1
         while pos < size and self.status is MORE:

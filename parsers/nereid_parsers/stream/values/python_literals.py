@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.pattern_matching import skip_blanks
+from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
 from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
-_BARE_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
+_UNQUOTED_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The regexes match the text after the closing quote of a string. _AFTER_KEY is used after a key of
 # an object, _AFTER_ITEM after an item of a container or the value of a member, and _AFTER_ARGUMENT
 # after an argument of a call. Each regex also matches if more text is required for the decision. In
@@ -89,6 +89,10 @@ class LiteralReader:
 
     A tuple or a set becomes an array. A key that is not a string becomes a string. Example:
     `{'a': (1, None)}` becomes `{"a": [1, null]}`, and `{'a', 'b'}` becomes `["a", "b"]`.
+
+    A value may arrive in pieces: `read` of `{'a': (1, No` returns the position of `No`, because
+    this word may continue, and `take_json` returns `{"a": [1`. The caller then passes `None)}` to
+    `read`, and `take_json` returns `, null]}`. A StringReader reads the text of each string.
 
     Attributes:
         status: The state of the value.
@@ -173,7 +177,7 @@ class LiteralReader:
         Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`.
         """
         if text[pos].isspace():
-            return skip_blanks(text, pos)
+            return skip_whitespace(text, pos)
         if self._expected is _Expected.COLON:
             return self._read_colon(text, pos)
         if self._expected is _Expected.COMMA:
@@ -323,8 +327,8 @@ class LiteralReader:
         `days`, `"days"`. A word at the end of the text is not read, because the word may continue.
         """
         is_key = self._expected in _KEYS
-        is_bare_string = self._dialect.has_bare_strings and not is_key
-        match = (_BARE_STRING if is_bare_string else _WORD)(text, pos)
+        is_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
+        match = (_UNQUOTED_STRING if is_unquoted_string else _WORD)(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not is_final:
             # An unfinished word is read again with each new piece of text. The limit keeps the

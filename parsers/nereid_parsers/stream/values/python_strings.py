@@ -43,13 +43,13 @@ class Dialect:
         escaping: The quotes that enclose strings with backslash escape sequences.
         nesting: The quotes that may also occur inside their own strings: `'sed 's/a/b/' f'`. Such a
             quote ends the string only if the text after the quote can follow a string.
-        has_bare_strings: Whether a string without quotes is allowed: `{city:New York}`.
+        allows_unquoted_strings: Whether a string without quotes is allowed: `{city:New York}`.
     """
 
     quotes: tuple[str, ...]
     escaping: tuple[str, ...]
     nesting: tuple[str, ...] = ()
-    has_bare_strings: bool = False
+    allows_unquoted_strings: bool = False
 
 
 _PYTHON_QUOTES = ('"""', "'''", '"', "'")
@@ -90,23 +90,25 @@ class StringReader:
         Example: in a string between single quotes, for the text `it"s'`, the JSON text is `it\"s`.
 
         Returns:
-            The position after the piece. It is `pos` if more text is required.
+            The position after the piece. It is `pos` if more text is required. After the closing
+            quote, `is_closed` is true.
         """
+        # The match is the quote, a backslash, or the beginning of the quote at the end of the text.
         match = self._find_end(text, pos)
-        start = match.start() if match else len(text)
-        if start > pos:
-            self._output.append(escape_json(text[pos:start]))
+        end = match.start() if match else len(text)
+        if end > pos:
+            self._output.append(escape_json(text[pos:end]))
         if match is None:
-            return start
-        if match.group() == self._quote:
-            return self._read_quote(text, start, is_final)
-        if match.group() == "\\":
-            return self._read_escape(text, start, is_final)
-        # The text ends inside a quote, for example after the first character of `'''`. More text
-        # may complete the quote.
+            return end
+        found = match.group()
+        if found == self._quote:
+            return self._read_quote(text, end, is_final)
+        if found == "\\":
+            return self._read_escape(text, end, is_final)
+        # `found` is only the beginning of the quote, for example `''` of `'''`.
         if not is_final:
-            return start
-        self._output.append(escape_json(match.group()))
+            return end  # More text may complete the quote.
+        self._output.append(escape_json(found))
         return match.end()
 
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# If more than this number of blanks precedes the first key, the arguments are not delayed. The
-# search for the key begins again with each piece of text, so without this limit the parsing time
-# would not be linear.
-_MAX_BLANKS = 64
+# If more white-space characters than this number precede the first key, the arguments are not
+# delayed. The search for the key begins again with each piece of text, so without this limit the
+# parsing time would not be linear.
+_MAX_WHITESPACE_CHARS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
 
@@ -113,18 +113,18 @@ class WrapperFilter:
     def _read_brace(self, text: str) -> str:
         """Look for the opening brace in `text`. Return the text that is no longer delayed.
 
-        Examples: a few blanks give "", because the brace may follow. The text `{` gives `{`. The
+        Examples: a few spaces give "", because the brace may follow. The text `{` gives `{`. The
         text `[` is not the start of an object, so `[` is returned, and the filter stops.
         """
         visible = text.lstrip()
-        if not visible and len(text) <= _MAX_BLANKS:
+        if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
             return ""
         if not visible.startswith("{"):
             return self._stop_filtering(text)
         self._state = _State.KEY
         after_brace = visible[1:]
-        blanks_and_brace = text.removesuffix(after_brace)
-        return blanks_and_brace + self._read_key(after_brace)
+        whitespace_and_brace = text.removesuffix(after_brace)
+        return whitespace_and_brace + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that is no longer delayed.
@@ -137,7 +137,7 @@ class WrapperFilter:
             text: The text after the opening brace.
         """
         key = text.lstrip()
-        if len(text) - len(key) > _MAX_BLANKS:
+        if len(text) - len(key) > _MAX_WHITESPACE_CHARS:
             return self._stop_filtering(text)
         self._delayed = [text]
         if key.startswith(_QUOTED_KEYS):
@@ -155,14 +155,16 @@ class WrapperFilter:
     def finish(self) -> DelayedText:
         """Return the text that is still delayed when the arguments end, without the extra object.
 
-        If no extra object encloses the arguments, the delayed text is returned unchanged. Example:
-        for `{"arguments": {"a": 1}}`, `add` has returned the first brace. The result of `finish` is
-        `"a": 1}`, so that the client receives `{"a": 1}`.
+        `add` has already returned the opening brace of the arguments. Examples:
+
+            arguments                    result of `finish`   text that the client receives
+            `{"arguments": {"a": 1}}`    `"a": 1}`            `{"a": 1}`
+            `{"arguments": 1, "b": 2}`   unchanged            `{"arguments": 1, "b": 2}`
         """
         delayed = "".join(self._delayed)
-        if self._state is not _State.END:
+        may_have_extra_object = self._state is _State.END
+        inner_object = unwrap("{" + delayed) if may_have_extra_object else None
+        if inner_object is None:
             return DelayedText(delayed, is_unwrapped=False)
-        inner = unwrap("{" + delayed)  # `add` has already returned the opening brace.
-        if inner is None:
-            return DelayedText(delayed, is_unwrapped=False)
-        return DelayedText(inner.removeprefix("{"), is_unwrapped=True)
+        # The client has the brace that `add` returned. It becomes the brace of the inner object.
+        return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)

@@ -5,7 +5,7 @@ or None if the tool calls have another form.
 """
 
 from nereid_parsers.template.calls.calls_json import read_json, read_json_arguments
-from nereid_parsers.template.calls.calls_literal import read_bare_keys, read_python
+from nereid_parsers.template.calls.calls_literal import read_python, read_unquoted_keys
 from nereid_parsers.template.calls.calls_tagged import read_nested, read_tagged
 
 # The readers, in the order in which they are tried.
@@ -13,7 +13,7 @@ READERS = (
     read_json,
     read_json_arguments,
     read_python,
-    read_bare_keys,
+    read_unquoted_keys,
     read_nested,
     read_tagged,
 )

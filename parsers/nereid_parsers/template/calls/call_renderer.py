@@ -46,12 +46,12 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     """
     opening = wrapper.open.strip()
     closing = wrapper.close.strip()
-    bare = text.lstrip()
-    if not opening or not bare.startswith(opening):
+    stripped = text.lstrip()
+    if not opening or not stripped.startswith(opening):
         return text
-    after_opening = bare.removeprefix(opening)
+    after_opening = stripped.removeprefix(opening)
     if not closing:
         return after_opening
-    after_blanks = after_opening.lstrip()
-    has_content = not after_blanks.startswith(closing)
-    return text if has_content else after_blanks.removeprefix(closing)
+    after_whitespace = after_opening.lstrip()
+    has_content = not after_whitespace.startswith(closing)
+    return text if has_content else after_whitespace.removeprefix(closing)

@@ -52,7 +52,7 @@ class CallFormat:
 
     Attributes:
         form: The name of the form for the report, such as "JSON".
-        calls: The spellings of one tool call.
+        calls: The variants of one tool call.
         markup: The markup around all tool calls (`open`, `close`) and between them (`separator`).
     """
 
@@ -62,10 +62,10 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the spellings of a tool call in which the function's name precedes the arguments.
+    r"""Return the variants of a tool call in which the function's name precedes the arguments.
 
-    Usually there is only one spelling. Several spellings differ in their heads, which are the texts
-    between the marker and the body. See `_spellings_of_head`.
+    Usually there is only one variant. Several variants differ in their heads, which are the texts
+    between the marker and the body. See `_variants_of_head`.
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -79,7 +79,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     Args:
         markup: The markup of the list of tool calls. `item_open` ends where the name starts.
         after_name: The text between the name and the body.
-        body: The spelling of the arguments.
+        body: The variant of the arguments.
     """
     opening, before_name = _split_opening_marker(markup.item_open)
     marker = opening.strip()
@@ -88,23 +88,23 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         opening, before_name = "", markup.item_open
     return tuple(
         Call(body, open=opening, head=head, close=markup.item_close, id=call_id)
-        for head, call_id in _spellings_of_head(_head_pattern(before_name, after_name))
+        for head, call_id in _variants_of_head(_head_pattern(before_name, after_name))
     )
 
 
-def _spellings_of_head(head: str) -> list[tuple[str, str]]:
+def _variants_of_head(head: str) -> list[tuple[str, str]]:
     """Return pairs: a possible head of a tool call, and the pattern of the tool call's id.
 
-    The head is the text before the arguments. Most heads have only one spelling, and the id is the
+    The head is the text before the arguments. Most heads have only one variant, and the id is the
     text of the field `{id}`. But some templates render the id of a tool call instead of the name,
     and the probe conversation has the id "functions.f:0". Such a head contains
-    `functions.{name}:{number}`, and has three spellings:
+    `functions.{name}:{number}`, and has three variants:
 
         functions.f:0    The model writes the id of the probe conversation.
         f:0              The model writes an id without "functions.".
         f                The model writes no id, only the name.
 
-    >>> _spellings_of_head("<call>functions.{name}:{number}")
+    >>> _variants_of_head("<call>functions.{name}:{number}")
     [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),
      ('<call>{name}:{number}', '{name}:{number}'),
      ('<call>{name}', '{id}')]

@@ -80,7 +80,7 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     return CallFormat("Python calls", (call,), ListMarkup(close=closing))
 
 
-def read_bare_keys(texts: CallTexts) -> CallFormat | None:
+def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:1}`.
 
     Return None if the keys are quoted, or the strings have no quotes. Example:

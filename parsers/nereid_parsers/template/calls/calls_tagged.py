@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 from nereid_parsers.format import NestedTags, TaggedArguments
 from nereid_parsers.template.calls.call_texts import (
@@ -71,9 +72,9 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     arguments = list_markup(before_key, between_arguments, markup.item_close)
     calls = replace(markup, item_close=arguments.close)
     unquoted_values = _infer_value_tags(texts, arguments, before_value)
-    values = _add_quoted_spelling(texts, unquoted_values, before_value)
-    spellings = calls_with_head(calls, arguments.open, values)
-    return CallFormat("tagged arguments", spellings, calls)
+    values = _add_quoted_variant(texts, unquoted_values, before_value)
+    variants = calls_with_head(calls, arguments.open, values)
+    return CallFormat("tagged arguments", variants, calls)
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
@@ -103,7 +104,7 @@ def _infer_value_tags(
         <arg key="a" type="string">x</arg>   <arg key="a" type="number">41</arg>
             open='<arg key="{key}" type="{type}">'
         <text key="a">x</text>               <json key="a">41</json>
-            open='<text key="{key}">' and a second spelling with open='<json key="{key}">'
+            open='<text key="{key}">' and a second variant with open='<json key="{key}">'
 
     Args:
         texts: The renderings of tool calls.
@@ -112,22 +113,45 @@ def _infer_value_tags(
     """
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
-    pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
-    if pieces is None:  # The template does not render numbers as text.
+    number = _cut_at_number(texts, arguments)
+    if number is None:  # The template does not render numbers as text.
         return string_tags
-    _, before_key, before_number, after_number = pieces
-    # `removeprefix` returns "" if numbers and strings have the same opening tag.
-    number_open = before_key.removeprefix(arguments.open) or arguments.item_open
-    number_close = _number_close(after_number, _text_after_string(texts)) or close
-    number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
+    number_close = _number_close(number.after_value, _text_after_string(texts)) or close
+    number_open = _open_pattern(number.before_key, number.before_value)
+    number_tags = TaggedArguments(number_open, number_close)
     if number_tags == string_tags:  # see the first example above
         return string_tags
-    has_same_name = number_open == arguments.item_open
-    if has_same_name:
-        after_key = _pattern_with_type(before_value, before_number)
-        if after_key is not None:  # see the second example above
-            return TaggedArguments(_open_pattern(number_open) + after_key, close)
+    has_same_tag_name = number.before_key == arguments.item_open
+    after_key = _pattern_with_type(before_value, number.before_value)
+    if has_same_tag_name and after_key is not None:  # see the second example above
+        return TaggedArguments(_open_pattern(number.before_key) + after_key, close)
     return replace(string_tags, also=(number_tags,))  # see the third example above
+
+
+class _TextAroundNumber(NamedTuple):
+    """The texts around the key and the value of an argument that is a number.
+
+    Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
+    and `after_value` `</json></call>`.
+    """
+
+    before_key: str
+    before_value: str
+    after_value: str
+
+
+def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
+    """Split the tool call whose argument is a number at the key and at the number.
+
+    Return None if the template does not render the number as text. `arguments` is the markup of the
+    list of arguments. The markup before this list is removed from `before_key`.
+    """
+    pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
+    if pieces is None:
+        return None
+    _, after_name, before_value, after_value = pieces
+    before_key = after_name.removeprefix(arguments.open) or arguments.item_open
+    return _TextAroundNumber(before_key, before_value, after_value)
 
 
 def _open_pattern(before_key: str, before_value: str = "") -> str:
@@ -183,14 +207,14 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     return f"{escape_braces(parts.prefix)}{field}{escape_braces(parts.suffix)}"
 
 
-def _add_quoted_spelling(
+def _add_quoted_variant(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
     """Add the tags of quoted strings to `values`, if the template quotes some strings.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
-    `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the spelling
-    `<v><![CDATA[..]]></v>`, with the spelling `<v>..</v>` as its alternative.
+    `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the variant
+    `<v><![CDATA[..]]></v>`, with the variant `<v>..</v>` as its alternative.
 
     Args:
         texts: The renderings of tool calls.
@@ -242,8 +266,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         return None
     calls = _move_marker_to_next_tag(markup, marker)
     after_name = before_first_tag.removesuffix(marker)
-    spellings = calls_with_head(calls, after_name, NestedTags(marker))
-    return CallFormat("nested elements", spellings, calls)
+    variants = calls_with_head(calls, after_name, NestedTags(marker))
+    return CallFormat("nested elements", variants, calls)
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:

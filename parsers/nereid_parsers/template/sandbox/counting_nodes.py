@@ -41,6 +41,7 @@ class Generation(ext.Extension):
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
 
     def _emit(self, caller: Callable[[], str]) -> str:
+        """Return the rendered body of the block."""
         return caller()
 
 
@@ -59,6 +60,7 @@ class AddCounting(NodeTransformer):
     """
 
     def __init__(self, budget: Budget) -> None:
+        """Create a transformer that checks the time of `budget` at each node."""
         self._budget = budget
         self.literals: list[str] = []
         self.literal_size = 0

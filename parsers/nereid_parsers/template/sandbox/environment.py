@@ -58,6 +58,7 @@ class _SafeNamespace(Namespace):
     """A template namespace in which no name may start with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
+        """Set an attribute. Raise SecurityError if its name starts with an underscore."""
         if str(name).startswith("_"):
             raise jinja2.exceptions.SecurityError(
                 f"a name in a namespace must not start with an underscore, but {name!r} does"
@@ -89,6 +90,7 @@ def tojson(
 
 
 def _raise_exception(message: object) -> NoReturn:
+    """Raise the exception that a template demands, for example for a wrong order of roles."""
     raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
@@ -102,13 +104,16 @@ class _CountedItems:
     """
 
     def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401
+        """Wrap `items`. The function `count` yields and counts the items."""
         self._items = items
         self._count = count
 
     def __len__(self) -> int:
+        """Return the number of items."""
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the items, and count each item."""
         return self._count(self._items)
 
 
@@ -241,11 +246,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._counted(items)
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items, and count one step for each item."""
         for item in items:
             self._count_step()
             yield item
 
     def _count_step(self, _: object = None) -> None:
+        """Count one step, which may write all literal text of the template."""
         self.budget.step(self.literal_size)
 
     def _concatenate(self, parts: list[Any]) -> Any:  # noqa: ANN401
@@ -273,6 +280,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 class CompiledTemplate:
     """A compiled template, which is rendered within a budget.
+
+    Example: `CompiledTemplate("Hi {{ name }}", Budget()).render({"name": "Ann"})` returns "Hi Ann".
 
     Attributes:
         names: The names of the variables that the template reads.

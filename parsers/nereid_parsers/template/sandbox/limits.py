@@ -77,12 +77,14 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
 class Budget:
     """The numbers of steps, characters and seconds that a template may still use.
 
-    A budget may be used by only one thread. The time starts when the budget is created.
+    A budget may be used by only one thread. The time starts when the budget is created. Example:
+    with `Budget(Limits(steps=1))`, the second call of `step` raises a LimitError.
     """
 
     __slots__ = ("_calls", "_deadline", "_made", "_steps", "limits")
 
     def __init__(self, limits: Limits = ANALYSIS_LIMITS) -> None:
+        """Create a budget that nothing has used yet, and start its time."""
         self.limits = limits
         self._steps = limits.steps
         self._made = limits.made

@@ -1,0 +1,156 @@
+"""Builds the structural-tag nodes for the layout `Messages`."""
+
+from __future__ import annotations
+
+from nereid_parsers.constrain_arguments import tagged_arguments
+from nereid_parsers.constrain_nodes import (
+    Node,
+    any_text,
+    const,
+    json_schema,
+    one_of,
+    optional,
+    repeated,
+    sequence,
+)
+from nereid_parsers.constrain_reasoning import ReasoningState, unclosed_reasoning_error
+from nereid_parsers.constrain_request import Request, ToolSchema
+from nereid_parsers.declarations import FormatData, Messages, Route, Stage
+from nereid_parsers.errors import ConstraintError
+from nereid_parsers.pattern_syntax import PatternField, split_pattern
+from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
+
+
+def first_route(layout: Messages, stage: Stage) -> Route | None:
+    """Return the route that declares the header of the messages of a stage, or None.
+
+    Of the routes with this stage, the first one whose header is an exact text is returned, because
+    the model must write this header. If all headers contain fields, the first route is returned.
+    The result is None if no route has this stage.
+    """
+    routes = [route for route in layout.routes if route.stage is stage]
+    for route in routes:
+        if all(isinstance(part, str) for part in split_pattern(route.written_header)):
+            return route
+    return routes[0] if routes else None
+
+
+def header_text(layout: Messages, route: Route, name: str = "") -> str:
+    """Return the text before a message body: the header, followed by `layout.header_end`.
+
+    Example: `"<|channel|>final<|message|>"`.
+
+    Args:
+        layout: The layout of the format.
+        route: The route of the message.
+        name: The name of the function, if the message is a tool call.
+
+    Raises:
+        ConstraintError: The header has a field whose text is not known.
+    """
+    text = ""
+    for part in split_pattern(route.written_header):
+        if isinstance(part, PatternField) and part.field != "name":
+            raise ConstraintError(
+                f"The message header {route.header!r} contains the field {{{part.field}}}, which "
+                "can match different texts. Constrained output needs one exact header. Set "
+                "Route.written to the header that the model writes."
+            )
+        text += name if isinstance(part, PatternField) else part
+    return text + layout.header_end
+
+
+def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
+    """Return the structural-tag nodes for the reasoning message and the start of the next message.
+
+    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
+    reasoning is already open, the header is omitted. If the structural tag excludes the reasoning,
+    only the start of the next message remains. Otherwise the whole message is optional.
+
+    Raises:
+        ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
+    """
+    if state is ReasoningState.EXCLUDED:
+        return [const(layout.start)]
+    route = first_route(layout, Stage.REASONING)
+    if route is None or not layout.ends:
+        if state is ReasoningState.OPEN:
+            raise unclosed_reasoning_error(fmt)
+        return []  # The structural tag then starts with the answer.
+    end = layout.ends[0]
+    # The marker `layout.ends[0]` ends the reasoning. Each other end marker would end the whole
+    # output before the answer, so the reasoning must not contain another end marker.
+    text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
+    body = {"type": "tag", "begin": "", "content": text, "end": end}
+    body_and_next_start = sequence(body, const(layout.start))
+    if state is ReasoningState.OPEN:
+        return [body_and_next_start]
+    header = const(header_text(layout, route))
+    return [optional(sequence(header, body_and_next_start))]
+
+
+def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
+    """Return the structural-tag node for the messages after the reasoning: tool calls or an answer.
+
+    Raises:
+        ConstraintError: The request allows an answer, but the format has no message for content.
+    """
+    options: list[Node] = []
+    if request.tools:
+        options.append(_call_messages(fmt, layout, request))
+    if not request.must_call:
+        content_route = first_route(layout, Stage.CONTENT)
+        if content_route is None:
+            raise ConstraintError(
+                f"The format {fmt.name!r} has no message type for an answer in text, so the model "
+                "can only call tools. Set tool_choice to required, or choose another format."
+            )
+        text = any_text() if request.answer is None else request.answer
+        options.append(sequence(const(header_text(layout, content_route)), text))
+    return one_of(*options)
+
+
+def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
+    """Return the structural-tag node for one or more messages that are tool calls.
+
+    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`.
+
+    Raises:
+        ConstraintError: The format has no messages that are tool calls.
+    """
+    routes = [route for route in layout.routes if route.stage is Stage.CALLS]
+    if not routes:
+        raise ConstraintError(
+            f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
+            "writes them inside messages that also contain other text"
+        )
+    calls = [
+        sequence(_call_header(layout, routes, tool.name), _message_arguments(layout.body, tool))
+        for tool in request.tools
+    ]
+    if request.is_single or layout.call_end:
+        # The closing marker of a tool call (`layout.call_end`) also ends the turn. So no second
+        # tool call can follow.
+        return one_of(*calls)
+    end = layout.ends[0] if layout.ends else ""
+    return repeated(calls, const(end + layout.start), is_single=False)
+
+
+def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
+    """Return the structural-tag node for the headers of a message that calls the function `name`.
+
+    The model may write the header of the first route, and the header of each other route that
+    declares the exact text in `Route.written`.
+    """
+    allowed_routes = [routes[0], *(route for route in routes[1:] if route.written)]
+    return one_of(*(const(header_text(layout, route, name)) for route in allowed_routes))
+
+
+def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
+    """Return the structural-tag node for the body of a message that is a tool call.
+
+    Example of matching text: `{"city": "Paris"}`.
+    """
+    if isinstance(body, TaggedArguments):
+        return tagged_arguments(body, tool)
+    return json_schema(tool.parameters)

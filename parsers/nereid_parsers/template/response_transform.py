@@ -1,0 +1,106 @@
+"""Derive the JSON keys of a tool call from the member `transform` of a response template.
+
+A transform describes how transformers builds a tool call from the JSON that the model has written.
+Placeholders refer to the keys of this JSON:
+
+    {"function": {"name": "{content.tool}", "arguments": "{content.args}"}}
+
+This transform shows that the model writes `{"tool": .., "args": ..}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from nereid_parsers.errors import FormatError
+from nereid_parsers.format import Keys
+
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+def keys_of_transform(transform: object) -> Keys:
+    """Return the keys of the name, the arguments and the id in a tool call's JSON object.
+
+    >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
+    >>> keys = keys_of_transform(transform)
+    >>> keys.name, keys.arguments
+    ('f', 'args')
+
+    Args:
+        transform: The rule by which transformers builds a tool call from the JSON: an object of
+            placeholders such as "{content.tool.name}", or a list of one such object. None if the
+            JSON already has the form of a tool call.
+
+    Raises:
+        FormatError: The transform does not contain the keys.
+    """
+    is_list_of_one = isinstance(transform, list) and len(transform) == 1
+    rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
+    if rule is None:
+        return Keys(name="function.name", arguments="function.arguments", id="id")
+    # The rule has one of three forms: {"function": {..}}, {"name": .., "arguments": ..}, or a
+    # placeholder.
+    call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
+    function = call.get("function", rule)
+    if isinstance(function, str):
+        # The placeholder refers to a JSON object with the usual keys "name" and "arguments".
+        function_path = _path(function)
+        return Keys(
+            name=".".join((*function_path, "name")),
+            arguments=".".join((*function_path, "arguments")),
+        )
+    name_path, arguments_path = _name_and_arguments_paths(function, rule)
+    id_path = _path(call["id"]) if call.get("id") else ()
+    return Keys(
+        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
+    )
+
+
+def _name_and_arguments_paths(
+    function: object, rule: object
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys that lead to the name, and the keys that lead to the arguments.
+
+    >>> _name_and_arguments_paths({"name": "{content.f}", "arguments": "{content.args}"}, None)
+    (('f',), ('args',))
+
+    Args:
+        function: The part of the transform that describes the function.
+        rule: The whole transform, for the error message.
+
+    Raises:
+        FormatError: The transform does not contain the keys.
+    """
+    if not isinstance(function, Mapping):
+        raise FormatError(
+            f"the transform {rule!r} does not return a tool call, because `function` is not "
+            "an object"
+        )
+    name_path = _path(function.get("name"))
+    arguments_path = _path(function.get("arguments"))
+    if not name_path or not arguments_path:
+        raise FormatError(
+            f"the transform {rule!r} must take the name and the arguments from keys of the "
+            "content, such as '{content.name}'"
+        )
+    return name_path, arguments_path
+
+
+def _path(placeholder: object) -> tuple[str, ...]:
+    """Split a placeholder into keys: "{content.tool.name}" gives ("tool", "name").
+
+    >>> _path("{content.tool.name}"), _path("{content}")
+    (('tool', 'name'), ())
+
+    Raises:
+        FormatError: The value is not a placeholder.
+    """
+    match = _PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
+    if match is None:
+        raise FormatError(
+            f"{placeholder!r} in the response_template is not a placeholder. A placeholder is a "
+            "string such as '{content.name}'."
+        )
+    path = match.group(1).split(".")
+    return tuple(path[1:] if path[0] == "content" else path)

@@ -25,7 +25,7 @@ from nereid_backend.errors import (
 
 if TYPE_CHECKING:
     from nereid_backend.config import EngineConfig
-    from nereid_backend.engine import Engine
+    from nereid_backend.engine.engine import Engine
     from nereid_backend.field_checks import CheckedSamplingParams as SamplingParams
     from nereid_backend.pooling.embedder import Embedder, Reranker
 
@@ -52,7 +52,7 @@ __all__ = [
 # The names that are imported on first use. The values are the module and the name in that module.
 _LAZY_NAMES = {
     "Embedder": ("nereid_backend.pooling.embedder", "Embedder"),
-    "Engine": ("nereid_backend.engine", "Engine"),
+    "Engine": ("nereid_backend.engine.engine", "Engine"),
     "EngineConfig": ("nereid_backend.config", "EngineConfig"),
     "Reranker": ("nereid_backend.pooling.embedder", "Reranker"),
     "SamplingParams": ("nereid_backend.field_checks", "CheckedSamplingParams"),

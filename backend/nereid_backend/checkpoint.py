@@ -149,6 +149,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         use_panels,
         rounded_bits if model_class(config) else None,
         distributed,
+        progress,
     )
     if takes_attention_by_name(config, text_config):
         model = load_with_attention(load, config, attention)

@@ -38,6 +38,7 @@ _REQUIREMENTS = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "string_too_long": "a text of at most {max_length} characters",
     "too_short": "a list of at least {min_length} item",
     "too_long": "a list of at most {max_length} items",
 }

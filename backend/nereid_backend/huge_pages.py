@@ -16,6 +16,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from nereid_backend.freed_memory import FreedMemory
+
 _HUGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
 # Each tensor starts at a multiple of this number of bytes, the size of a cache line. A CPU vector
@@ -57,6 +59,8 @@ def move_weights(model: nn.Module) -> None:
         return
     mapped = _mapped(total)
     start = 0
+    freed = FreedMemory()
+    freed.give_back()
     while sharing:
         # `pop` removes the old tensors from `sharing`, so that each iteration frees the memory of
         # its old tensors. Otherwise, all weights would be in memory twice at the end.
@@ -66,7 +70,11 @@ def move_weights(model: nn.Module) -> None:
         mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
         for tensor in tensors:
             tensor.data = _view_of_copy(tensor, mapped, start)
+        # These names also refer to the old memory.
+        del storage, tensors
         start += _aligned(size)
+        freed.add(size)
+    freed.give_back()
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:

@@ -356,8 +356,9 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The sampled token after the last draft token is also added. `token_ids` is then longer than
-    # `drafts`, so the comparison is false and the loop ends.
+    # The model has computed the logits after `token_ids` if all of them are draft tokens. This is
+    # also the case if there is no new token yet. After the last draft token, the loop adds one more
+    # sampled token. `token_ids` is then longer than `drafts`, so the loop ends.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -373,6 +374,7 @@ def _accept(
             forced = _forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
+            # `top` gets no entries, because `_forced` returns [] if the request asks for them.
             if token_ids[-1] in stops:
                 break
             if forced:

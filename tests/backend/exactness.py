@@ -113,7 +113,7 @@ def run_alone(engine: Engine) -> Answers:
 
 def run_preempted(engine: Engine) -> Answers:
     """Answer the prompts with so few free blocks that the engine has to preempt sequences."""
-    pool = engine._pool
+    pool = engine._parts.pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
     before = engine.stats().num_preemptions
     answers = run_staggered(engine, checks=False)

@@ -3,10 +3,10 @@
 import random
 from collections import abc
 
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
-from nereid_backend.core.window import AttentionWindow
 
 BLOCK = 4
 EOS = 1

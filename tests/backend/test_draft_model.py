@@ -15,7 +15,7 @@ from backend.exactness import (
 )
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.errors import ConfigError
 from scipy.stats import chi2_contingency, chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -269,7 +269,7 @@ def test_all_rows_and_blocks_of_the_draft_model_are_released(checkpoint, draft_o
     engine.abort("a")
     while engine.has_work():
         engine.step()
-    draft = engine._draft
+    draft = engine._parts.draft
     assert sorted(draft._free_rows) == list(range(engine.info.max_num_seqs))
     pool: BlockPool = draft._tables._pool
     assert pool.num_used == 0
@@ -283,7 +283,7 @@ def test_a_failing_draft_model_does_not_end_requests(checkpoint, draft_of, caplo
     def fail(_plan):
         raise RuntimeError("out of memory")
 
-    engine._draft._path.forward = fail
+    engine._parts.draft._path.forward = fail
     assert greedy(engine) == reference(checkpoint("llama"))
     assert engine.stats().num_drafts == 0
     assert "The engine continues without draft tokens" in caplog.text

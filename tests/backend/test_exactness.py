@@ -20,6 +20,7 @@ TYPES = {
         "deepseek_v3",  # keys and values of different sizes
         "gemma4_text",  # layers of different shapes
         "gpt2",  # learned positions
+        "bart",  # positions from the length of the cache
     ],
     "rows": [
         "qwen3_next",
@@ -29,9 +30,10 @@ TYPES = {
     "padded": [
         "bloom",  # positions from the mask
         "deepseek_v32",  # a sparse indexer
+        "mvp",  # positions from the length of the cache
     ],
     "single": [
-        "bart",  # positions from the length of the cache
+        "roformer",  # rotated by the length of the cache
         "rwkv",  # a state with a name of its own
         "openai-gpt",  # no cache
         "reformer",  # buckets of hashes

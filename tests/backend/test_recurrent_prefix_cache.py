@@ -113,17 +113,17 @@ def test_a_preempted_sequence_continues_from_its_last_snapshot(engine):
     prompts = [random_tokens(random.Random(seed), 41) for seed in range(3)]
     expected = [answers_of(answer(engine, prompt)) for prompt in prompts]
     other = open_engine(engine.info.model)
-    held = other._pool.allocate(other._pool.num_free - 38)
+    held = other._parts.pool.allocate(other._parts.pool.num_free - 38)
     outputs = other.generate(prompts, PARAMS)
     assert [answers_of(output) for output in outputs] == expected
     assert other.stats().num_preemptions > 0
-    other._pool.release(held)
+    other._parts.pool.release(held)
     other.close()
 
 
 def test_snapshots_never_need_more_memory_than_the_plan_gives_them(saved):
     engine = open_engine(saved("qwen3_next"), max_num_seqs=4, kv_cache_memory="160KiB")
-    path, snapshots = engine._runner._path, engine._scheduler.cache.snapshots
+    path, snapshots = engine._parts.runner._path, engine._parts.scheduler.cache.snapshots
     rng = random.Random(5)
     for _ in range(12):
         answer(engine, random_tokens(rng, 40))

@@ -130,7 +130,7 @@ def with_adapter(folder: Path) -> tuple[Answers, Answers]:
     model = load_float32(folder)
     engine = open_engine(folder, block_size=16)
     try:
-        names = _adaptable_layers(model, engine._adapters._sizes)
+        names = _adaptable_layers(model, engine._parts.adapters._sizes)
         adapter = folder / "adapter"
         merged = greedy_tokens(write_adapter(adapter, model, names, rank=4, seed=1))
         plain = greedy_tokens(model)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from nereid_backend.serving.tokenizer.unsupported_fields import _REFUSALS as BACKEND
 from nereid_client.protocol import refused
@@ -106,6 +106,7 @@ def value_of(field: FieldInfo) -> str:
     for member in members:
         kind = get_args(member)[0] if get_origin(member) is Annotated else member
         if kind is not type(None):
+            kind = str if get_origin(kind) is Literal else kind  # the values of a Literal are texts
             names.append(TYPES.get(get_origin(kind) or kind, "object"))
     return f"{' or '.join(names)}{range_of(field)}"
 

@@ -308,7 +308,7 @@ CASES = {
     "v2/embed: output_dimension is too large": post("/v2/embed", texts=["a"], output_dimension=99),
     "v2/embed: an unknown embedding type": post("/v2/embed", texts=["a"], embedding_types=["int4"]),
     "v2/embed: an unknown truncate": post("/v2/embed", texts=["a"], truncate="START"),
-    "pooling: an unknown task": post("/pooling", input="a", task="classify"),
+    "pooling: an unknown task": post("/pooling", input="a", task="plugin"),
     "pooling: no input": post("/pooling"),
     # Rerank, score and classify.
     "rerank: no query": post("/v1/rerank", documents=["a"]),

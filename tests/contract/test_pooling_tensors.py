@@ -19,7 +19,7 @@ TENSORS = {
         names.QUERY, names.DOCUMENTS, names.TEXTS, names.OPTIONS, names.RETURN_INFO,
     },
     ("rerank", "output"): {
-        names.SCORES, names.PROBABILITIES, names.NUM_TOKENS, names.INFO,
+        names.SCORES, names.PROBABILITIES, names.OFFSETS, names.NUM_TOKENS, names.INFO,
     },
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from nereid_client.errors import BackendError
 from nereid_client.streaming.deltas import Delta
@@ -18,6 +19,7 @@ class FakeBackend:
         active: the ids of the requests that run now.
         most_active: the largest number of active requests so far.
         aborted: the ids of the requests that were closed before their end.
+        cache_calls, cache_answer: the arguments and the result of `call_cache`.
         limits: the result of `request_limits`.
         is_up: the result of `is_live` and `is_ready`. If false, calls fail as without a server.
     """
@@ -32,6 +34,8 @@ class FakeBackend:
         self.is_closed = False
         self.adapters: dict[str, str] = {}
         self.reloads: list[tuple[str, str]] = []
+        self.cache_calls: list[dict[str, str]] = []
+        self.cache_answer: dict[str, Any] = {"num_sessions": 1, "sessions": []}
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         if not self.is_up:
@@ -86,6 +90,10 @@ class FakeBackend:
                 raise BackendError("INVALID_ARGUMENT", "lora_name: no adapter has this name.")
             del self.adapters[parameters["unload_lora"]]
         return list(self.adapters)
+
+    async def call_cache(self, parameters: dict[str, str]) -> dict[str, Any]:
+        self.cache_calls.append(dict(parameters))
+        return self.cache_answer
 
     async def detokenize(self, request_id, token_ids, *, skip_special_tokens) -> str:  # type: ignore[no-untyped-def]
         if max(token_ids) >= 50_000:

@@ -23,6 +23,8 @@ class FakePooling:
         down: models that do not answer.
         unconfigured: models in the model repository without a checkpoint.
         kinds: the kinds of output of each model.
+        labels: the labels of the classifier.
+        prompts: the texts of the embedding model's prompts by name.
         cancelled: the ids of the calls that were cancelled.
         delay_s: the duration of a call, in seconds.
     """
@@ -36,6 +38,8 @@ class FakePooling:
             "embedding": ["dense", "sparse", "multi_vector"],
             "rerank": ["score", "classify"],
         }
+        self.prompts = {"query": "question: ", "document": "", "clustering": "topic: "}
+        self.labels = ["no", "yes"]
         self.cancelled = []
         self.delay_s = 0.0
         self.is_closed = False
@@ -68,8 +72,8 @@ class FakePooling:
             "kinds": self.kinds[model],
             "dimension": DIMENSION,
             "max_model_len": LIMIT,
-            "labels": ["no", "yes"],
-            "prompts": {"query": "question: ", "document": "", "clustering": "topic: "},
+            "labels": self.labels,
+            "prompts": self.prompts,
         }
 
     def _embed(self, call):
@@ -103,6 +107,8 @@ class FakePooling:
         return PoolingOutputs({"embeddings": vectors, "num_tokens": counts}, {})
 
     def _rerank(self, call):
+        if "texts" in call.tensors and self.kinds["rerank"] == ["token_classify"]:
+            return token_labels(call.tensors["texts"])
         if "texts" in call.tensors:
             texts = call.tensors["texts"]
             rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
@@ -126,7 +132,21 @@ def vector(text):
 def relevance(query, document):
     """Return the share of the query's words that the document contains."""
     words = query.lower().split()
-    return sum(word in document.lower().split() for word in words) / len(words)
+    return sum(word in document.lower().split() for word in words) / max(len(words), 1)
+
+
+def token_labels(texts):
+    """Return the labels of characters, each of which is a token. A `y` has the second label.
+
+    A special token without characters precedes each text.
+    """
+    rows, offsets = [], []
+    for text in texts:
+        rows += [[1.0, 0.0], *([0.25, 0.75] if c == "y" else [0.5, 0.5] for c in text)]
+        offsets += [[0, 0], *([i, i + 1] for i in range(len(text)))]
+    counts = np.array([1 + len(text) for text in texts], dtype=np.int32)
+    arrays = {"probabilities": np.array(rows, dtype=np.float32), "num_tokens": counts}
+    return PoolingOutputs({**arrays, "offsets": np.array(offsets, dtype=np.int32)}, {})
 
 
 def share(text):

@@ -112,7 +112,7 @@ def proven_type(
         return kind
     for spec in dict.fromkeys(layers):
         # mypy does not accept a class as a hashable argument.
-        reason = gpu_check.why_not(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
+        reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)
             return next(base for base in _REFERENCE_TYPES if issubclass(kind, base))

@@ -19,6 +19,6 @@ def checkpoint_folder(model: str) -> str:
     if not model.endswith(".gguf"):
         return model
     # Only GGUF files need the gguf library.
-    from nereid_backend.checkpoints.gguf_folder import create_gguf_folder
+    from nereid_backend.checkpoints.gguf.gguf_folder import create_gguf_folder
 
     return str(create_gguf_folder(Path(model), GGUF_LINK))

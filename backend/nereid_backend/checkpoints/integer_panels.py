@@ -11,7 +11,7 @@ integers of several layers are in memory at the same time:
     2. The integers of each layer are read, packed and stored in the layer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.errors import ModelError
+from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
 from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
+from nereid_backend.loading_progress import report_items
 
-# The panels store scales and zeros as float16. If float16 changes a scale by more than this
-# relative error, the weight is not stored in panels. float16 changes very small scales the most.
-_MAX_SCALE_ERROR = 2.0**-10
+# The panels store scales and zeros as float16. If float16 changes a number by more than this part
+# of the largest number in its row, the weight is not stored in panels.
+_MAX_HALF_ERROR = 2.0**-10
 
 
 class LazyWeight(Protocol):
@@ -41,8 +43,11 @@ class LazyWeight(Protocol):
         """The number of elements of the weight."""
 
     @property
-    def stored_bytes(self) -> int:
-        """The size of the weight in the file, in bytes."""
+    def integer_bytes(self) -> int:
+        """The approximate size of the integers and their scales in memory, in bytes.
+
+        The size is defined only if `has_integers` is true.
+        """
 
     def decode(self) -> Tensor | IntegerWeight:
         """Return the weight."""
@@ -91,9 +96,11 @@ class RoundedWeight:
         return self.weight.num_elements
 
     @property
-    def stored_bytes(self) -> int:
-        """The size of the weight in the file, in bytes."""
-        return self.weight.stored_bytes
+    def integer_bytes(self) -> int:
+        """The approximate size of the integers and their scales in memory, in bytes."""
+        # A group has a scale of 2 bytes and, with 4 bits, a zero of 2 bytes.
+        group_bytes = GROUP_SIZES[self.bits] * self.bits // 8 + (2 if self.bits == 8 else 4)
+        return self.num_elements // GROUP_SIZES[self.bits] * group_bytes
 
     def decode(self) -> IntegerWeight:
         """Return the rounded weight."""
@@ -169,12 +176,15 @@ def use_placeholders(
 
 
 @torch.inference_mode()
-def fill_placeholders(model: nn.Module, weights: Iterable[object]) -> int:
+def fill_placeholders(
+    model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
+) -> int:
     """Read the integers of all layers that still have a placeholder instead of a weight.
 
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.
         weights: the weights from which the model was loaded.
+        progress: called with a line every few seconds.
 
     Returns:
         The number of layers whose integers are stored in panels.
@@ -185,13 +195,15 @@ def fill_placeholders(model: nn.Module, weights: Iterable[object]) -> int:
     waiting = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
+    freed = FreedMemory()
     count = 0
-    for module in model.modules():
+    for module in report_items(list(model.modules()), "filling modules", progress):
         if type(module) is not nn.Linear:
             continue
         placeholder = waiting.pop(module.weight.data_ptr(), None)
         if placeholder is not None:
             count += _fill(module, placeholder.weight.decode())
+            freed.add(placeholder.weight.num_elements)
     if waiting:
         raise ModelError(
             f"{len(waiting)} quantised weights do not belong to linear layers. Set prepack=false."
@@ -234,6 +246,19 @@ def _fits_panels(weight: IntegerWeight) -> bool:
     # belong to the same group.
     if weight.group_size < in_features and weight.group_size % UNIT:
         return False
-    scales = weight.scales.float()
-    error = (scales.half().float() - scales).abs()
-    return bool((error <= _MAX_SCALE_ERROR * scales.abs()).all())
+    return _fits_half(weight.scales) and (weight.zeros is None or _fits_half(weight.zeros))
+
+
+def _fits_half(numbers: Tensor) -> bool:
+    """Return whether float16 represents numbers accurately.
+
+    The error is compared with the largest number of each row, because float16 has fewer digits for
+    numbers below 6e-5. Scales of Q6_K are often that small, but the weights of these groups are
+    then small, too.
+
+    Args:
+        numbers: the scales or zeros of a weight, [out_features, groups].
+    """
+    numbers = numbers.float()
+    error = (numbers.half().float() - numbers).abs()
+    return bool((error <= _MAX_HALF_ERROR * numbers.abs().amax(dim=1, keepdim=True)).all())

@@ -27,6 +27,7 @@ from nereid_backend.checkpoints.weight_arguments import (
     weight_arguments,
 )
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.loading_progress import report_items
 
 if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -64,6 +65,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     use_panels: bool,
     rounded_bits: int | None,
     distributed: "DistributedConfig | None",
+    progress: Callable[[str], None],
     attention: str,
 ) -> PreTrainedModel:
     """Load the weights into the class of the model.
@@ -93,15 +95,18 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     }
     if distributed is not None:
         arguments["distributed_config"] = distributed
-    model = _from_pretrained(folder, config, arguments)
-    fill_placeholders(model, weights.values())
+    model = _from_pretrained(folder, config, arguments, progress)
+    fill_placeholders(model, weights.values(), progress)
     if not reads_folder:
         restore_generation_config(model, folder)
     return model
 
 
 def _from_pretrained(
-    folder: Path, config: PretrainedConfig, arguments: dict[str, Any]
+    folder: Path,
+    config: PretrainedConfig,
+    arguments: dict[str, Any],
+    progress: Callable[[str], None],
 ) -> PreTrainedModel:
     """Call transformers' `from_pretrained` with `arguments`.
 
@@ -111,7 +116,7 @@ def _from_pretrained(
         # With output_loading_info=True, `from_pretrained` returns a pair. The type annotation of
         # `from_pretrained` does not mention this pair, so the type here is more general.
         load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
-        with _quiet():
+        with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except (ValueError, KeyError, ImportError) as error:
         if arguments["attn_implementation"] in str(error):
@@ -174,12 +179,17 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the progress bars of transformers."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
+    """Report the weights that transformers reads, instead of its progress bars on stderr."""
+
+    def create_bar(
+        factory: object, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Iterator[Any]:
+        del factory, options
+        return report_items(args[0], "reading weights", progress)
+
+    previous = transformers_logging.set_tqdm_hook(create_bar)
     try:
         yield
     finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.set_tqdm_hook(previous)

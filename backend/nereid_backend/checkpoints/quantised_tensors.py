@@ -119,8 +119,11 @@ class LazyWeight:
         return self.layout is not None and self.layout.has_integers
 
     @property
-    def stored_bytes(self) -> int:
-        """The size of the weight's tensors in the file, in bytes."""
+    def integer_bytes(self) -> int:
+        """The size of the weight's integers and scales in the file, in bytes.
+
+        The size in memory is similar.
+        """
         return sum(
             math.prod(tensor.shape) * tensor.number_bytes for tensor in self.tensors.values()
         )
@@ -164,6 +167,7 @@ def lazy_weights(
                 "tensors of this weight are missing or have an unsupported layout. Download the "
                 "checkpoint again."
             )
+        # A weight that is not quantised consists of one tensor, whose name has no suffix.
         weights[name] = LazyWeight({"": tensor}, None, dtype)
     return weights
 

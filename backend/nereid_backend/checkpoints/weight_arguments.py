@@ -59,8 +59,8 @@ def weight_arguments(
 def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the weights of a GGUF file by name."""
     # Only GGUF files need the gguf library.
-    from nereid_backend.checkpoints.gguf_file import read_gguf
-    from nereid_backend.checkpoints.gguf_weights import gguf_weights
+    from nereid_backend.checkpoints.gguf.gguf_file import read_gguf
+    from nereid_backend.checkpoints.gguf.gguf_weights import gguf_weights
 
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     return dict(gguf_weights(read_gguf(path.resolve()), heads, kv_heads, dtype))

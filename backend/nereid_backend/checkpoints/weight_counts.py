@@ -21,8 +21,8 @@ class WeightCounts:
 
     Attributes:
         num_weights: the number of weights.
-        num_integers: the number of weights that are integers with scales.
-        integer_bytes: the size of these integers and their scales in the files, in bytes.
+        num_integers: the number of weights that stay integers with scales in the memory of a CPU.
+        integer_bytes: the size of these integers and their scales in memory, in bytes.
         num_linear: the number of unquantised weights of linear layers, estimated from the names.
             The number is 0 for a GGUF file.
     """
@@ -42,11 +42,13 @@ def count_weights(folder: Path) -> WeightCounts:
     """
     named = _weights(folder)
     weights = named.values()
-    integers = [weight for weight in weights if weight.has_integers]
+    integers = [
+        weight for name, weight in named.items() if weight.has_integers and _can_be_linear(name)
+    ]
     return WeightCounts(
         num_weights=sum(weight.num_elements for weight in weights),
         num_integers=sum(weight.num_elements for weight in integers),
-        integer_bytes=sum(weight.stored_bytes for weight in integers),
+        integer_bytes=sum(weight.integer_bytes for weight in integers),
         num_linear=sum(
             weight.num_elements
             for name, weight in named.items()
@@ -56,12 +58,18 @@ def count_weights(folder: Path) -> WeightCounts:
 
 
 def _is_linear(name: str, weight: LazyWeight) -> bool:
-    """Return whether a weight in a safetensors file probably belongs to a linear layer.
-
-    Embeddings and experts are matrices, too, but transformers has other layers for them.
-    """
+    """Return whether a weight in a safetensors file probably belongs to a linear layer."""
     is_matrix = isinstance(weight, SafetensorsWeight) and weight.is_matrix
-    return is_matrix and not any(part in name for part in ("embed", ".experts."))
+    return is_matrix and _can_be_linear(name)
+
+
+def _can_be_linear(name: str) -> bool:
+    """Return whether a matrix with this name probably belongs to a linear layer.
+
+    Embeddings and experts are matrices, too, but transformers has other layers for them. Integers
+    of these matrices are dequantised in memory.
+    """
+    return not any(part in name for part in ("embed", ".experts."))
 
 
 def _weights(folder: Path) -> dict[str, LazyWeight]:
@@ -72,8 +80,8 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     """
     if (folder / GGUF_LINK).is_file():
         # Only GGUF files need the gguf library.
-        from nereid_backend.checkpoints.gguf_file import read_gguf
-        from nereid_backend.checkpoints.gguf_weights import gguf_weights
+        from nereid_backend.checkpoints.gguf.gguf_file import read_gguf
+        from nereid_backend.checkpoints.gguf.gguf_weights import gguf_weights
 
         file = read_gguf((folder / GGUF_LINK).resolve())
         return dict(gguf_weights(file, 1, 1, torch.float32))

@@ -22,9 +22,14 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
+        """Create an empty queue without active clients."""
+        # The waiting sequences of each client with at least one waiting sequence, by rank.
         self._queues: dict[str, RankedSequences] = {}
+        # The number of waiting sequences of all clients.
         self._num_waiting = 0
+        # The number of sequences of each active client that have not ended, waiting or running.
         self._num_sequences: Counter[str] = Counter()
+        # The service of each active client, in tokens divided by the client's weight.
         self._service: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -40,14 +45,17 @@ class FairQueue:
         return len(self._service) > 1
 
     def enter(self, sequence: Sequence, count: int) -> None:
-        """Record that the client of `sequence` has sent a request with `count` sequences."""
+        """Record that the client of `sequence` has sent a request with `count` sequences.
+
+        If the client was not active, it becomes active with the least service of all clients.
+        """
         client = sequence.params.client_id
         self._num_sequences[client] += count
         if client not in self._service:
             self._service[client] = min(self._service.values(), default=0.0)
 
     def leave(self, sequence: Sequence) -> None:
-        """Record that a sequence has ended."""
+        """Record that a sequence has ended. A client without sequences is no longer active."""
         client = sequence.params.client_id
         self._num_sequences[client] -= 1
         if not self._num_sequences[client]:
@@ -88,6 +96,7 @@ class FairQueue:
         return [queue[0] for queue in self._queues.values()]
 
     def _turn(self, client: str) -> tuple[float, int]:
+        """Return the sort key of a client. The client with the smallest key comes first."""
         return self._service[client], self._num_sequences[client]
 
 

@@ -10,6 +10,10 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 MAX_LOGPROBS = 20
 # The largest value of n.
 MAX_SEQUENCES = 64
+# The largest length of prompt_cache_key in characters.
+MAX_CACHE_KEY_LENGTH = 256
+# The default of prompt_cache_ttl for requests with a prompt_cache_key.
+_DEFAULT_CACHE_TTL_S = 300.0
 # The smallest integer that does not fit into a message between the processes.
 _TOO_LARGE = 2**64
 
@@ -55,6 +59,11 @@ class SamplingParams:
         thinking: the delimiters and the token budget of the reasoning; None if unknown.
         priority: requests with a lower number are scheduled first.
         cache_salt: a text. Two requests share cached prefixes only if their texts are equal.
+        prompt_cache_key: a text that names the session of the request. The cached prefixes of a
+            session are evicted after other cached prefixes.
+        prompt_cache_ttl: the time in seconds for which the session's cached prefixes are evicted
+            last, from the end of the request on. None means 300 with a prompt_cache_key, and 0
+            without one.
         lora_name: the name of a LoRA adapter; empty for the model without an adapter.
         client_id: the client that sent the request. Clients with waiting requests take turns.
         client_weight: the share of the client. A client with the weight 2 gets twice as many tokens
@@ -83,6 +92,8 @@ class SamplingParams:
     thinking: ThinkingSpec | None = None
     priority: int = field(default=0, metadata={"ge": -(2**31), "lt": _TOO_LARGE})
     cache_salt: str = ""
+    prompt_cache_key: str = field(default="", metadata={"max_length": MAX_CACHE_KEY_LENGTH})
+    prompt_cache_ttl: float | None = field(default=None, metadata={"ge": 0, "le": 86400})
     lora_name: str = ""
     client_id: str = ""
     client_weight: float = field(default=1.0, metadata={"gt": 0, "le": 1000})
@@ -91,3 +102,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always selected."""
         return self.temperature == 0
+
+    @property
+    def retention_s(self) -> float:
+        """The time in seconds for which the cached prefixes of the request are retained."""
+        if self.prompt_cache_ttl is not None:
+            return self.prompt_cache_ttl
+        return _DEFAULT_CACHE_TTL_S if self.prompt_cache_key else 0.0

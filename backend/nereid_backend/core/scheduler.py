@@ -8,37 +8,29 @@
 `plan` returns the tokens of the next step (step_planner.py). `commit` appends the sampled tokens to
 their sequences and returns the updates that the engine reports.
 
-Sequences are ordered by rank. The rank is the number of the step in which the request arrived, plus
-a fixed number of steps for each level of priority. A sequence that has waited for a long time
-therefore comes before a sequence that arrives much later with a higher priority, so no sequence
-starves. Example: a request with priority 1 that arrives in step 100 has the rank 100 + 256. It
-comes before a request with priority 0 that arrives in step 400.
+Sequences are ordered by rank (arrival_ranks.py).
 """
 
 from collections import abc
 
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.adapter import Adapter
+from nereid_backend.core.arrival_ranks import ArrivalRanks
 from nereid_backend.core.async_plans import PendingPlans
-from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.block_tables import BlockTables
+from nereid_backend.core.blocks.prefix_cache import PrefixCache
+from nereid_backend.core.blocks.state_snapshots import StateSnapshots
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.drafter import Drafter
 from nereid_backend.core.grammar import Guide
+from nereid_backend.core.invalid_blocks import InvalidBlocks
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
-from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.state_snapshots import StateSnapshots
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
 from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
-from nereid_backend.core.window import AttentionWindow
-
-# A request with `priority` 1 is ordered as if it had `priority` 0 and had arrived this number of
-# steps later (some seconds with a large model). Priorities are limited to the range from
-# -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled eventually.
-AGEING_STEPS = 256
-_MAX_LEVEL = 100
 
 
 class Scheduler:
@@ -92,10 +84,10 @@ class Scheduler:
         self.attention_window = attention_window
         shares_blocks = shares_blocks and not whole_prefill
         has_snapshots = enable_prefix_caching and num_states > 0 and not whole_prefill
-        self._snapshots = StateSnapshots(num_states, block_size) if has_snapshots else None
+        snapshots = StateSnapshots(num_states, block_size) if has_snapshots else None
         self.cache: PrefixCache | None = None
         if has_snapshots or (enable_prefix_caching and shares_blocks):
-            self.cache = PrefixCache(pool, block_size, attention_window, self._snapshots)
+            self.cache = PrefixCache(pool, block_size, attention_window, snapshots)
         assert drafter is None or shares_blocks, "rejected draft tokens could not be removed"
         self.drafter = drafter
         self._tables = BlockTables(
@@ -118,8 +110,10 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             whole_prefill=whole_prefill,
         )
-        self._num_added = 0
-        self._num_steps = 0
+        self._ranks = ArrivalRanks()
+        self._invalid_blocks = InvalidBlocks(
+            self._tables, self._running, self._pending_plans, self._planner
+        )
         # The last updates of sequences that ended outside of a step. The next commit returns them.
         self._ended: list[RequestUpdate] = []
 
@@ -175,14 +169,7 @@ class Scheduler:
             is_prepared: if False, the request waits until `start` or `refuse` is called.
         """
         sequences = sequence.all_sequences()
-        priority = sequence.params.priority
-        level = max(-_MAX_LEVEL, min(_MAX_LEVEL, priority))
-        arrival = self._num_steps + level * AGEING_STEPS
-        # Sequences are sorted by these numbers in order. A lower number is scheduled first. The
-        # last two numbers make the rank of each sequence unique.
-        for each in sequences:
-            each.rank = (arrival, priority, self._num_added, each.index)
-        self._num_added += 1
+        self._ranks.assign(sequences)
         self._requests.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
@@ -263,19 +250,17 @@ class Scheduler:
         for index, logprobs in result.prompt_logprobs.items():
             plan.chunks[index].sequence.prompt_logprobs += logprobs
         sampled = iter(result.sampled)
-        invalid_blocks: set[int] = set()
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
                 # Other sequences may share the blocks, even if this sequence has ended already.
-                invalid_blocks |= self._tables.blocks_of(chunk.sequence)
-                self._delete_snapshots(chunk.sequence)
+                self._invalid_blocks.add(chunk.sequence)
             if leaving and chunk.sequence in leaving:
                 continue
             update = self._commit_chunk(chunk, outcome)
             if update is not None:
                 updates.append(update)
-        self._purge(invalid_blocks)
+        self._invalid_blocks.purge()
         self._release_ended()
         return updates
 
@@ -283,17 +268,14 @@ class Scheduler:
         """End every sequence of a plan whose step failed, and return the last updates."""
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
-        invalid_blocks = {
-            b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.sequence)
-        }
         for chunk in plan.chunks:
-            self._delete_snapshots(chunk.sequence)
+            self._invalid_blocks.add(chunk.sequence)
         updates += [
             self._end(chunk.sequence, "error", error=error)
             for chunk in plan.chunks
             if chunk.sequence not in self._pending_plans.leaving
         ]
-        self._purge(invalid_blocks)
+        self._invalid_blocks.purge()
         self._release_ended()
         return updates
 
@@ -324,7 +306,7 @@ class Scheduler:
         self._requests.check(self.num_running)
 
     def _plan_step(self) -> StepPlan:
-        self._num_steps += 1
+        self._ranks.note_step()
         return self._planner.plan()
 
     def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
@@ -420,28 +402,3 @@ class Scheduler:
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():
                 self._planner.release(sequence)
-
-    def _delete_snapshots(self, sequence: Sequence) -> None:
-        """Delete all snapshots of a failed sequence, because they may contain an invalid state."""
-        if self._snapshots is not None:
-            for block_hash in sequence.block_hashes:
-                self._snapshots.delete(block_hash)
-            if self.cache is not None and self.cache.unsaved is not None:
-                self.cache.invalid += sequence.block_hashes
-
-    def _purge(self, blocks: set[int]) -> None:
-        """Remove blocks with invalid content from the prefix cache and from all block tables.
-
-        The blocks of a failed sequence may contain NaN, or they may have been overwritten to remove
-        NaN. Running sequences that share these blocks are preempted and compute their tokens again.
-        """
-        if not blocks:
-            return
-        self._tables.drop_prompts_with(blocks)
-        for sequence in list(self._running):
-            if sequence not in self._pending_plans.leaving and not blocks.isdisjoint(
-                sequence.block_table
-            ):
-                self._tables.forget(self._tables.blocks_of(sequence))
-                self._planner.preempt(sequence)
-        self._tables.forget(blocks)

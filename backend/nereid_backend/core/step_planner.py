@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
-from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.drafter import Drafter
 from nereid_backend.core.fair_queue import fair_shares
 from nereid_backend.core.preemption import cheapest_victim, fair_victim

@@ -96,7 +96,11 @@ class TokenGuide:
                 self._accept(token_id)
 
     def _accept(self, token_id: int) -> None:
-        """Advance by one token."""
+        """Advance the grammar, the count of reasoning tokens and the last tokens by one token.
+
+        Raises:
+            EngineError: if the token is not in the vocabulary, or the grammar does not allow it.
+        """
         rules = self._rules
         if not 0 <= token_id < rules.vocabulary.size:
             raise EngineError(

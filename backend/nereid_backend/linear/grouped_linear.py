@@ -111,7 +111,9 @@ class GroupedLinear(nn.Linear):
         in_features = values.shape[1]
         # The layer stores unsigned integers.
         offset = 2 ** (bits - 1) if values.dtype == torch.int8 else 0
-        unsigned = (values.to(torch.int16) + offset).to(torch.uint8)
+        # A negative int8 number becomes a large uint8 number. The sum then exceeds 255 and wraps
+        # around, which gives the right result.
+        unsigned = values.view(torch.uint8) + offset if offset else values
         # Each given group is divided into `repeats` stored groups, which have the same scale.
         used_size = _used_group_size(group_size, in_features)
         repeats = -(-min(group_size, in_features) // used_size)
@@ -237,7 +239,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     [0x51, 0x62, 0x73, 0x84].
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
-    padded = functional.pad(values, padding)
+    # `pad` would also copy values that need no padding.
+    padded = functional.pad(values, padding) if any(padding) else values.contiguous()
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 4:
         units = units[:, 0::2] | (units[:, 1::2] << 4)

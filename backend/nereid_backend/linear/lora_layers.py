@@ -14,6 +14,9 @@ two products, a mask sets the numbers to zero that belong to the adapters of oth
     request with b  [1 2 | 3 4 5]      [0 0 | 3 4 5]          the product of adapter b
     other request   [1 2 | 3 4 5]      [0 0 | 0 0 0]          zero
 
+Merged layers have the same input (merged_linear.py), so their first matrices are also joined. The
+first layer of a group then computes the masked numbers for all layers of the group.
+
 The products are added by a forward hook of each linear layer. The layer itself stays unchanged, so
 an adapter works with every class of linear layer: packed, merged and quantised layers.
 """
@@ -22,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,6 +35,8 @@ from torch.utils.hooks import RemovableHandle
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
+from nereid_backend.linear import native_linear
+from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
 
 # A step can reuse the joined matrices of an earlier step that had more adapters. These matrices are
@@ -55,39 +60,72 @@ AdapterWeights = Mapping[str, LayerPair]
 """The matrices of an adapter by the name of the linear layer."""
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Linear layers with the same input, and the first matrices of several adapters for them.
+
+    Attributes:
+        down: the layer with the first matrices of all linear layers and adapters.
+        ranks: for each linear layer, and for each adapter of the step in order, the number of rows
+            in the first matrix.
+        input: the last input of the linear layers in this step; None before the first call.
+        hidden: the masked product of `down` and `input`, [rows, sum of ranks].
+    """
+
+    down: nn.Linear
+    ranks: tuple[tuple[int, ...], ...]
+    input: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def clear(self) -> None:
+        """Free the last input and product."""
+        self.input = self.hidden = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Joined:
     """The matrices of several adapters for one linear layer, joined along their ranks.
 
     Attributes:
-        down: the layer with the first matrices.
+        group: the group of the linear layer.
+        columns: the columns of the group's product that belong to the linear layer.
         up: the layer with the second matrices.
-        ranks: for each adapter of the step, in order, the number of rows in its first matrix.
     """
 
-    down: nn.Linear
+    group: _Group
+    columns: slice
     up: nn.Linear
-    ranks: tuple[int, ...]
 
-    @classmethod
-    def of(cls, pairs: list[LayerPair | None]) -> Self:
-        """Join the matrices of adapters for one linear layer.
 
-        An item of `pairs` is None if the adapter does not change the layer.
-        """
-        present = [pair for pair in pairs if pair is not None]
-        layers = nn.ModuleList(
-            [
-                _linear(torch.cat([pair.down for pair in present])),
-                _linear(torch.cat([pair.up for pair in present], dim=1)),
-            ]
-        )
-        # torch is several times slower than the packed layers for such narrow matrices on a CPU.
-        prepack_linears(layers)
-        down, up = layers
-        assert isinstance(down, nn.Linear)
-        assert isinstance(up, nn.Linear)
-        return cls(down, up, tuple(0 if pair is None else len(pair.down) for pair in pairs))
+def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
+    """Join the matrices of adapters for linear layers that have the same input.
+
+    Args:
+        pairs: the matrices of each adapter, for each linear layer. An item is None if the adapter
+            does not change the layer.
+
+    Returns:
+        The joined matrices of each linear layer.
+    """
+    present = [[pair for pair in of_layer if pair is not None] for of_layer in pairs]
+    layers = nn.ModuleList(
+        [
+            _linear(torch.cat([pair.down for of_layer in present for pair in of_layer])),
+            *(_linear(torch.cat([pair.up for pair in of_layer], dim=1)) for of_layer in present),
+        ]
+    )
+    # torch is several times slower than the packed layers for such narrow matrices on a CPU.
+    prepack_linears(layers)
+    down, *ups = cast("list[nn.Linear]", list(layers))
+    ranks = tuple(
+        tuple(0 if pair is None else len(pair.down) for pair in of_layer) for of_layer in pairs
+    )
+    group = _Group(down, ranks)
+    joined, start = [], 0
+    for up in ups:
+        joined.append(_Joined(group, slice(start, start + up.in_features), up))
+        start += up.in_features
+    return joined
 
 
 class LoraLayers:
@@ -98,6 +136,8 @@ class LoraLayers:
         self._model = model
         self._device = next(model.parameters()).device
         self._weights: dict[Adapter, AdapterWeights] = {}
+        # The rank of each adapter, summed over all layers.
+        self._total_ranks: dict[Adapter, int] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         # The adapters whose matrices are joined, and the joined matrices by layer.
         self._adapters: tuple[Adapter, ...] = ()
@@ -108,7 +148,7 @@ class LoraLayers:
         # The adapter of each chunk of the running step, in the same form.
         self._chunk_owners = np.zeros(1, dtype=np.int64)
         # The masks of the running step; see `_mask`. The keys are the arguments of `_mask`.
-        self._masks: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        self._masks: dict[tuple[tuple[tuple[int, ...], ...], int], Tensor] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
         """Return whether the matrices of an adapter are in memory."""
@@ -117,6 +157,7 @@ class LoraLayers:
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Store the matrices of an adapter. The keys of `weights` are names of linear layers."""
         self._weights[adapter] = weights
+        self._total_ranks[adapter] = sum(len(pair.down) for pair in weights.values())
         for name in weights:
             if name not in self._hooks:
                 layer = self._model.get_submodule(name)
@@ -124,7 +165,7 @@ class LoraLayers:
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter, and remove hooks that no other adapter needs."""
-        del self._weights[adapter]
+        del self._weights[adapter], self._total_ranks[adapter]
         self._join(())
         needed = {name for weights in self._weights.values() for name in weights}
         for name in self._hooks.keys() - needed:
@@ -154,8 +195,7 @@ class LoraLayers:
         try:
             yield True
         finally:
-            self._owners = None
-            self._masks.clear()
+            self._end_step()
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
@@ -170,32 +210,41 @@ class LoraLayers:
         try:
             yield
         finally:
-            self._owners = None
-            self._masks.clear()
+            self._end_step()
 
     def _use(self, adapters: tuple[Adapter, ...]) -> None:
         """Join the matrices of some adapters, unless the present joined matrices are suitable."""
         if set(adapters) <= set(self._adapters):
-            needed, present = map(self._num_rows, (adapters, self._adapters))
+            needed = sum(map(self._total_ranks.__getitem__, adapters))
+            present = sum(map(self._total_ranks.__getitem__, self._adapters))
             if present <= _MAX_UNUSED * needed:
                 return
         self._join(adapters)
-
-    def _num_rows(self, adapters: tuple[Adapter, ...]) -> int:
-        """Return the total rank of some adapters, summed over all layers."""
-        return sum(
-            len(pair.down) for adapter in adapters for pair in self._weights[adapter].values()
-        )
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
         """Join the matrices of some adapters, separately for each linear layer."""
         # The old matrices are freed first, so that they are never in memory with the new matrices.
         self._joined = {}
         self._adapters = adapters
+        for names in self._names_by_input(adapters):
+            pairs = [[self._weights[adapter].get(name) for adapter in adapters] for name in names]
+            self._joined.update(zip(names, _join_group(pairs), strict=True))
+
+    def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
+        """Return the names of the layers that some adapters change, grouped by merged layers."""
         names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])
+        groups: dict[object, list[str]] = {}
         for name in names:
-            pairs = [self._weights[adapter].get(name) for adapter in adapters]
-            self._joined[name] = _Joined.of(pairs)
+            group = getattr(self._model.get_submodule(name), "group", None)
+            groups.setdefault(name if group is None else id(group), []).append(name)
+        return groups.values()
+
+    def _end_step(self) -> None:
+        """Forget the rows of the step that has ended."""
+        self._owners = None
+        self._masks.clear()
+        for joined in self._joined.values():
+            joined.group.clear()
 
     def _add_product(
         self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
@@ -205,25 +254,34 @@ class LoraLayers:
         joined = self._joined.get(name)
         if self._owners is None or joined is None:
             return
-        down, up = joined.down, joined.up
-        hidden = down(inputs[0].reshape(-1, down.in_features).to(down.weight.dtype))
+        hidden = self._hidden(joined.group, inputs[0])[:, joined.columns]
+        up = joined.up
+        output.view(-1, up.out_features).add_(_product(up, hidden))
+
+    def _hidden(self, group: _Group, layer_input: Tensor) -> Tensor:
+        """Return the masked product of an input and the first matrices of a group."""
+        if group.input is layer_input and group.hidden is not None:
+            return group.hidden
+        down = group.down
+        hidden = _product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
         # Set the numbers to 0 instead of multiplying them by 0, because NaN and infinity times 0
         # are NaN.
-        hidden.masked_fill_(self._mask(joined.ranks, len(hidden)), 0)
-        output.view(-1, up.out_features).add_(up(hidden))
+        hidden.masked_fill_(self._mask(group.ranks, len(hidden)), 0)
+        group.input, group.hidden = layer_input, hidden
+        return hidden
 
-    def _mask(self, ranks: tuple[int, ...], num_rows: int) -> Tensor:
+    def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
         """Return a mask that hides the results of adapters that a row does not use.
 
         A layer usually computes one row for each token of the step. Some models store compressed
         keys and values, and one of their layers expands the keys and values of the whole context in
         every step. Such a layer computes the same number of rows for each chunk.
 
-        Example: the rows have the adapters [0, 1], and `ranks` is (1, 2). The mask is
+        Example: the rows have the adapters [0, 1], and `ranks` is ((1, 2),). The mask is
         [[False, True, True], [True, False, False]].
 
         Args:
-            ranks: the ranks of the joined adapters.
+            ranks: the ranks of the joined adapters, for each linear layer of a group.
             num_rows: the number of rows that the layer computes.
 
         Returns:
@@ -235,9 +293,23 @@ class LoraLayers:
             if len(rows) not in (1, num_rows):
                 per_chunk = num_rows // len(self._chunk_owners)
                 rows = upload(self._chunk_owners.repeat(per_chunk), self._device)
-            columns = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
+            columns = torch.cat(
+                [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in ranks]
+            )
             self._masks[ranks, num_rows] = rows[:, None] != columns.to(rows.device)
         return self._masks[ranks, num_rows]
+
+
+def _product(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """Return the output of a layer without bias.
+
+    A step calls the packed layers hundreds of times, so the kernel is called without the overhead
+    of a module.
+    """
+    if isinstance(layer, NativeLinear):
+        return native_linear.linear(rows, layer.packed, None, layer.out_features)
+    output: Tensor = layer(rows)
+    return output
 
 
 def _linear(matrix: Tensor) -> nn.Linear:

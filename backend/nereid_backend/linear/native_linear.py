@@ -59,7 +59,9 @@ def pack(weight: Tensor) -> Tensor:
     Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs, of which the
     last 12 are zero.
     """
-    padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % LANES))
+    missing = -weight.shape[0] % LANES
+    # `pad` would also copy a weight without missing rows.
+    padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
     if weight.dtype == torch.bfloat16:
         return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return padded.view(-1, LANES, weight.shape[1]).transpose(1, 2).contiguous()

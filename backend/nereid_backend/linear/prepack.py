@@ -10,13 +10,16 @@ docs/history/cpu-kernels.md has the measurements.
 """
 
 import collections
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.loading_progress import no_progress, report_items
 
 LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
@@ -44,7 +47,12 @@ class PackedLinear(nn.Linear):
 
 
 @torch.inference_mode()
-def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
+def prepack_linears(
+    model: nn.Module,
+    *,
+    copy_shared: bool = False,
+    progress: Callable[[str], None] = no_progress,
+) -> int:
     """Convert the weights of a model's linear layers into the layout of this processor's kernels.
 
     Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted.
@@ -54,17 +62,21 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
         copy_shared: whether a layer that shares its weight, such as an output layer that is tied to
             the embedding, gets a packed copy. The copy needs further memory. If False, such layers
             are not converted.
+        progress: called with a line every few seconds.
 
     Returns:
         The number of converted layers.
     """
     shared = shared_weights(model)
+    freed = FreedMemory()
     count = 0
-    for module in list(model.modules()):
+    for module in report_items(list(model.modules()), "packing modules", progress):
         if type(module) is nn.Linear:
             is_shared = module.weight.data_ptr() in shared
             if copy_shared or not is_shared:
+                num_bytes = module.weight.nbytes
                 count += _prepack(module, keep=is_shared)
+                freed.add(num_bytes)
     return count
 
 

@@ -2,19 +2,22 @@
 """Converts the weights of linear layers to integers of 4 or 8 bits when a model is loaded.
 
 Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and a weight of 0 has no
-rounding error. Weights of
-4 bits have a scale and a zero for each group of 32 inputs.
+rounding error. Weights of 4 bits have a scale and a zero for each group of 32 inputs.
 docs/history/cpu-kernels.md has the measured errors and speeds.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nereid_backend.freed_memory import FreedMemory
+from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.prepack import change_class, free_weight, shared_weights
+from nereid_backend.loading_progress import no_progress, report_items
 
 _DTYPES = (torch.float32, torch.bfloat16)
 GROUP_SIZES = {4: 32, 8: 64}
@@ -39,8 +42,23 @@ class QuantisedWeight(NamedTuple):
     zeros: Tensor | None
 
 
+def slow_integers_warning() -> str:
+    """Return a warning if this machine has no fast kernel for integer weights, else "".
+
+    The warning is appended to a log message.
+    """
+    if grouped_linear.is_available():
+        return ""
+    return (
+        ". There is no kernel for such weights, because the CPU has no AVX2 or g++ is missing. A "
+        "step is several times slower than with weight_dtype=auto"
+    )
+
+
 @torch.inference_mode()
-def quantise_linears(model: nn.Module, bits: int) -> int:
+def quantise_linears(
+    model: nn.Module, bits: int, progress: Callable[[str], None] = no_progress
+) -> int:
     """Convert the weights of a model's linear layers to integers.
 
     Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If other
@@ -50,6 +68,7 @@ def quantise_linears(model: nn.Module, bits: int) -> int:
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.
         bits: 4 or 8.
+        progress: called with a line every few seconds.
 
     Returns:
         The number of converted layers.
@@ -57,15 +76,19 @@ def quantise_linears(model: nn.Module, bits: int) -> int:
     shared = shared_weights(model)
     get_output = getattr(model, "get_output_embeddings", lambda: None)
     output_layer = get_output()
+    freed = FreedMemory()
     count = 0
-    for module in list(model.modules()):
+    for module in report_items(list(model.modules()), "rounding modules", progress):
         weight = module.weight if type(module) is nn.Linear else None
         if weight is None or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
             continue
         if 0 in weight.shape:
             continue
         used_bits = 8 if module is output_layer else bits
+        num_bytes = weight.nbytes
         _quantise(module, used_bits, keep=weight.data_ptr() in shared)
+        del weight
+        freed.add(num_bytes)
         count += 1
     return count
 

@@ -31,12 +31,8 @@ from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.self_check import check_in_steps
 from nereid_backend.paths.background_compilation import BackgroundCompilation
-from nereid_backend.paths.compiled_forward import (
-    has_library,
-    library_folder,
-    load_library,
-    read_trace_error,
-)
+from nereid_backend.paths.compiled_forward import load_library
+from nereid_backend.paths.library_files import has_library, library_folder, read_trace_error
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.packed import PackedPath
@@ -195,17 +191,16 @@ def use_fast_forward(
     if has_library(folder):
         use_compiled_forward(path, checkpoint, hook, chosen, progress)
         return None
-    reason = _reason_against_compilation(folder)
-    if reason is None:
-        try:
-            swap = ForwardSwap(path, checkpoint, hook, chosen, folder, progress)
-        except (UnfitError, OSError) as error:
-            reason = first_line(error)
-        else:
-            progress(
-                "the model's own code computes the forward pass, until another process has "
-                f"compiled it; the result will be stored in {folder}"
-            )
-            return swap
-    progress(f"the forward pass is not compiled, because {reason}")
-    return None
+    if reason := _reason_against_compilation(folder):
+        progress(f"the forward pass is not compiled, because {reason}")
+        return None
+    try:
+        swap = ForwardSwap(path, checkpoint, hook, chosen, folder, progress)
+    except (UnfitError, OSError) as error:
+        progress(f"the forward pass is not compiled, because {first_line(error)}")
+        return None
+    progress(
+        "the model's own code computes the forward pass, until another process has compiled it; "
+        f"the result will be stored in {folder}"
+    )
+    return swap

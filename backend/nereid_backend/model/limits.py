@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the length limit of requests and the size of the KV cache."""
+"""Determines the size of the KV cache, and the limits of requests that follow from it."""
 
 import gc
 import os
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.window import AttentionWindow
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.errors import ConfigError
+from nereid_backend.model.length_limits import LengthLimit
 
 # By default, the KV cache on a CPU gets a quarter of the free memory, but at most 4 GiB.
 _DEFAULT_CPU_SHARE = 0.25
@@ -23,20 +23,9 @@ _SNAPSHOT_SHARE = 0.25
 # On a GPU, a process also needs memory for the CUDA context and for the workspaces of libraries.
 # torch's allocator does not report this memory, so its size is estimated.
 _CONTEXT_BYTES = 512 * 2**20
-# The length limit for models without position embeddings, whose config has no limit.
-_NO_MODEL_LIMIT = 2**17
-_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # The largest number of blocks for a model without a KV cache. The blocks of such a model contain no
 # keys and values, but each block still needs an entry in the block pool.
 _MAX_EMPTY_BLOCKS = 2**16
-
-
-@dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """The length limit of a sequence in tokens, and a clause that names its source."""
-
-    num_tokens: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,76 +46,6 @@ class MemoryPlan:
     num_bytes: int
     max_num_seqs: int
     num_states: int = 0
-
-
-def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
-    """Return the length up to which the logits of sequences are correct.
-
-    The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
-    all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
-    count positions in the batch instead of the sequence. The logits of such batches are correct
-    only below the threshold.
-
-    Args:
-        config: the config of the decoder.
-        is_batched: whether several sequences share a forward pass.
-    """
-    own_limit = _own_limit(config)
-    if not is_batched:
-        return own_limit
-    limits = [own_limit, *_rope_limits(config, own_limit)]
-    if getattr(config, "attn_temperature_tuning", None):
-        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
-        reason = "floor_scale, because the model counts longer positions in the batch"
-        limits.append(LengthLimit(num_tokens, reason))
-    return min(limits, key=lambda limit: limit.num_tokens)
-
-
-def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
-    """Return the length limits that follow from the rotary embeddings of a model.
-
-    Some rotary embeddings depend on the longest sequence in a batch: if this sequence exceeds a
-    threshold, the embeddings of all sequences change. The threshold is then a limit.
-    """
-    limits = []
-    for rope in _rope_parameters(config):
-        kind = rope.get("rope_type")
-        if kind in ("longrope", "dynamic"):
-            original = rope.get("original_max_position_embeddings")
-            num_tokens = original if isinstance(original, int) else own_limit.num_tokens
-            reason = (
-                f"original_max_position_embeddings of {kind} position embeddings, because a longer "
-                "request would change the output of the other requests in its batch"
-            )
-            limits.append(LengthLimit(num_tokens, reason))
-    return limits
-
-
-def _own_limit(config: PretrainedConfig) -> LengthLimit:
-    """Return the length limit in a model's config, or the default if the config has no limit."""
-    for name in _LENGTH_FIELDS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return LengthLimit(value, name)
-    return LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")
-
-
-def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the length up to which sparse attention attends to every token.
-
-    Return None for a model without sparse attention. Examples: a model that selects 2048 tokens
-    (index_topk 2048) attends to every token of a sequence of up to 2048 tokens. A model that
-    selects 16 blocks of 64 tokens (index_topk_blocks 16, index_block_size 64) attends to every
-    token of a sequence of up to 1024 tokens.
-    """
-    num_tokens = getattr(config, "index_topk", None)
-    if isinstance(num_tokens, int):
-        return LengthLimit(num_tokens, f"index_topk {num_tokens}")
-    num_blocks = getattr(config, "index_topk_blocks", None)
-    size = getattr(config, "index_block_size", None)
-    if isinstance(num_blocks, int) and isinstance(size, int):
-        return LengthLimit(num_blocks * size, f"index_topk_blocks {num_blocks} of {size}")
-    return None
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
@@ -172,43 +91,19 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
-        # The states of the sequences may use half of the memory, because blocks need the other
-        # half. If the model stores nothing in blocks, the states may use all memory.
-        share = num_bytes // 2 if bytes_per_token else num_bytes
-        max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)
-        if max_num_seqs < 1:
-            raise ConfigError(
-                f"kv_cache_memory: {format_bytes(num_bytes)} is too little for one sequence, whose "
-                f"state needs {format_bytes(bytes_per_sequence)} in addition to keys and values. "
-                "Raise kv_cache_memory."
-            )
-        if not bytes_per_token:
-            num_states = num_bytes // bytes_per_sequence
-            return _plan_without_blocks(config, limit, max_num_seqs, num_states)
-        num_bytes -= max_num_seqs * bytes_per_sequence
-    if not bytes_per_token:
-        return _plan_without_blocks(config, limit, max_num_seqs, 0)
-    block_size = config.block_size
-    bytes_per_block = block_size * bytes_per_token
-    # One of the blocks is used for padding.
-    num_blocks = num_bytes // bytes_per_block - 1
-    # A sequence of this length fills all blocks.
-    fitting_len = max(0, num_blocks) * block_size
-    if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
-        fitting_len = max(fitting_len, limit.num_tokens)
-    configured = _configured_len(config, limit)
-    if fitting_len < (configured or min(block_size, limit.num_tokens)):
-        num_needed = _num_blocks(configured or 1, block_size)
-        if max_sequence_blocks is not None:
-            num_needed = min(num_needed, max_sequence_blocks)
-        raise ConfigError(
-            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-            f"max_model_len of {configured or block_size} needs "
-            f"{format_bytes((num_needed + 1) * bytes_per_block)}. Raise kv_cache_memory"
-            + (" or lower max_model_len." if configured else ".")
+        max_num_seqs = _limit_by_states(
+            max_num_seqs, bytes_per_sequence, num_bytes, has_blocks=bytes_per_token > 0
         )
-    max_model_len = configured or min(limit.num_tokens, fitting_len)
-    blocks_per_sequence = _num_blocks(max_model_len, block_size)
+    if not bytes_per_token:
+        num_states = num_bytes // bytes_per_sequence if bytes_per_sequence else 0
+        return _plan_without_blocks(config, limit, max_num_seqs, num_states)
+    bytes_for_blocks = num_bytes - max_num_seqs * bytes_per_sequence
+    bytes_per_block = config.block_size * bytes_per_token
+    max_model_len = _longest_request(
+        config, limit, bytes_for_blocks, bytes_per_block, max_sequence_blocks
+    )
+    blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
+    num_blocks = _num_fitting_blocks(bytes_for_blocks, bytes_per_block)
     if has_snapshots:
         # Snapshots also need memory. They get a share of the memory for blocks. However, the
         # remaining blocks must be enough for one sequence of the largest length.
@@ -219,8 +114,82 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     block_bytes = (num_blocks + 1) * bytes_per_block
     num_states = 0
     if bytes_per_sequence:
-        num_states = max_num_seqs + (num_bytes - block_bytes) // bytes_per_sequence
+        # The memory that no block uses is for the states of snapshots.
+        num_states = max_num_seqs + (bytes_for_blocks - block_bytes) // bytes_per_sequence
     return MemoryPlan(num_blocks, max_model_len, block_bytes, max_num_seqs, num_states)
+
+
+def _limit_by_states(
+    max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
+) -> int:
+    """Return how many of at most `max_num_seqs` sequences have states that fit into the memory.
+
+    The states may use half of the memory, because blocks need the other half. If the model stores
+    nothing in blocks, the states may use all memory. Example: 10 MiB are enough for the states of 5
+    sequences of a model with blocks, if a state needs 1 MiB.
+
+    Raises:
+        ConfigError: if the memory is too small for one state.
+    """
+    states_bytes = num_bytes // 2 if has_blocks else num_bytes
+    num_states = states_bytes // bytes_per_sequence
+    if num_states < 1:
+        raise ConfigError(
+            f"kv_cache_memory: {format_bytes(num_bytes)} is too little for one sequence, whose "
+            f"state needs {format_bytes(bytes_per_sequence)} in addition to keys and values. "
+            "Raise kv_cache_memory."
+        )
+    return min(max_num_seqs, num_states)
+
+
+def _longest_request(
+    config: EngineConfig,
+    limit: LengthLimit,
+    num_bytes: int,
+    bytes_per_block: int,
+    max_sequence_blocks: int | None,
+) -> int:
+    """Return the length limit of a request in tokens: max_model_len, or what fits into the memory.
+
+    Args:
+        config: the settings.
+        limit: the length limit of the model.
+        num_bytes: the memory for blocks.
+        bytes_per_block: the memory of one block.
+        max_sequence_blocks: as for `plan_memory`.
+
+    Raises:
+        ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
+            too small for one block.
+    """
+    block_size = config.block_size
+    configured = _configured_len(config, limit)
+    num_blocks = _num_fitting_blocks(num_bytes, bytes_per_block)
+    # A sequence of this length uses all blocks.
+    fitting_len = max(0, num_blocks) * block_size
+    if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
+        # The blocks before the attention window are freed, so every length fits.
+        fitting_len = max(fitting_len, limit.num_tokens)
+    required_len = configured or min(block_size, limit.num_tokens)
+    if fitting_len >= required_len:
+        return configured or min(limit.num_tokens, fitting_len)
+    num_needed = _num_blocks(configured or 1, block_size)
+    if max_sequence_blocks is not None:
+        num_needed = min(num_needed, max_sequence_blocks)
+    raise ConfigError(
+        f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
+        f"max_model_len of {configured or block_size} needs "
+        f"{format_bytes((num_needed + 1) * bytes_per_block)}. Raise kv_cache_memory"
+        + (" or lower max_model_len." if configured else ".")
+    )
+
+
+def _num_fitting_blocks(num_bytes: int, bytes_per_block: int) -> int:
+    """Return how many blocks fit into `num_bytes` bytes besides the block for padding.
+
+    The result is -1 if no block fits.
+    """
+    return num_bytes // bytes_per_block - 1
 
 
 def _plan_without_blocks(
@@ -396,18 +365,3 @@ def _read_number(name: str) -> int | None:
         return int((Path("/sys/fs/cgroup") / name).read_text())
     except (OSError, ValueError):
         return None
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """Return the dicts that describe the rotary embeddings in a config.
-
-    A config contains one dict for all layers, or one dict for each type of layer.
-
-    Example: {"full": {"rope_type": "default"}, "local": {"rope_type": "yarn"}} gives the two inner
-    dicts, and {"rope_type": "yarn"} gives itself.
-    """
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return []
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]

@@ -11,11 +11,14 @@ from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.huge_pages import move_weights
-from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.linear.quantise_weights import model_bytes, quantise_linears
+from nereid_backend.linear.quantise_weights import (
+    model_bytes,
+    quantise_linears,
+    slow_integers_warning,
+)
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.model.weight_memory import check_weight_memory
@@ -24,10 +27,6 @@ from nereid_backend.paths.model_call import ModelCall
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A
 # different order of summation causes 1e-6 in float32 and 0.05 in bfloat16.
 _LAYOUT_TOLERANCE = 0.3
-_SLOW_INTEGERS = (
-    ". There is no kernel for such weights, because the CPU has no AVX2 or g++ is missing. A step "
-    "is several times slower than with weight_dtype=auto"
-)
 
 
 def load_weights(
@@ -51,7 +50,7 @@ def load_weights(
         rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _load(config, device, hook, progress, rounded_bits)
     if rounded_bits is not None:
-        quantise_linears(checkpoint.model, bits=rounded_bits)
+        quantise_linears(checkpoint.model, rounded_bits, progress)
         progress(
             f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
             "read, because the unrounded weights do not fit into the memory"
@@ -65,6 +64,8 @@ def load_weights(
             # The packed weights do not work for this model. Packing has replaced the original
             # weights, so they are read from the checkpoint again.
             checkpoint = _load(config, device, hook, progress)
+        # A packed output layer may have a copy of the weight that it shares with the embedding.
+        checkpoint = replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
     move_weights(checkpoint.model)
     return checkpoint
 
@@ -113,7 +114,7 @@ def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
     if before is None:
         return True  # The logits could not be compared, so the layers stay as they are.
     if checkpoint.device.type == "cpu":
-        num_packed = prepack_linears(checkpoint.model, copy_shared=True)
+        num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
         if num_packed == 0:
             return True
         if not _are_equal(before, _short_logits(checkpoint)):
@@ -150,7 +151,8 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     if weight_dtype == "fp8":
         num_layers = _store_as_float8(checkpoint)
     else:
-        num_layers = quantise_linears(checkpoint.model, bits=4 if weight_dtype == "int4" else 8)
+        bits = 4 if weight_dtype == "int4" else 8
+        num_layers = quantise_linears(checkpoint.model, bits, progress)
     after = _short_logits(checkpoint)
     if not num_layers or after is None or before is None:
         raise ConfigError(
@@ -158,8 +160,7 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
             f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
         )
     difference = ((after - before).square().mean().sqrt() / before.std()).item()
-    is_slow = weight_dtype != "fp8" and not grouped_linear.is_available()
-    warning = _SLOW_INTEGERS if is_slow else ""
+    warning = "" if weight_dtype == "fp8" else slow_integers_warning()
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
         f"the logits by {difference:.2g} of their standard deviation{warning}"

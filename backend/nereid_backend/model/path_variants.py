@@ -24,7 +24,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.model.limits import sparse_limit
+from nereid_backend.model.length_limits import sparse_limit
 from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_rows
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath

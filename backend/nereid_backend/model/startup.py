@@ -20,9 +20,9 @@ from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
-from nereid_backend.core.window import AttentionWindow
 from nereid_backend.draft_model import DraftModel
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
@@ -47,6 +47,7 @@ from nereid_backend.model.limits import (
 from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
+from nereid_backend.paths.compiled_forward import CompiledForward
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling
@@ -175,21 +176,15 @@ def load(
     _warn_about_experiments(config, device, progress)
     check_draft_folder(config)
     opened = open_model(config, hook, progress, clock)
-    checkpoint, chosen, spec = opened.checkpoint, opened.chosen, opened.chosen.spec
+    checkpoint, spec = opened.checkpoint, opened.chosen.spec
     opened_draft = open_draft(config, checkpoint, spec, progress)
     num_tokens = _tokens_per_step(config, device)
-    activations = measure_activations(
-        checkpoint,
-        spec,
-        num_tokens=min(num_tokens, chosen.limit.num_tokens),
-        num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-    )
+    step_bytes = _measure_step(config, opened, num_tokens)
+    budget = opened.cache_budget(step_bytes or 0)
     draft_bytes = opened_draft.bytes_per_token if opened_draft is not None else 0
-    budget = opened.cache_budget(activations or 0)
     memory = _plan_memory(config, opened, num_tokens, budget, draft_bytes)
     weights_bytes = checkpoint.weights_bytes
-    progress(describe_memory(config, memory, weights_bytes, activations, num_tokens, spec.layers))
+    progress(describe_memory(config, memory, weights_bytes, step_bytes, num_tokens, spec.layers))
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,
@@ -203,36 +198,56 @@ def load(
         draft = opened_draft.build(config, memory, num_tokens, progress)
     clock.end("cache")
     if config.measure_attention:
-        use_fastest_attention(path, checkpoint, chosen, progress)
-    compiled = None
-    swap = None
-    if config.compile_forward == "auto":
-        swap = use_fast_forward(config, path, checkpoint, hook, chosen, progress)
-    elif config.compile_forward:
-        compiled = use_compiled_forward(path, checkpoint, hook, chosen, progress)
+        use_fastest_attention(path, checkpoint, opened.chosen, progress)
+    compiled, swap = _compile_forward(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
-        use_decode_graphs(path, checkpoint, chosen, compiled, sizes, activations or 0, progress)
+        use_decode_graphs(
+            path, checkpoint, opened.chosen, compiled, sizes, step_bytes or 0, progress
+        )
     clock.end("graphs")
-    return Loaded(
-        _runner(config, device, opened.images.add(path), progress),
-        _describe(config, checkpoint, memory, chosen, clock.seconds, num_tokens),
-        spec,
-        attention_window_of(spec.layers),
-        memory.num_states if spec.has_snapshots else 0,
-        path,
-        partial(
-            AdapterStore,
-            checkpoint.adapters,
-            opened.adaptable_layers,
-            torch.empty(0, dtype=checkpoint.model.dtype, device=device),
-            config.lora_memory,
-        ),
-        opened.images,
-        partial(place_images, device=device, dtype=checkpoint.model.dtype),
-        swap,
-        draft,
+    dtype = checkpoint.model.dtype
+    make_adapter_store = partial(
+        AdapterStore,
+        checkpoint.adapters,
+        opened.adaptable_layers,
+        torch.empty(0, dtype=dtype, device=device),
+        config.lora_memory,
     )
+    return Loaded(
+        runner=_runner(config, device, opened.images.add(path), progress),
+        info=_describe(config, checkpoint, memory, opened.chosen, clock.seconds, num_tokens),
+        spec=spec,
+        attention_window=attention_window_of(spec.layers),
+        num_states=memory.num_states if spec.has_snapshots else 0,
+        path=path,
+        make_adapter_store=make_adapter_store,
+        images=opened.images,
+        place_images=partial(place_images, device=device, dtype=dtype),
+        swap=swap,
+        draft=draft,
+    )
+
+
+def _compile_forward(
+    config: EngineConfig,
+    path: ForwardPath,
+    opened: OpenedModel,
+    hook: AttentionHook,
+    progress: Progress,
+) -> tuple[CompiledForward | None, ForwardSwap | None]:
+    """Compile the forward pass now or in the background, as the setting compile_forward says.
+
+    Returns:
+        The forward pass that was compiled now, and the compilation that runs in the background.
+        Each item is None if it does not exist.
+    """
+    if config.compile_forward == "auto":
+        swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
+        return None, swap
+    if config.compile_forward:
+        return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress), None
+    return None, None
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
@@ -251,6 +266,17 @@ def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
     """
     default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     return config.max_num_batched_tokens or max(config.max_num_seqs, default)
+
+
+def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:
+    """Return the memory in bytes of a step with `num_tokens` tokens; None if it is unknown."""
+    return measure_activations(
+        opened.checkpoint,
+        opened.chosen.spec,
+        num_tokens=min(num_tokens, opened.chosen.limit.num_tokens),
+        num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+    )
 
 
 def _plan_memory(
@@ -296,7 +322,7 @@ def _runner(
 ) -> Runner:
     """Return the runner of a forward path. It has the GPU sampling kernel if that is usable."""
     if config.sampling_kernel and device.type == "cuda":
-        reason = gpu_sampling.why_not(device)
+        reason = gpu_sampling.why_unusable(device)
         if reason is None:
             return Runner(path, sampling_kernel=True)
         progress(f"sampling_kernel: off, because {reason}")

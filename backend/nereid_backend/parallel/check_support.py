@@ -2,11 +2,10 @@
 """Refuses models and settings that do not work with tensor parallelism, before loading begins."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from nereid_backend.checkpoint import check_files, read_config
@@ -15,10 +14,10 @@ from nereid_backend.checkpoints.load_model import model_class
 from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, UnsupportedModelError
+from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
-# The name of a linear layer that computes keys ends with one of these texts. The layer may also
-# compute queries or values.
-_KEY_LAYERS = ("k_proj", "qkv_proj", "query_key_value")
+# A linear layer with one of these names computes queries, keys and values.
+_FUSED_LAYERS = ("qkv_proj", "query_key_value")
 
 
 def check_settings(config: EngineConfig, device: torch.device) -> None:
@@ -72,7 +71,7 @@ def check_checkpoint(config: EngineConfig) -> None:
     Raises:
         ModelError: if the checkpoint is damaged.
         UnsupportedModelError: if the architecture cannot be divided, or the weights are quantised.
-        ConfigError: if the number of heads is not a multiple of tensor_parallel_size.
+        ConfigError: if the ranks would compute different numbers of heads.
     """
     size = config.tensor_parallel_size
     folder = Path(checkpoint_folder(config.model))
@@ -84,9 +83,10 @@ def check_checkpoint(config: EngineConfig) -> None:
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
         )
     architecture = (getattr(model_config, "architectures", None) or [model_config.model_type])[0]
-    plan = _tensor_parallel_plan(model_config)
+    empty_model = model_without_weights(model_config)
+    plan = tensor_parallel_plan(empty_model)
     unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
-    if not plan or unknown_styles:
+    if empty_model is None or not plan or unknown_styles:
         reason = f"a plan with the unknown styles {unknown_styles}" if plan else "no plan"
         raise UnsupportedModelError(
             f"{architecture} cannot be combined with tensor_parallel_size={size}, because "
@@ -94,9 +94,20 @@ def check_checkpoint(config: EngineConfig) -> None:
             "(base_model_tp_plan). Set tensor_parallel_size=1."
         )
     _check_heads(model_config.get_text_config(decoder=True), plan, size)
+    _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
 
 
-def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
+def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
+    """Return the model on the device "meta", or None if transformers has no class for the model."""
+    found_class = model_class(config)
+    if found_class is None:
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = found_class(config)
+    return model
+
+
+def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
     """Return the plan by which transformers divides a model among the ranks.
 
     The plan maps the names of layers and weights to styles of division.
@@ -104,24 +115,22 @@ def _tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
     Example of an item: "model.layers.*.self_attn.q_proj" has the style "colwise". The plan is empty
     if transformers has no plan or no class for the model.
     """
-    found_class = model_class(config)
-    if found_class is None:
-        return {}
-    with torch.device("meta"):
-        model: Any = found_class(config)
     # The plan of every architecture contains the output layer lm_head. If the plan contains nothing
     # else, transformers cannot divide the model.
-    plan: dict[str, str] = model.tp_plan
+    plan: dict[str, str] = {} if model is None else model.tp_plan
     return plan if set(plan) - {"lm_head"} else {}
 
 
 def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
-    """Raise a ConfigError if the heads of attention cannot be divided into `size` equal parts."""
+    """Raise a ConfigError if the query heads cannot be divided into `size` equal parts.
+
+    The KV heads must also be divisible if one layer computes queries, keys and values.
+    """
     colwise = {name.rsplit(".", 1)[-1] for name, style in plan.items() if style == "colwise"}
     names = []
-    if colwise & {*_KEY_LAYERS, "q_proj", "q_b_proj"}:
+    if colwise & {*_FUSED_LAYERS, "k_proj", "q_proj", "q_b_proj"}:
         names.append("num_attention_heads")
-    if colwise & set(_KEY_LAYERS):
+    if colwise & set(_FUSED_LAYERS):
         names.append("num_key_value_heads")
     for name in names:
         count = number_of_heads(config, name)
@@ -129,6 +138,22 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
             raise ConfigError(
                 f"tensor_parallel_size: the value must divide the model's {name}, which is "
                 f"{count}, but it is {size}. Each GPU computes an equal number of heads."
+            )
+
+
+def _check_kv_heads(counts: list[int], size: int) -> None:
+    """Raise a ConfigError if the ranks cannot compute equal numbers of KV heads.
+
+    Args:
+        counts: the numbers of KV heads of the attention layers.
+        size: the number of ranks.
+    """
+    for count in counts:
+        if count % size and size % count:
+            raise ConfigError(
+                "tensor_parallel_size: the value must be a divisor or a multiple of the model's "
+                f"number of KV heads, which is {count}, but it is {size}. Each GPU computes an "
+                "equal number of KV heads, or several GPUs compute the same KV head."
             )
 
 

@@ -22,7 +22,8 @@ from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
-from nereid_backend.model.limits import kv_cache_budget, model_limit, usable_cpus
+from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.limits import kv_cache_budget, usable_cpus
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
 from nereid_backend.model.weight_memory import check_weight_memory
 from nereid_backend.parallel.check_support import (
@@ -239,7 +240,10 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
 def _describe_heads(shard: Shard, size: int) -> str:
     """Return a line for the log: the number of attention heads that each process computes."""
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
-    described = " or ".join(f"{kv} KV heads and {query} query heads" for kv, query in sorted(heads))
+    described = " or ".join(
+        f"{kv} KV head{'s' * (kv > 1)} and {query} query head{'s' * (query > 1)}"
+        for kv, query in sorted(heads)
+    )
     num_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
     note = ""
     if any(query == num_heads for _, query in heads):

@@ -2,14 +2,18 @@
 """Loads the part of a model that one rank computes."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
+from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint, read_config
+from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.model.path_variants import PathSpec, path_variants
+from nereid_backend.parallel.check_support import model_without_weights, tensor_parallel_plan
+from nereid_backend.parallel.kv_heads import keep_own_heads, replication_rules
 from nereid_backend.parallel.process_group import Rank
 
 
@@ -30,7 +34,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
     """Load one rank's part of a model. All ranks must call this function at the same time.
 
     transformers divides the layers by its own plan, and reads only the rank's part of each divided
-    weight.
+    weight. If there are fewer KV heads than ranks, several ranks compute the same KV head.
 
     Args:
         config: the settings.
@@ -42,6 +46,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
+    rules = _replication_rules(config, rank.size)
     with rank.loading():
         checkpoint = load_checkpoint(
             config.model,
@@ -50,8 +55,9 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             attention=hook.name,
             progress=progress,
             trust_remote_code=config.trust_remote_code,
-            distributed=DistributedConfig(tp_size=rank.size),
+            distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
+    keep_own_heads(checkpoint.model, rules, rank)
     (_, variants), *_ = path_variants(checkpoint, hook, config.max_model_len)
     try:
         return Shard(checkpoint, next(variants))
@@ -62,3 +68,10 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             "The divided model cannot use the forward path packed, because "
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
+
+
+def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
+    """Return the rules for KV heads that several ranks compute; see `replication_rules`."""
+    folder = Path(checkpoint_folder(config.model))
+    model = model_without_weights(read_config(folder, config.trust_remote_code))
+    return {} if model is None else replication_rules(model, tensor_parallel_plan(model), size)

@@ -8,7 +8,9 @@ padded.py             `padded`: models with their own attention code, which get 
 single_sequence.py    `single`: all other models, one sequence at a time
 step_batch.py         converts a step plan into tensors
 model_call.py         functions that several paths use
-compiled_forward.py   compiles a model's forward pass
+compiled_forward.py   the compiled forward pass of a model
+build_library.py      traces the code of a model, and compiles it into a library
+library_files.py      the folder of such a library
 background_compilation.py, compile_process.py
                       compiles a forward pass in another process
 model_skeleton.py     sends a model without its weights to this process

@@ -75,12 +75,8 @@ def _compile(message: bytes, folder: Path) -> None:
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
-    from nereid_backend.paths.compiled_forward import (
-        TraceError,
-        build_library,
-        has_library,
-        write_trace_error,
-    )
+    from nereid_backend.paths.build_library import build_library
+    from nereid_backend.paths.library_files import TraceError, has_library, write_trace_error
     from nereid_backend.paths.model_skeleton import unpack_skeleton
 
     if has_library(folder):

@@ -20,6 +20,7 @@ from nereid_backend.paths.cuda_capture import CapturePieces
 from nereid_backend.paths.cuda_graphs import DecodeGraphs
 from nereid_backend.paths.model_call import ModelCall, Sizes
 from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
+from nereid_backend.paths.position_embeddings import PositionEmbeddings
 from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
@@ -75,6 +76,7 @@ class PackedPath:
         self._builder = builder
         # Whether the model can compute the logits of selected tokens only.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
+        self._positions = PositionEmbeddings(self._model)
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
@@ -145,12 +147,13 @@ class PackedPath:
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
         """Compute a step by calling the model itself, not the compiled forward pass; see `run`."""
-        with self._hook.serving(attention):
+        optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
+        with self._hook.serving(attention), self._positions.serving(batch.position_ids):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                **({"logits_to_keep": batch.logits_index} if self._selects_logits else {}),
+                **optional,
             )
         logits: Tensor = output.logits[0]
         if not self._selects_logits:

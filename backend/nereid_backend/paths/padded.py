@@ -31,6 +31,7 @@ from nereid_backend.paths.model_call import (
     join_logits,
     token_inputs,
 )
+from nereid_backend.paths.position_embeddings import PositionEmbeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class PaddedPath:
             batches_sequences: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
+        self._positions = PositionEmbeddings(checkpoint.model)
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._adapters = checkpoint.adapters
@@ -195,7 +197,7 @@ class PaddedPath:
         ids, positions = token_inputs(chunks, self._device)
         step = _Step.of(chunks, self._cache)
         num_logits = max(1, *(chunk.num_logits for chunk in chunks))
-        with self._adapters.serving(chunks):
+        with self._adapters.serving(chunks), self._positions.serving(positions):
             return self._call(
                 ids,
                 num_logits=num_logits,

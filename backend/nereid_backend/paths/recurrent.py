@@ -10,7 +10,7 @@ tables, as on the forward path `packed`.
               [b]   states: one cache for the batch
               [c]
 
-A snapshot is a copy of one sequence's state (core/state_snapshots.py). The scheduler decides when a
+A snapshot is a copy of one sequence's state (state_snapshots.py). The scheduler decides when a
 state is copied, and which sequence starts with a snapshot.
 
 If the next step has the same rows, its decodes use the same cache. Otherwise the cache is split
@@ -132,8 +132,10 @@ class RowsPath:
         decodes: list[int] = []
         prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
-            is_decode = chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk)
-            (decodes if is_decode else prefills).append(index)
+            if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
+                decodes.append(index)
+            else:
+                prefills.append(index)
         # The logits of each chunk, in the order of the plan.
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         if decodes:
@@ -203,7 +205,7 @@ class RowsPath:
         cache = self._take_cache(rows)
         lengths = [self._lengths.pop(row) for row in rows]
         ids, positions = token_inputs(chunks, self._device)
-        logits = self._run(chunks, ids, positions, cache, 1)
+        logits = self._run(chunks, ids, positions, cache, num_logits=1)
         self._batch_cache = _BatchCache(rows, cache)
         self._lengths.update((row, n + 1) for row, n in zip(rows, lengths, strict=True))
         return logits
@@ -279,7 +281,9 @@ class RowsPath:
         else:
             cache = make_cache(self._config)
         ids, positions = token_inputs([chunk], self._device)
-        logits = self._run([chunk], ids, positions, cache, max(1, chunk.num_logits))
+        # The model computes at least one logit. A chunk without logits drops it below.
+        num_logits = max(1, chunk.num_logits)
+        logits = self._run([chunk], ids, positions, cache, num_logits=num_logits)
         self._batch_cache = _BatchCache((row,), cache)
         self._lengths[row] = chunk.start + chunk.num_tokens
         return logits[0, : chunk.num_logits]

@@ -116,7 +116,9 @@ def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa:
         states: the state of each row.
     """
     cache: Any = make_cache(config)
-    for layer, parts in zip(cache.layers, zip(*states, strict=True), strict=True):
+    # Each state is a list with one item for each layer. `zip` groups the items by layer instead.
+    states_by_layer = zip(*states, strict=True)
+    for layer, parts in zip(cache.layers, states_by_layer, strict=True):
         for name in parts[0]:
             setattr(layer, name, _merge([part[name] for part in parts]))
     return cache

@@ -117,45 +117,44 @@ class BatchBuilder:
         starts = np.array([chunk.start for chunk in plan.chunks])
         counts = np.array([chunk.num_tokens for chunk in plan.chunks])
         num_logits = np.array([chunk.num_logits for chunk in plan.chunks])
+        # Chunks of one token (decodes) come before all longer chunks (prefills).
         num_decodes = int(np.count_nonzero(counts == 1))
+        prefill_chunks = plan.chunks[num_decodes:]
         positions = _consecutive(starts, counts)
-        slots = self._slots(positions, rows.repeat(counts))
         # The logits of the last num_logits tokens of each chunk are needed.
         logits_index = _consecutive(counts.cumsum() - num_logits, num_logits)
         groups = self._group(positions[:num_decodes] + 1)
-        # One operation copies all arrays to the device. The resulting tensors are then read in the
-        # order in which the arrays are added here.
-        arrays = [_input_ids(plan.chunks, num_decodes), positions, slots]
-        arrays.append(logits_index if len(logits_index) else np.zeros(1, np.int64))
-        for tokens, lens in groups:
-            arrays.append(self._blocks(rows[tokens], lens.max()))
-            arrays.append(lens)
-            if not isinstance(tokens, slice):
-                arrays.append(tokens)
-        for index, chunk in enumerate(plan.chunks[num_decodes:], num_decodes):
-            arrays.append(self._blocks(rows[index : index + 1], chunk.start + chunk.num_tokens))
+        step_arrays = [
+            _input_ids(plan.chunks, num_decodes),
+            positions,
+            self._slots(positions, rows.repeat(counts)),
+            logits_index if len(logits_index) else np.zeros(1, np.int64),
+            _pending_tokens(plan),
+        ]
+        group_arrays = self._group_arrays(groups, rows)
+        prefill_arrays = [
+            self._blocks(rows[index : index + 1], chunk.start + chunk.num_tokens)
+            for index, chunk in enumerate(prefill_chunks, num_decodes)
+        ]
         kernel_arrays = self._kernel_arrays(plan.chunks, groups)
-        arrays += kernel_arrays
-        pending = itertools.chain.from_iterable(plan.pending)
-        arrays.append(np.fromiter(pending, np.int64, 2 * len(plan.pending)).reshape(-1, 2).T)
+        # One operation copies all arrays to the device. Below, the tensors are taken from the
+        # iterator in the order of the arrays.
+        arrays = [*step_arrays, *group_arrays, *prefill_arrays, *kernel_arrays]
         tensors = iter(upload_all(arrays, device))
-        input_ids, position_ids, slot_ids, logits_ids = itertools.islice(tensors, 4)
+        input_ids, position_ids, slots, logits_ids, pending = itertools.islice(tensors, 5)
         attention = AttentionBatch(
-            slots=slot_ids,
+            slots=slots,
             num_decodes=num_decodes,
             decodes=self._decode_groups(groups, tensors),
-            prefills=_prefills(plan.chunks[num_decodes:], num_decodes, tensors),
+            prefills=_prefills(prefill_chunks, num_decodes, tensors),
             block_size=self._block_size,
         )
         if self._layout is not None:
-            kernel_tensors = list(itertools.islice(tensors, len(kernel_arrays)))
-            attention.device_rows = PackedRows(self._layout, kernel_tensors)
+            attention.device_rows = PackedRows(self._layout, list(tensors))
         if plan.pending:
             assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
-            # Chunks of one token come first in a step. The index of such a chunk is therefore also
-            # the index of its token.
-            chunks, sources = next(tensors)
-            input_ids.index_copy_(0, chunks, sampled.index_select(0, sources))
+            indices, sources = pending
+            input_ids.index_copy_(0, indices, sampled.index_select(0, sources))
         return StepBatch(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
@@ -163,6 +162,22 @@ class BatchBuilder:
             logits_index=logits_ids,
             num_logits=len(logits_index),
         )
+
+    def _group_arrays(
+        self, groups: list[tuple[Integers | slice, Integers]], rows: Integers
+    ) -> list[Integers]:
+        """Return the arrays of the groups of decodes, in the order in which they are read.
+
+        Each group has its blocks, its lengths, and its token indices if these are not a slice; see
+        `_decode_groups`. `groups` are the groups that `_group` returned, and `rows` are the rows of
+        the step's chunks.
+        """
+        arrays = []
+        for tokens, lens in groups:
+            arrays += [self._blocks(rows[tokens], lens.max()), lens]
+            if not isinstance(tokens, slice):
+                arrays.append(tokens)
+        return arrays
 
     def _kernel_arrays(
         self, chunks: list[Chunk], groups: list[tuple[Integers | slice, Integers]]
@@ -233,11 +248,15 @@ class BatchBuilder:
             rows.append(row)
             has_new_blocks = len(sequence.block_table) > num_filled[row]
             if is_first or has_new_blocks or sequence.num_dropped_blocks > num_dropped[row]:
-                self._fill_row(row, sequence, is_first)
+                self._fill_row(row, sequence, is_first=is_first)
         return np.array(rows)
 
-    def _fill_row(self, row: int, sequence: Sequence, is_first: bool) -> None:
-        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block."""
+    def _fill_row(self, row: int, sequence: Sequence, *, is_first: bool) -> None:
+        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block.
+
+        `is_first` is whether the sequence starts now. The row then still contains the blocks of an
+        earlier sequence.
+        """
         block_table = sequence.block_table
         num_filled = self._num_filled[row]
         if is_first:
@@ -296,6 +315,17 @@ def _consecutive(starts: Integers, counts: Integers) -> Integers:
     first_indices = ends - counts
     numbers: Integers = np.arange(ends[-1]) + (starts - first_indices).repeat(counts)
     return numbers
+
+
+def _pending_tokens(plan: StepPlan) -> Integers:
+    """Return the pending tokens of a plan, [2, num_pending] int64.
+
+    The first row contains the index of each pending token in the step, and the second row the index
+    of its source in the tokens that the previous step samples. A pending token belongs to a decode.
+    Decodes come first in a step, so the index of the decode is also the index of its token.
+    """
+    numbers = itertools.chain.from_iterable(plan.pending)
+    return np.fromiter(numbers, np.int64, 2 * len(plan.pending)).reshape(-1, 2).T
 
 
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:

@@ -19,7 +19,7 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.pooling.load_encoder import Encoder
+from nereid_backend.pooling.loading.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedForward, RowsForward
 
@@ -122,11 +122,20 @@ def _methods(
 
 
 @torch.inference_mode()
-def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int) -> Head:
+def choose_head(
+    encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
+) -> Head:
     """Choose how the output of a model's head is computed.
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
     of all tokens, or a run of the whole model.
+
+    Args:
+        encoder: the model.
+        chosen: how token vectors are computed.
+        name: the name of the model's class, for error messages.
+        max_len: the length limit of inputs in tokens.
+        per_token: whether the head classifies single tokens instead of whole texts.
 
     Mutates: the model's attention, if the whole model must be run to compute the head's output.
 
@@ -136,13 +145,13 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
     batch = random_batch(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    for rows in ("first", "last", "all"):
-        head = Head(encoder, rows)
+    for rows in ("tokens",) if per_token else ("first", "last", "all"):
+        head = Head(encoder, rows, per_token)
         if _why_inexact(head, hidden, batch, expected) is None:
             return head
     # Run the whole model on a padded batch, as transformers itself does.
     encoder.model.set_attn_implementation(encoder.own_attention)
-    whole_model = Head(encoder, "whole")
+    whole_model = Head(encoder, "whole", per_token)
     reason = _why_inexact(whole_model, hidden, batch, expected)
     if reason is not None:
         raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
@@ -158,7 +167,7 @@ def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor
         head: the head.
         hidden: the token vectors of the texts, [num_tokens, hidden_size].
         batch: the texts.
-        expected: the correct logits, float32 [num_texts, num_labels].
+        expected: the correct logits, float32 (see Head.logits for the shape).
     """
     try:
         output = head.logits(hidden, batch).float()
@@ -175,15 +184,17 @@ def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
     """Run the whole model, with its own attention, on each text alone, and return the logits.
 
-    Shapes: returns float32 [num_texts, num_labels].
+    Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
+    classifies single tokens.
     """
     rows = []
-    with _own_attention(encoder, chosen):
+    with own_attention(encoder, chosen):
         for text in batch.split():
             extra = {} if text.type_ids is None else {"token_type_ids": text.type_ids[None]}
             logits = encoder.model(input_ids=text.token_ids[None], **extra).logits
-            rows.append(logits[0].float())
-    return torch.stack(rows)
+            rows.append(logits.float())
+    # A head that classifies single tokens returns [1, length, num_labels] for each text.
+    return torch.cat([row[0] if row.ndim > 2 else row for row in rows])
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
@@ -355,7 +366,7 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
 
 
 @contextmanager
-def _own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
+def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
     """Use the model's own attention until the context ends.
 
     Nothing changes if the chosen method uses the model's own attention anyway.

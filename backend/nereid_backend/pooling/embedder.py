@@ -100,7 +100,7 @@ class Embedder(_OfflineModel):
         }
         listed: list[Any] = [inputs] if isinstance(inputs, str | dict) else list(inputs)
         if listed and all(isinstance(one, int) for one in listed):
-            listed = [listed]
+            listed = [listed]  # a list of integers is one input: the token ids of a text
         if not listed:
             return np.zeros((0, dimensions or self.info.dimension), dtype=np.float32)
         vectors = self._run([_item(one, options) for one in listed])

@@ -11,9 +11,9 @@ from transformers import AutoImageProcessor
 
 from nereid_backend.errors import ModelError, RequestError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.choose_forward import SELF_CHECK_LENS, random_batch, relative_difference
-from nereid_backend.pooling.load_encoder import Encoder
+from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
+from nereid_backend.pooling.loading.load_encoder import Encoder
 from nereid_backend.pooling.packed_texts import TokenBatch
 
 # Limits for the test of padded batches. The vectors of texts in a padded batch may differ by at

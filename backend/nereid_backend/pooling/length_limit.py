@@ -2,10 +2,10 @@
 """Determines the length limit of the inputs of a pooling model."""
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import model_limit
-from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
+from nereid_backend.model.length_limits import model_limit
 from nereid_backend.pooling.choose_forward import position_table
-from nereid_backend.pooling.load_encoder import Encoder
+from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
+from nereid_backend.pooling.loading.load_encoder import Encoder
 from nereid_backend.pooling.pooling_config import PoolingConfig
 
 # Tokenizers without a length limit return a huge number as their limit.

@@ -37,11 +37,14 @@ class TokenBatch:
         type_ids: for each token 0 for the first text of a pair and 1 for the second one, int64
             [num_tokens]. None means the model's default.
         lens: the number of tokens of each text.
+        attended_lens: the number of tokens at the beginning of each text to which the tokens of the
+            text attend. None means all tokens.
     """
 
     token_ids: Tensor
     type_ids: Tensor | None
     lens: tuple[int, ...]
+    attended_lens: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -55,15 +58,15 @@ class TokenBatch:
         If only some texts have type ids, the tokens of the other texts get the type id 0. Example:
         [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
         """
-        flat = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
-        type_ids = None
-        if any(one is not None for one in types):
-            rows = (
-                one if one is not None else [0] * len(s)
-                for s, one in zip(sequences, types, strict=True)
-            )
-            type_ids = torch.tensor([i for row in rows for i in row], dtype=torch.int64).to(device)
-        return cls(flat.to(device), type_ids, tuple(len(s) for s in sequences))
+        flat_ids = [token_id for ids in sequences for token_id in ids]
+        token_ids = torch.tensor(flat_ids, dtype=torch.int64).to(device)
+        lens = tuple(len(ids) for ids in sequences)
+        if all(text_types is None for text_types in types):
+            return cls(token_ids, None, lens)
+        flat_types: list[int] = []
+        for length, text_types in zip(lens, types, strict=True):
+            flat_types += [0] * length if text_types is None else text_types
+        return cls(token_ids, torch.tensor(flat_types, dtype=torch.int64).to(device), lens)
 
     @property
     def starts(self) -> list[int]:
@@ -111,8 +114,22 @@ class TokenBatch:
 
     def mask(self) -> Tensor:
         """Return the mask of a padded batch, bool [num_texts, longest]. True means a token."""
-        lens = torch.tensor(self.lens, device=self.token_ids.device)
-        return torch.arange(max(self.lens), device=lens.device) < lens[:, None]
+        return self._mask_of(self.lens)
+
+    def attention_mask(self) -> Tensor:
+        """Return the mask of a padded batch, bool [num_texts, longest].
+
+        True means a token to which the tokens of the same text attend.
+        """
+        return self._mask_of(self.attended_lens or self.lens)
+
+    def _mask_of(self, lens: tuple[int, ...]) -> Tensor:
+        """Return a mask [num_texts, longest] that is True for the first lens[i] tokens of text i.
+
+        `longest` is the number of tokens of the longest text.
+        """
+        ends = torch.tensor(lens, device=self.token_ids.device)
+        return torch.arange(max(self.lens), device=ends.device) < ends[:, None]
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
         """Convert packed values [num_tokens, ...] to a padded batch [num_texts, longest, ...].

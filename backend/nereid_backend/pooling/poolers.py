@@ -176,6 +176,26 @@ def load_linear(path: Path, device: torch.device) -> Layer:
     return Layer("Dense", weights)
 
 
+def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
+    """Load a linear layer without a bias from the weights of the encoder in the folder `folder`.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: the name of the layer's matrix among the weights.
+        device: the device of the layer.
+
+    Raises:
+        ModelError: the weights are missing or broken, or have no tensor of this name.
+    """
+    weights = _read_weights(folder)
+    if name not in weights:
+        raise ModelError(
+            f"{folder}: the weights have no {name}, which projects the token vectors. Download the "
+            "checkpoint again."
+        )
+    return Layer("Dense", {"linear.weight": weights[name].float().to(device)})
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a module by name, as stored."""
     path = folder / "model.safetensors"
@@ -184,7 +204,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             weights: dict[str, Tensor] = safetensors.torch.load_file(path)
         else:
             path = folder / "pytorch_model.bin"
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except _READ_ERRORS as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
     return weights

@@ -38,6 +38,10 @@ class PoolingConfig:
     """The data type of the weights: `auto`, `float32`, `bfloat16` or `float16`. `auto` means the
     data type of the checkpoint, but float32 for a float16 checkpoint on a CPU."""
 
+    weight_dtype: Literal["auto", "int8", "int4"] = "auto"
+    """The data type in which linear layers store their weights: `auto` (`dtype`), or `int8` or
+    `int4` (only on CPUs), which change the output."""
+
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
     GPU."""

@@ -114,7 +114,10 @@ class PoolingEngine:
 
 def _result(queued: QueuedItem, value: Value | None, error: str | None) -> PoolingResult:
     """Return the result of a queued item."""
-    return PoolingResult(queued.request_id, queued.index, value, queued.prepared.num_tokens, error)
+    prepared = queued.prepared
+    return PoolingResult(
+        queued.request_id, queued.index, value, prepared.num_tokens, error, prepared.offsets
+    )
 
 
 def _to_stderr(line: str) -> None:

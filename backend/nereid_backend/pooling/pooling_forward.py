@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.pooling.load_encoder import Encoder, accepts
+from nereid_backend.pooling.loading.load_encoder import Encoder, accepts
 from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 
 # Logits over the vocabulary are computed for at most this number of tokens at a time.
@@ -100,14 +100,20 @@ class Head:
         encoder: the model.
         rows: the token vectors of each text that the head needs: "first", "last" or "all" (padded).
             "whole" means that the head cannot be separated from the base, so the whole model is
-            run on a padded batch.
+            run on a padded batch. "tokens" means that the head classifies each token by its vector
+            alone.
+        is_per_token: whether the head classifies single tokens instead of whole texts.
     """
 
     encoder: Encoder
     rows: str
+    is_per_token: bool = False
 
     def logits(self, hidden: Tensor | None, batch: TokenBatch) -> Tensor:
         """Return the logits of each text, [num_texts, num_labels].
+
+        If the head classifies single tokens, return the logits of each token,
+        [num_tokens, num_labels].
 
         Args:
             hidden: the token vectors [num_tokens, hidden_size]. Not needed if rows is "whole".
@@ -115,8 +121,11 @@ class Head:
         """
         if self.rows == "whole":
             logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
-            return logits
+            return logits[batch.mask()] if self.is_per_token else logits
         assert hidden is not None
+        if self.rows == "tokens":
+            ids = batch.token_ids[None]
+            return self._run(hidden[None], ids, torch.ones_like(ids))[0]
         if self.rows == "all":
             return self._logits_of_padded(hidden, batch)
         return self._logits_of_one_token(hidden, batch)
@@ -129,7 +138,7 @@ class Head:
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """Compute the logits of the head from the vector of one token of each text."""
-        index = torch.tensor(self._tokens(batch), device=hidden.device)
+        index = torch.tensor(self._token_indices(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
 
@@ -145,11 +154,13 @@ class Head:
             logits: Tensor = self.encoder.model(input_ids=ids, attention_mask=mask).logits
         return logits
 
-    def _tokens(self, batch: TokenBatch) -> list[int]:
+    def _token_indices(self, batch: TokenBatch) -> list[int]:
         """Return the index of the one token that the head needs from each text.
 
-        `rows` determines whether this is the first or the last token of the text. The indices refer
-        to the packed batch.
+        The attribute `rows` determines whether this is the first or the last token of the text.
+
+        Example: for the texts [5, 6] and [7, 8, 9], which are packed as [5, 6, 7, 8, 9], the result
+        is [0, 2] for the first tokens, and [1, 4] for the last tokens.
         """
         starts = batch.starts
         if self.rows == "first":
@@ -159,8 +170,10 @@ class Head:
         ids = batch.token_ids.tolist()
         last_tokens = []
         for start, end in itertools.pairwise(starts):
-            from_end = (i for i in range(end - 1, start - 1, -1) if ids[i] != padding)
-            last_tokens.append(next(from_end, start))
+            last = end - 1
+            while last > start and ids[last] == padding:
+                last -= 1
+            last_tokens.append(last)
         return last_tokens
 
 
@@ -203,7 +216,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
     padding = getattr(encoder.tokenizer, "pad_token_id", None) or 0
     types = None if batch.type_ids is None else batch.pad(batch.type_ids)
     arguments = _arguments(model, batch.pad(batch.token_ids, padding), types)
-    return model(attention_mask=batch.mask().long(), **arguments)
+    return model(attention_mask=batch.attention_mask().long(), **arguments)
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("dense", "sparse", "multi_vector", "score", "classify")
+KINDS = ("dense", "sparse", "multi_vector", "score", "classify", "token_classify")
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 
 Floats = NDArray[np.float32]
@@ -116,8 +116,12 @@ class PoolingResult:
             multi_vector: float32 [num_tokens, dim].
             score: a float.
             classify: float32 [num_labels].
+            token_classify: float32 [num_tokens, num_labels].
         num_tokens: the number of tokens of the input, including special tokens.
         error: the reason why there is no value; None without an error.
+        offsets: for the kind token_classify the characters of each token in the text: the index of
+            the first character and the index after the last one, int32 [num_tokens, 2]. A special
+            token has no characters. None for other kinds.
     """
 
     request_id: str
@@ -125,3 +129,4 @@ class PoolingResult:
     value: Value | None
     num_tokens: int
     error: str | None = None
+    offsets: NDArray[np.int32] | None = None

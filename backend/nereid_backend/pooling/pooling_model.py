@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,12 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import choose_device
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.limits import usable_cpus
-from nereid_backend.pooling.checkpoint_spec import (
-    CAUSAL,
-    MASKED,
-    SEQUENCE,
-    TOWERS,
-    CheckpointSpec,
-    read_checkpoint_spec,
+from nereid_backend.pooling.choose_forward import (
+    ChosenForward,
+    choose_forward,
+    choose_head,
+    own_attention,
 )
-from nereid_backend.pooling.choose_forward import ChosenForward, choose_forward, choose_head
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.image_text_towers import (
     ImageReader,
@@ -30,13 +28,23 @@ from nereid_backend.pooling.image_text_towers import (
     image_vectors,
     text_vectors,
 )
+from nereid_backend.pooling.integer_weights import store_as_integers
 from nereid_backend.pooling.length_limit import length_limit
-from nereid_backend.pooling.load_encoder import Encoder, load_encoder
-from nereid_backend.pooling.output_layers import load_output_layers
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    CAUSAL,
+    MASKED,
+    SEQUENCE,
+    TOKENS,
+    TOWERS,
+    CheckpointSpec,
+    read_checkpoint_spec,
+)
+from nereid_backend.pooling.loading.load_encoder import Encoder, load_encoder
+from nereid_backend.pooling.loading.output_layers import load_output_layers
 from nereid_backend.pooling.packed_texts import TokenBatch
 from nereid_backend.pooling.poolers import Layer, pool
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.pooling_forward import Head, token_logits
+from nereid_backend.pooling.pooling_forward import Head, PaddedForward, token_logits
 from nereid_backend.pooling.pooling_items import PoolingInfo, Value
 from nereid_backend.pooling.pooling_outputs import (
     dense_outputs,
@@ -44,6 +52,7 @@ from nereid_backend.pooling.pooling_outputs import (
     score_outputs,
     sparse_output,
     splade_outputs,
+    token_score_outputs,
 )
 from nereid_backend.pooling.prepare_items import ItemPreparer, Prepared
 from nereid_backend.text.prompt_encoder import PromptEncoder
@@ -118,19 +127,23 @@ class PoolingModel:
                 attention=self._hook.name,
                 progress=progress,
             )
+        store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
         max_len = length_limit(config, spec, encoder)
         progress("comparing the vectors of texts in a batch and one by one")
-        # These two attributes stay None for a model with a text and an image tower. Such a model
-        # always computes padded batches, and it has no head.
+        # None for a model with a text and an image tower, which always computes padded batches.
         self._chosen: ChosenForward | None = None
+        # None for a model that is no classifier.
         self._head: Head | None = None
         if spec.loader == TOWERS:
             difference = check_towers(encoder, spec.architecture, max_len)
         else:
             self._chosen = choose_forward(encoder, self._hook, spec.architecture, max_len)
             difference = self._chosen.difference
-        if self._chosen is not None and spec.loader == SEQUENCE:
-            self._head = choose_head(encoder, self._chosen, spec.architecture, max_len)
+            if spec.loader in (SEQUENCE, TOKENS):
+                is_per_token = spec.loader == TOKENS
+                self._head = choose_head(
+                    encoder, self._chosen, spec.architecture, max_len, per_token=is_per_token
+                )
         self._poolers, self._normalizes = self._choose_pooling()
         self._layers = load_output_layers(Path(config.model), spec, encoder)
         self._reranker = None
@@ -138,14 +151,14 @@ class PoolingModel:
             self._reranker = GenerativeReranker(
                 encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
             )
-        load_seconds = time.monotonic() - started
-        self.info = self._describe(config, max_len, difference, load_seconds=load_seconds)
+        self.info = self._describe(
+            config, max_len, difference, load_seconds=time.monotonic() - started
+        )
+        images = None
+        if spec.loader == TOWERS:
+            images = (ImageReader(spec), _image_tokens(encoder))
         self.preparer = ItemPreparer(
-            spec,
-            self.info,
-            encoder.tokenizer,
-            reranker=self._reranker,
-            images=(ImageReader(spec), _image_tokens(encoder)) if spec.loader == TOWERS else None,
+            spec, self.info, encoder.tokenizer, reranker=self._reranker, images=images
         )
 
     def close(self) -> None:
@@ -171,14 +184,19 @@ class PoolingModel:
     def _split(self, batch: Sequence[Prepared]) -> list[list[int]]:
         """Divide a batch into smaller batches. Each smaller batch is a list of indices of items.
 
-        All images are one batch. Packed texts are one batch. Padded texts are divided into batches
-        of similar lengths, so that there is little padding. Example: padded texts with 50, 6 and 5
-        tokens return [[2, 1], [0]].
+        All images are one batch. All expanded queries are one batch. Packed texts are one batch.
+        Padded texts are divided into batches of similar lengths, so that there is little padding.
+        Example: padded texts with 50, 6 and 5 tokens return [[2, 1], [0]].
         """
         images = [i for i, prepared in enumerate(batch) if prepared.pixels is not None]
         texts = [i for i, prepared in enumerate(batch) if prepared.pixels is None]
         texts.sort(key=lambda i: len(batch[i].token_ids))
         batches = [images] if images else []
+        # The expanded queries are a separate batch. All of them have the same length.
+        expanded = [i for i in texts if batch[i].num_attended is not None]
+        if expanded:
+            batches.append(expanded)
+            texts = [i for i in texts if batch[i].num_attended is None]
         if not texts:
             return batches
         if self._is_packed:
@@ -223,14 +241,31 @@ class PoolingModel:
             needs_hidden = self._head.rows != "whole"
             hidden = self._chosen.forward(batch) if needs_hidden else None
             logits = self._head.logits(hidden, batch).float()
+            if self._head.is_per_token:
+                return token_score_outputs(logits, items, activation=self._spec.activation)
             return score_outputs(logits, items, activation=self._spec.activation)
-        hidden = self._chosen.forward(batch)
+        hidden = self._token_vectors(self._chosen, batch, items)
         if self._reranker is not None:
             logits = self._answer_logits(self._reranker, hidden, batch)
             return score_outputs(logits, items, activation=self._spec.activation)
         if self._spec.loader == MASKED:
             return splade_outputs(token_logits(self._encoder, hidden), batch, *self._spec.splade)
         return self._embed(hidden, batch, items)
+
+    def _token_vectors(
+        self, chosen: ChosenForward, batch: TokenBatch, items: list[Prepared]
+    ) -> Tensor:
+        """Return the token vectors of a batch, [num_tokens, hidden_size].
+
+        Expanded queries need an attention mask that hides the mask tokens, so they are computed
+        with the model's own attention.
+        """
+        attended = [prepared.num_attended for prepared in items]
+        if attended[0] is None:
+            return chosen.forward(batch)
+        lens = tuple(length for length in attended if length is not None)
+        with own_attention(self._encoder, chosen):
+            return PaddedForward(self._encoder)(replace(batch, attended_lens=lens))
 
     def _answer_logits(
         self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
@@ -373,7 +408,7 @@ class PoolingModel:
             return "splade"
         if spec.loader == CAUSAL:
             return "yes or no"
-        if spec.loader == SEQUENCE:
+        if spec.loader in (SEQUENCE, TOKENS):
             return "the model's head"
         if spec.loader == TOWERS:
             return "the model's projection"
@@ -393,7 +428,7 @@ def _output_size(layers: Sequence[Layer], size: int) -> int:
 
 def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
     """Return the labels of a classifier; empty for other models."""
-    if spec.loader != SEQUENCE:
+    if spec.loader not in (SEQUENCE, TOKENS):
         return ()
     names: dict[Any, Any] = spec.config.id2label or {}
     count = int(spec.config.num_labels or 0)

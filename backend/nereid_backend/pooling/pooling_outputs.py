@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nereid_backend.pooling.output_layers import OutputLayers
+from nereid_backend.pooling.loading.output_layers import OutputLayers
 from nereid_backend.pooling.packed_texts import TokenBatch
 from nereid_backend.pooling.pooling_items import Floats, Value
 from nereid_backend.pooling.prepare_items import Prepared
@@ -35,7 +35,8 @@ def dense_outputs(
     for row, prepared in zip(_array(vectors), items, strict=True):
         item = prepared.item
         vector = row[: item.dimensions]
-        if normalizes if item.normalize is None else item.normalize:
+        is_normalized = normalizes if item.normalize is None else item.normalize
+        if is_normalized:
             norm = float(np.linalg.norm(vector.astype(np.float64)))
             vector = vector / max(norm, _MIN_NORM)
         vector = np.ascontiguousarray(vector, dtype=np.float32)
@@ -66,6 +67,27 @@ def score_outputs(
             outputs.append(float(scores[0]))
         else:
             outputs.append(_array(scores))
+    return outputs
+
+
+def token_score_outputs(
+    logits: Tensor, items: Sequence[Prepared], *, activation: str
+) -> list[Value | None]:
+    """Convert the logits of each token into scores by applying the activation.
+
+    Args:
+        logits: [num_tokens, num_labels] float32, the tokens of all items one after another.
+        items: the items. The field `activation` of an item overrides `activation`.
+        activation: the default activation: "none", "sigmoid" or "softmax".
+
+    Returns:
+        For each item float32 [num_tokens, num_labels]; None if a number is not finite.
+    """
+    outputs: list[Value | None] = []
+    counts = [len(prepared.token_ids) for prepared in items]
+    for rows, prepared in zip(torch.split(logits, counts), items, strict=True):
+        scores = _activate(rows, prepared.item.activation or activation)
+        outputs.append(_array(scores) if scores.isfinite().all() else None)
     return outputs
 
 
@@ -149,7 +171,7 @@ def multi_vector_output(
         # The vector of the first token is left out, because it describes the whole text, like the
         # dense vector.
         token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
-    elif layers.skipped:
+    elif layers.skipped and prepared.skips_words:
         kept = [i for i, t in enumerate(prepared.token_ids) if t not in layers.skipped]
         index = torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)
         token_vectors = token_vectors[index]
@@ -184,7 +206,7 @@ def _log1p(values: Tensor, times: int) -> Tensor:
 
 
 def _activate(logits: Tensor, activation: str) -> Tensor:
-    """Apply an activation to the logits [num_labels] of one text."""
+    """Apply an activation to the logits [..., num_labels] of one text or of its tokens."""
     if activation == "none":
         return logits
     return logits.sigmoid() if activation == "sigmoid" else logits.softmax(-1)

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import RequestError
-from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
+from nereid_backend.pooling.query_expansion import TextRules
 from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit
 
 # The index, the token ids and the type ids of one item. The index is the position of the item in
@@ -38,6 +41,10 @@ class Prepared:
         prompt_len: the number of the prompt's tokens at the beginning that are not pooled.
         pixels: the pixels of an image, [channels, height, width]; None for a text.
         num_tokens: the number of tokens that count towards limits and usage.
+        num_attended: the number of tokens at the beginning to which the tokens attend; None means
+            all tokens. The other tokens are the mask tokens of a query expansion.
+        skips_words: whether the multi-vector output leaves out tokens such as punctuation.
+        offsets: the characters of each token in the text (see PoolingResult.offsets).
     """
 
     item: PoolingItem
@@ -46,6 +53,9 @@ class Prepared:
     prompt_len: int = 0
     pixels: Tensor | None = None
     num_tokens: int = 0
+    num_attended: int | None = None
+    skips_words: bool = True
+    offsets: NDArray[np.int32] | None = None
 
 
 class ItemPreparer:
@@ -60,7 +70,7 @@ class ItemPreparer:
         reranker: GenerativeReranker | None,
         images: tuple[Callable[[bytes], Tensor], int] | None,
     ) -> None:
-        """Store the arguments.
+        """Store the arguments, and check the rules for queries and documents.
 
         Args:
             spec: the description of the checkpoint.
@@ -69,6 +79,10 @@ class ItemPreparer:
             reranker: builds the tokens of a pair for a generative reranker; None for other models.
             images: a function that decodes an image file to pixels, and the number of tokens that
                 an image counts as. None if the model does not accept images.
+
+        Raises:
+            ConfigError, ModelError: the model cannot follow the checkpoint's rules for queries (see
+                TextRules.of).
         """
         self._spec = spec
         self._info = info
@@ -78,6 +92,7 @@ class ItemPreparer:
         self._prompt_lens: dict[str, int] = {}
         side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
         self._text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
+        self._rules = TextRules.of(spec.late_interaction, info.max_model_len, tokenizer)
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
@@ -106,7 +121,7 @@ class ItemPreparer:
     def _check(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return a copy in which defaults are filled in.
 
-        The copy has a kind, and the text of its prompt instead of a prompt name.
+        The copy has a kind, and the name and the text of its prompt.
         """
         info = self._info
         kind = item.kind or info.kinds[0]
@@ -131,18 +146,22 @@ class ItemPreparer:
         if item.image is not None and not info.accepts_images:
             raise RequestError(f"image: {info.architecture} does not accept images.")
         _check_prompt_fields(item)
-        prompt = self._prompt(item)
-        for name, text in (("prompt", prompt), ("instruction", item.instruction)):
+        name = self._prompt_name(item)
+        prompt = item.prompt if name is None else self._spec.prompts[name]
+        for field, text in (("prompt", prompt), ("instruction", item.instruction)):
             if text is not None:
-                self._text_limit.check(f"{name}: the {name}", text)
-        return replace(self._limit_texts(item), kind=kind, prompt=prompt, prompt_name=None)
+                self._text_limit.check(f"{field}: the {field}", text)
+        # An empty prompt suppresses the checkpoint's default prompt.
+        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
         """Truncate each text of an item that exceeds the size limit.
 
         Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
         """
-        texts: tuple[str, ...] = item.pair or ((item.text,) if item.text is not None else ())
+        texts: tuple[str, ...] = item.pair or ()
+        if item.text is not None:
+            texts = (item.text,)
         if all(self._text_limit.fits(text) for text in texts):
             return item
         if not item.truncate:
@@ -179,32 +198,23 @@ class ItemPreparer:
                 f"{self._info.architecture}. Leave the field out."
             )
 
-    def _prompt(self, item: PoolingItem) -> str | None:
-        """Return the text that precedes the item's text; None without a prompt.
+    def _prompt_name(self, item: PoolingItem) -> str | None:
+        """Return the name of the checkpoint's prompt that precedes the item's text.
 
-        The item must have passed `_check_prompt_fields`.
+        None means that the item has its own prompt or no prompt. The item must have passed
+        `_check_prompt_fields`.
         """
-        if not _has_text(item):
+        if not _has_text(item) or item.prompt is not None:
             return None
-        if item.prompt is not None:
-            # An empty prompt suppresses the checkpoint's default prompt.
-            return item.prompt or None
         name = item.prompt_name
         if name is None:
             name = self._spec.default_prompt_name
-        if name is None:
-            return None
-        if name in self._spec.refused_prompts:
-            raise RequestError(
-                f"prompt_name: the prompt {name!r} is not supported, because "
-                f"{self._spec.refused_prompts[name]}."
-            )
-        if name not in self._spec.prompts:
+        if name is not None and name not in self._spec.prompts:
             known = ", ".join(self._spec.prompts) or "none"
             raise RequestError(
                 f"prompt_name: the model has no prompt {name!r}. Its prompts are: {known}."
             )
-        return self._spec.prompts[name] or None
+        return name
 
     def _without_text(self, item: PoolingItem) -> Prepared:
         """Validate an image or token ids."""
@@ -217,7 +227,7 @@ class ItemPreparer:
         if not ids:
             raise RequestError("input: the list of token ids is empty. Send at least one token id.")
         if len(ids) > self._info.max_model_len:
-            self._refuse_length(item, len(ids))
+            self._refuse_length(item, len(ids), self._info.max_model_len)
             ids = ids[: self._info.max_model_len]
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
@@ -229,7 +239,9 @@ class ItemPreparer:
                     f"input: each token id must be from 0 to {self._info.vocab_size - 1}, but one "
                     f"is {token_id}."
                 )
-        return Prepared(item, list(ids), num_tokens=len(ids))
+        # Without a text, the tokens have no characters.
+        offsets = np.zeros((len(ids), 2), dtype=np.int32)
+        return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
         """Yield the tokens of texts and pairs.
@@ -247,9 +259,10 @@ class ItemPreparer:
             if some:
                 # For texts, the tokenizer gets one list. For pairs, the tokenizer gets the list of
                 # the first texts and the list of the second texts.
-                lists = zip(*(_texts_of(item) for item in some.values()), strict=True)
+                texts = [_texts_of(item) for item in some.values()]
+                lists = [list(column) for column in zip(*texts, strict=True)]
                 encoded: Any = self._tokenizer(
-                    *map(list, lists),
+                    *lists,
                     return_attention_mask=False,
                     return_token_type_ids=self._wants_types,
                     verbose=False,
@@ -269,9 +282,9 @@ class ItemPreparer:
 
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
         """Truncate or refuse a text that is too long, and return the prepared item."""
-        limit = self._info.max_model_len
+        limit, limit_name = self._rules.limit(item)
         if len(ids) > limit:
-            self._refuse_length(item, len(ids))
+            self._refuse_length(item, len(ids), limit, limit_name)
             # The text must be tokenised again: cutting the list of ids would remove the special
             # token at the end. If the input is a pair, the tokenizer truncates the longer text.
             encoded: Any = self._tokenizer(
@@ -290,17 +303,36 @@ class ItemPreparer:
         prompt_len = 0
         if item.prompt and not self._spec.include_prompt:
             prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)
-        return Prepared(item, ids, types, prompt_len, num_tokens=len(ids))
+        ids, types, num_attended = self._rules.expand(item, ids, types)
+        return Prepared(
+            item,
+            ids,
+            types,
+            prompt_len,
+            num_tokens=len(ids),
+            num_attended=num_attended,
+            skips_words=self._rules.skips_words(item),
+            offsets=self._offsets(item, limit) if item.kind == "token_classify" else None,
+        )
 
-    def _refuse_length(self, item: PoolingItem, length: int) -> None:
+    def _offsets(self, item: PoolingItem, limit: int) -> NDArray[np.int32]:
+        """Return the characters of each token of a text (see PoolingResult.offsets)."""
+        encoded: Any = self._tokenizer(
+            item.text, truncation=True, max_length=limit, return_offsets_mapping=True, verbose=False
+        )
+        return np.array(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2)
+
+    def _refuse_length(
+        self, item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
+    ) -> None:
         """Raise a RequestError if an item that is too long does not permit truncation.
 
         The item has `length` tokens, which is more than the limit.
         """
         if not item.truncate:
             raise RequestError(
-                f"input: the input has {length} tokens, but the limit is "
-                f"{self._info.max_model_len} (max_model_len). {TRUNCATE_REMEDY}"
+                f"input: the input has {length} tokens, but the limit is {limit} ({limit_name}). "
+                f"{TRUNCATE_REMEDY}"
             )
 
     def _prompt_len(self, prompt: str) -> int:

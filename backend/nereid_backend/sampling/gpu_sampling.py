@@ -72,7 +72,7 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 
 @functools.cache
-def why_not(device: torch.device) -> str | None:
+def why_unusable(device: torch.device) -> str | None:
     """Return the reason why a device cannot use the kernel; None if the device can use the kernel.
 
     The kernel is compared with the reference once for each device in each process.

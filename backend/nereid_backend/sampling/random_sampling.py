@@ -240,7 +240,7 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     """
     top_p = _column(batch.top_p, probs)
     smallest = probs[:, -1:]
-    floor, is_certain = _floor(probs, batch)
+    floor, is_certain = _top_k_min_p_threshold(probs, batch)
     kept = probs * (probs >= floor)
     # top_p refers to the total probability of the tokens that the other filters keep. If the other
     # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
@@ -254,27 +254,33 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     return threshold, is_certain & (smallest < threshold)
 
 
-def _floor(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Return a threshold for each row. top_k and min_p remove tokens below the threshold.
+
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 alone gives the threshold 0.15,
+    and min_p=0.5 alone gives 0.5 * 0.5 = 0.25. With both filters, the threshold is 0.25.
 
     Args:
         probs: [n, width], the largest probabilities of each row in descending order.
         batch: the filters of the rows.
 
     Returns:
-        The probability, [n, 1] float32, which is 0 without these filters, and a tensor [n, 1] bool.
+        The threshold, [n, 1] float32, which is 0 without these filters, and a tensor [n, 1] bool.
         The second tensor is True if top_k and min_p remove no token, or keep only tokens in
         `probs`.
     """
     width = probs.shape[1]
     top_k = _column(batch.top_k, probs)
     kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
-    floor = torch.maximum(
-        torch.where((top_k > 0) & (top_k <= width), kth_largest, 0),
-        probs[:, :1] * _column(batch.min_p, probs),
-    )
-    removes_nothing = (floor == 0) & (top_k <= 0)
-    return floor, removes_nothing | (probs[:, -1:] < floor)
+    # If top_k exceeds `width`, `probs` does not include the smallest probability that top_k keeps.
+    is_in_probs = (top_k > 0) & (top_k <= width)
+    top_k_threshold = torch.where(is_in_probs, kth_largest, 0)
+    largest, smallest = probs[:, :1], probs[:, -1:]
+    min_p_threshold = largest * _column(batch.min_p, probs)
+    threshold = torch.maximum(top_k_threshold, min_p_threshold)
+    removes_nothing = (threshold == 0) & (top_k <= 0)
+    keeps_only_probs = smallest < threshold
+    return threshold, removes_nothing | keeps_only_probs
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -23,6 +23,7 @@ SPARSE = "sparse"
 # Outputs of the model `rerank`
 SCORES = "scores"
 PROBABILITIES = "probabilities"
+OFFSETS = "offsets"
 # Outputs of each of the two models
 NUM_TOKENS = "num_tokens"
 INFO = "info"

@@ -22,9 +22,10 @@ from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.config import EngineConfig
-from nereid_backend.engine import Engine
+from nereid_backend.engine.engine import Engine
 from nereid_backend.errors import NereidError
-from nereid_backend.model.limits import available_memory, format_bytes, model_limit
+from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.weight_memory import memory_by_setting
 
 Finding = dict[str, Any]

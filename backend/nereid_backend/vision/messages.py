@@ -12,6 +12,7 @@ from nereid_backend.vision.read_image import (
     decode_data_url,
     decode_image,
 )
+from nereid_backend.vision.refused_parts import refused_part
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +43,8 @@ def split_messages(
     "Hi"}], and "data:..." is the only image.
 
     Raises:
-        RequestError: a part has no image, or there are too many images.
+        RequestError: a part has no image or is a video, audio or a file, or there are too many
+            images.
     """
     images: list[FoundImage] = []
     result = []
@@ -72,6 +74,9 @@ def _split_part(part: Any, field: str, images: list[FoundImage]) -> dict[str, An
     if not isinstance(part, Mapping):
         raise RequestError(f"{field}: the content part must be an object.")
     kind = part.get("type")
+    refused = refused_part(part)
+    if refused is not None:
+        raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
     if kind not in _IMAGE_TYPES:
         return dict(part)
     name = next((n for n in ("image_url", "image", "url") if part.get(n) is not None), None)

@@ -9,10 +9,10 @@ from backend.scripted_model import BLOCK, ScriptedModel, next_token
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.limits import attention_window_of
 from transformers import AutoModelForCausalLM

@@ -1,10 +1,14 @@
-"""Writes GGUF files of tiny checkpoints with the gguf library, as llama.cpp's converter does."""
+"""Writes GGUF files of checkpoints, as llama.cpp's converter and its quantiser do."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
+from backend.checkpoints.ggml_quantise import quantise
+from backend.tiny_models import Family
 from safetensors.torch import load_file
 
 # The name of each tensor in GGUF files, by the end of its name in transformers.
@@ -37,18 +41,35 @@ _TOP = {
 }
 
 
-def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | None = None) -> Path:
+# The blocks of K-quants have 256 weights, so the rows are longer than those of other tiny models.
+WIDE = Family("wide", "qwen3", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
+# The types that llama.cpp uses for some tensors of a file with the name Q4_K_M.
+Q4_K_M = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"}
+
+
+def write_gguf(
+    folder: Path,
+    architecture: str,
+    kind: str,
+    *,
+    other_kinds: Mapping[str, str] | None = None,
+    metadata: dict | None = None,
+    path: Path | None = None,
+) -> Path:
     """Write a GGUF file of a checkpoint, and return its path.
 
     Args:
-        folder: the folder of the checkpoint. Its weights are replaced by the weights of the file.
+        folder: the folder of the checkpoint.
         architecture: the architecture in GGUF's spelling.
-        kind: the type of the weights, such as "Q8_0". Norms are float32.
+        kind: the type of the weights, such as "Q8_0". Norms are float32, and so are weights whose
+            rows cannot be divided into blocks.
+        other_kinds: the types of some tensors, by the part of the name before ".weight".
         metadata: more metadata, without the name of the architecture.
+        path: the path of the file; None for a file in `folder` with the name of the type.
     """
     config = json.loads((folder / "config.json").read_text())
-    file = folder / "model.gguf.tmp"
-    writer = gguf.GGUFWriter(file, architecture)
+    path = path or folder / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
     numbers = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -67,7 +88,6 @@ def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | N
     if (folder / "tokenizer.json").exists():
         _add_tokenizer(writer, folder)
     stored, experts = {}, {}
-    quantised = gguf.GGMLQuantizationType[kind]
     for name, weight in load_file(folder / "model.safetensors").items():
         new_name, weight = _convert(name, weight, architecture, config)
         if "exps" in new_name:
@@ -76,14 +96,32 @@ def write_gguf(folder: Path, architecture: str, kind: str, *, metadata: dict | N
             stored[new_name] = weight
     stored |= {name: torch.stack(weights) for name, weights in experts.items()}
     for name, weight in stored.items():
-        used = quantised if weight.dim() > 1 and weight.shape[-1] % 32 == 0 else None
-        data = gguf.quantize(weight.numpy(), used) if used is not None else weight.numpy()
-        writer.add_tensor(name, data, raw_dtype=used)
+        used = gguf.GGMLQuantizationType[(other_kinds or {}).get(name.split(".")[-2], kind)]
+        if weight.dim() == 1 or weight.shape[-1] % gguf.GGML_QUANT_SIZES[used][0]:
+            used = gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, quantise(weight.float().numpy(), used), raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file.rename(folder / f"{kind}.gguf")
+    return path
+
+
+def dequantised_weights(folder: Path, path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a GGUF file of the architecture qwen3, by their names in transformers.
+
+    Args:
+        folder: the checkpoint from which the file was written.
+        path: the file.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensor = tensors[_convert(name, weight, "qwen3", config)[0]]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        weights[name] = torch.from_numpy(values.reshape(weight.shape))
+    return weights
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

@@ -6,13 +6,13 @@ import random
 import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
 from nereid_backend import SamplingParams
-from nereid_backend.core import state_snapshots
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks import state_snapshots
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.window import AttentionWindow
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 

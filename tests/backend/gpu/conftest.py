@@ -95,7 +95,7 @@ def engine_of(folder_of, monkeypatch):
         engine = open_engine(folder_of(name), prepack=False, **settings)
         opened.append(engine)
         if capture is not None:
-            path = engine._runner._path
+            path = engine._parts.runner._path
             path.graphs = DecodeGraphs(
                 path.run, capture, sizes_of_engine(engine), torch.device("cpu")
             )

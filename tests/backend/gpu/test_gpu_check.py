@@ -105,11 +105,11 @@ def test_where_kernels_fail_the_reference_serves_and_the_log_says_why(
 ):
     tried = []
 
-    def why_not(kind, spec, block_size, dtype, device):
+    def why_unusable(kind, spec, block_size, dtype, device):
         tried.append(spec)
         return "out of resources: shared memory" if spec == ODD else None
 
-    monkeypatch.setattr(gpu_check, "why_not", why_not)
+    monkeypatch.setattr(gpu_check, "why_unusable", why_unusable)
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
     arguments = (16, torch.bfloat16)
     assert choose_backend.proven_type(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda) is plain
@@ -125,6 +125,6 @@ def test_a_failure_of_the_compiler_is_a_reason_not_an_error(device, monkeypatch)
         raise RuntimeError("ptxas: no such target\nand more")
 
     monkeypatch.setattr(gpu_attention, "store", fails)
-    reason = gpu_check.why_not(GpuKVCache, PLAIN, 16, torch.float32, device)
-    gpu_check.why_not.cache_clear()
+    reason = gpu_check.why_unusable(GpuKVCache, PLAIN, 16, torch.float32, device)
+    gpu_check.why_unusable.cache_clear()
     assert reason == "RuntimeError: ptxas: no such target"

@@ -179,8 +179,8 @@ def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(d
         return plain(logits, raw, settings)
 
     monkeypatch.setattr(gpu_sampling, "sample", wrong)
-    assert "differ from the reference" in gpu_sampling.why_not(device)
-    gpu_sampling.why_not.cache_clear()
+    assert "differ from the reference" in gpu_sampling.why_unusable(device)
+    gpu_sampling.why_unusable.cache_clear()
 
 
 def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch):
@@ -188,8 +188,8 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
         raise RuntimeError("ptxas: no such target\nand more")
 
     monkeypatch.setattr(gpu_sampling, "sample", fails)
-    assert gpu_sampling.why_not(device) == "RuntimeError: ptxas: no such target"
-    gpu_sampling.why_not.cache_clear()
+    assert gpu_sampling.why_unusable(device) == "RuntimeError: ptxas: no such target"
+    gpu_sampling.why_unusable.cache_clear()
 
 
 def positions_of(*params):
@@ -239,7 +239,7 @@ def test_a_sampler_with_the_kernel_says_which_rows_have_no_token(device):
     "reason", [None, "2 of 16 tokens differ from the reference implementation's tokens"]
 )
 def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reason, monkeypatch):
-    monkeypatch.setattr(gpu_sampling, "why_not", lambda device: reason)
+    monkeypatch.setattr(gpu_sampling, "why_unusable", lambda device: reason)
     said = []
 
     def has_kernel(device, *, wanted):

@@ -16,7 +16,7 @@ from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import accelerate_path, path_variants, startup
-from nereid_backend.paths import compiled_forward, packed
+from nereid_backend.paths import library_files, packed
 from nereid_backend.paths.cuda_capture import GraphMemoryError, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs import DecodeGraphs, StaticStep, row_counts
 from nereid_backend.paths.model_call import Sizes
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def graphs_of(engine):
-    return engine._runner._path.graphs
+    return engine._parts.runner._path.graphs
 
 
 def poison(engine):
@@ -217,7 +217,7 @@ def test_padding_writes_to_no_block(engine_of, device):
         pytest.skip("runs the kernels in the interpreter")
     family = with_one_key_head("llama", num_hidden_layers=1)
     engine = engine_of(family, rerun, kind=GpuKVCache)
-    cache = engine._runner._path._cache
+    cache = engine._parts.runner._path._cache
     for name in ("a", "b", "c"):  # three rows in a graph of four
         engine.add_request(name, [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
@@ -344,8 +344,8 @@ def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_o
     engine.add_request("b", [8, 6], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
     with torch.inference_mode():
-        table = engine._scheduler._running[0].block_table
-        engine._runner._path._cache.values[0][table[0]] = float("nan")
+        table = engine._parts.scheduler._running[0].block_table
+        engine._parts.runner._path._cache.values[0][table[0]] = float("nan")
     ends = {}
     while engine.has_work():
         ends |= {u.request_id: u.finish_reason for u in engine.step() if u.finish_reason}
@@ -436,7 +436,8 @@ def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
     load = startup.load
     monkeypatch.setattr(
-        "nereid_backend.engine.load", lambda config, hook, _: load(config, hook, lines.append)
+        "nereid_backend.engine.engine_parts.load",
+        lambda config, hook, _: load(config, hook, lines.append),
     )
     # All graphs are captured at load, so few rows keep these tests fast.
     settings = {"max_num_seqs": 8, **settings}
@@ -515,7 +516,7 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
 
 
 def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, tmp_path):
-    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
     # The duration of the compilation is proportional to the number of layers.
     family = with_one_key_head("llama", num_hidden_layers=1)
     # Compiled code calls no operators of torch's, so all of it is run again.
@@ -524,7 +525,7 @@ def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, 
     assert "the parts of steps with prefills are replayed from captured graphs" in said
     assert run(engine, 8) == run(engine_of(family), 8)
     assert graphs_of(engine).num_replays > 0
-    assert engine._runner._path.pieces.num_replays > 0
+    assert engine._parts.runner._path.pieces.num_replays > 0
     engine.close()
 
 

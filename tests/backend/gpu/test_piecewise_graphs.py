@@ -11,7 +11,7 @@ from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
 def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
     """Let an engine replay the pieces of its steps; return the graphs and the reported lines."""
     reported = []
-    path = engine._runner._path
+    path = engine._parts.runner._path
     path.pieces = path.piecewise_graphs(capture, sizes_of_engine(engine), reported.append)
     path.pieces.capture_all(counts)
     return path.pieces, reported
@@ -19,7 +19,7 @@ def use_pieces(engine, capture=record_pieces, counts=(16, 32)):
 
 def poison(engine):
     """Overwrite the inputs and outputs of the graphs with wrong numbers."""
-    graphs = engine._runner._path.pieces
+    graphs = engine._parts.runner._path.pieces
     for static, _ in graphs._graphs.values():
         static._numbers.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._numbers))
         static._index.fill_(1)

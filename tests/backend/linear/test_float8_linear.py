@@ -90,7 +90,7 @@ def test_output_layers_and_odd_sizes_keep_their_weights(tmp_path):
 def test_an_engine_computes_with_float8_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(load_weights, "_check_weight_dtype", lambda *_: None)
     engine = open_engine(BY_NAME["llama"].save(tmp_path / "model"), weight_dtype="fp8")
-    layers = [m for m in engine._runner._path._model.modules() if type(m) is Float8Linear]
+    layers = [m for m in engine._parts.runner._path._model.modules() if type(m) is Float8Linear]
     assert len(layers) >= 14
     assert all(run_staggered(engine))
     assert engine.info.self_check_difference < 1e-3

@@ -145,7 +145,7 @@ def tokens(path, kinds=None, **settings):
     try:
         outputs = engine.generate([[5, 9, 11, 4], [7], list(range(3, 40))], params)
         if kinds is not None:
-            kinds.update(map(type, engine._runner._path._model.modules()))
+            kinds.update(map(type, engine._parts.runner._path._model.modules()))
         return [output.outputs[0].token_ids for output in outputs]
     finally:
         engine.close()

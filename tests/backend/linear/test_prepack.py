@@ -22,7 +22,7 @@ def answers(path, lines=None, **settings):
         found = engine.generate([[5, 9, 11], [7]], GREEDY)
         packed = [
             name
-            for name, module in engine._runner._path._model.named_modules()
+            for name, module in engine._parts.runner._path._model.named_modules()
             if isinstance(module, PackedLinear | NativeLinear)
         ]
         return [output.outputs[0].token_ids for output in found], packed

@@ -77,13 +77,13 @@ def test_unfinished_requests_keep_an_adapter_that_is_unloaded_or_replaced(engine
         tokens += [token for update in engine.step() for token in update.new_token_ids]
     assert tokens == expected
     engine.load_lora("y", folders["c"])
-    assert len(engine._adapters._resident) == 1
+    assert len(engine._parts.adapters._resident) == 1
 
 
 def test_hooks_are_removed_with_the_last_adapter(engine, folders):
     engine.load_lora("x", folders["a"])
     engine.unload_lora("x")
-    assert not any(module._forward_hooks for module in engine._runner._path._model.modules())
+    assert not any(module._forward_hooks for module in engine._parts.runner._path._model.modules())
 
 
 def test_adapters_over_the_limit_are_read_from_disk_again(checkpoint, folders, size):
@@ -92,7 +92,7 @@ def test_adapters_over_the_limit_are_read_from_disk_again(checkpoint, folders, s
     expected = {name: answer(engine, name) for name in "abc"}
     for name in "cabacb":
         assert answer(engine, name) == expected[name]
-        assert sum(engine._adapters._resident.values()) <= 2 * size
+        assert sum(engine._parts.adapters._resident.values()) <= 2 * size
     engine.close()
 
 

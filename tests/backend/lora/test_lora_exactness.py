@@ -82,7 +82,7 @@ def test_mixed_adapters_equal_merged_weights(family, tmp_path):
 def test_preempted_requests_keep_their_adapters(tmp_path):
     expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
     engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
-    pool = engine._pool
+    pool = engine._parts.pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
     assert answer_mixed(engine, checks=False) == expected
     assert engine.stats().num_preemptions > 0
@@ -106,7 +106,7 @@ def test_steps_with_adapters_do_not_use_the_compiled_forward_pass(tmp_path):
     expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
     engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
     num_compiled = []
-    path = engine._runner._path
+    path = engine._parts.runner._path
 
     def compiled(batch, attention):
         num_compiled.append(batch.num_logits)

@@ -7,8 +7,9 @@ from nereid_backend import ConfigError, Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
 from nereid_backend.linear import native_linear
 from nereid_backend.model import forward_swap
-from nereid_backend.paths import compiled_forward
-from nereid_backend.paths.compiled_forward import CompiledForward, TraceError
+from nereid_backend.paths import library_files
+from nereid_backend.paths.compiled_forward import CompiledForward
+from nereid_backend.paths.library_files import TraceError
 from nereid_backend.paths.model_call import UnfitError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -31,7 +32,7 @@ class Compilation:
 @pytest.fixture(autouse=True)
 def compilation(request, tmp_path, monkeypatch):
     """A machine that compiles all models in the background, and has compiled none yet."""
-    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(forward_swap, "MIN_WEIGHTS_BYTES", 0)
     if not request.node.get_closest_marker("long"):
         monkeypatch.setattr(forward_swap, "BackgroundCompilation", Compilation)
@@ -66,7 +67,7 @@ def engine(checkpoint):
 
 def own_code(engine):
     """Return a function that computes a step with the model's own code."""
-    path = engine._runner._path
+    path = engine._parts.runner._path
     return lambda _, batch, attention: path._run_model(batch, attention)
 
 
@@ -90,7 +91,7 @@ def test_the_engine_swaps_in_a_checked_library_between_two_steps(engine, monkeyp
     assert caplog.text == ""
     # The check computes the three prompts of the test in chunks, next to the engine's own steps.
     assert max(steps) == 8
-    assert engine._runner._path._compiled is not None
+    assert engine._parts.runner._path._compiled is not None
 
 
 def test_an_engine_without_requests_checks_the_library_when_it_is_called(engine, monkeypatch):
@@ -103,7 +104,7 @@ def test_an_engine_without_requests_checks_the_library_when_it_is_called(engine,
         num_calls += 1
     # Each call computes at most one step of the check.
     assert len(steps) <= num_calls
-    assert engine._runner._path._compiled is not None
+    assert engine._parts.runner._path._compiled is not None
     before = len(steps)
     engine.generate([PROMPT], GREEDY)
     assert len(steps) > before
@@ -195,7 +196,7 @@ def test_a_machine_that_cannot_compile_says_so_in_one_line(
 
 def test_a_model_that_cannot_be_traced_is_not_compiled_again(checkpoint, monkeypatch, tmp_path):
     monkeypatch.setattr(forward_swap, "library_folder", lambda *_, **__: tmp_path / "library")
-    compiled_forward.write_trace_error(tmp_path / "library", TraceError("odd code"))
+    library_files.write_trace_error(tmp_path / "library", TraceError("odd code"))
     lines = []
     Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append).close()
     assert lines[-1].startswith(
@@ -231,12 +232,12 @@ def test_a_library_on_disk_is_used_from_the_start(checkpoint, monkeypatch):
 def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
     confirmed = CompiledForward(zeros, tmp_path)
     for _ in range(2):
-        compiled_forward._count_check(tmp_path)
+        library_files.count_check(tmp_path)
     confirmed.confirm()
     for _ in range(3):
-        compiled_forward._count_check(tmp_path)
+        library_files.count_check(tmp_path)
     with pytest.raises(UnfitError, match=f"the last 3 checks .* in {tmp_path} did not succeed"):
-        compiled_forward._count_check(tmp_path)
+        library_files.count_check(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,9 @@ def test_another_value_of_the_setting_is_refused(checkpoint):
 def test_another_process_compiles_the_model_and_the_next_engine_loads_it(engine, checkpoint):
     expected = engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
     deadline = time.monotonic() + 300
-    while engine._runner._path._compiled is None and time.monotonic() < deadline:
+    while engine._parts.runner._path._compiled is None and time.monotonic() < deadline:
         assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
-    assert engine._runner._path._compiled is not None
+    assert engine._parts.runner._path._compiled is not None
     assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
 
     lines = []

@@ -1,9 +1,11 @@
 """Models and settings that tensor parallelism does not support are refused before loading."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from backend.tiny_models import BY_NAME
 from nereid_backend import Engine, EngineConfig
 from nereid_backend.errors import ConfigError, UnsupportedModelError
 from nereid_backend.parallel.check_support import check_checkpoint, check_settings
@@ -44,9 +46,17 @@ def test_an_architecture_without_a_plan_is_refused_by_the_engine(checkpoint):
         Engine(config(checkpoint("gpt2")))
 
 
-def test_a_number_of_heads_that_cannot_be_divided_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="num_key_value_heads, which is 2, but it is 4"):
-        check_checkpoint(config(checkpoint("llama"), tensor_parallel_size=4))
+def test_query_heads_that_cannot_be_divided_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="num_attention_heads, which is 4, but it is 3"):
+        check_checkpoint(config(checkpoint("llama"), tensor_parallel_size=3))
+
+
+def test_kv_heads_that_are_neither_divided_nor_shared_equally_are_refused(tmp_path):
+    extra = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
+    folder = replace(BY_NAME["llama"], extra=extra).save(tmp_path)
+    with pytest.raises(ConfigError, match="number of KV heads, which is 4, but it is 6"):
+        check_checkpoint(config(folder, tensor_parallel_size=6))
+    check_checkpoint(config(folder, tensor_parallel_size=12))
 
 
 def test_a_plan_that_fits_is_accepted(checkpoint):

@@ -31,9 +31,18 @@ EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 TYPES = [*DENSE, *WINDOWS, *EXPERTS, "smollm3", "starcoder2"]
 
 
-def family(model_type):
-    """Return a family of tiny models with 8 heads and 4 KV heads, so that 4 processes suffice."""
-    extra = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+# Architectures with KV heads that several processes compute. The plans of the other architectures
+# do not divide the KV heads, or one layer computes queries, keys and values.
+SHARED_KV_HEADS = [
+    *["llama", "qwen2", "qwen3", "gemma", "glm", "granite", "mistral", "gemma2", "gemma3_text"],
+    *["cohere2", "exaone4", "llama4_text", "qwen3_moe", "mixtral", "glm4_moe", "smollm3"],
+    "starcoder2",
+]
+
+
+def family(model_type, num_kv_heads=4):
+    """Return a family of tiny models with 8 heads. The default allows 4 processes."""
+    extra = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads, "head_dim": 16}
     if model_type == "deepseek_v2":
         made = dataclasses.replace(BY_NAME["llama"], name=model_type, model_type=model_type)
         return dataclasses.replace(
@@ -68,7 +77,7 @@ def test_two_processes_give_the_tokens_of_one_and_a_lost_process_ends_the_engine
     try:
         assert "2 KV heads and 4 query heads" in caplog.text
         assert run_staggered(engine) == reference(folder)
-        os.kill(engine._ranks._processes[0].pid, signal.SIGKILL)
+        os.kill(engine._parts.ranks._processes[0].pid, signal.SIGKILL)
         engine.add_request("lost", PROMPTS[0], PARAMS)
         with pytest.raises(LostRankError, match=r"rank 1 of the model ended \(signal 9\)"):
             run_until_idle(engine)
@@ -79,13 +88,13 @@ def test_two_processes_give_the_tokens_of_one_and_a_lost_process_ends_the_engine
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_two_processes_clear_the_blocks_of_a_failed_sequence_and_refuse_adapters(tmp_path):
-    """The architecture has sliding windows."""
-    folder = family("gemma2").save(tmp_path)
+    """The architecture has sliding windows. The two processes share the only KV head."""
+    folder = family("gemma2", num_kv_heads=1).save(tmp_path)
     engine = open_engine(folder, tensor_parallel_size=2)
     try:
         sequence = Sequence("failed", [1], PARAMS, max_total_tokens=2)
         sequence.block_table = [0, 3]
-        engine._runner._path.clear(sequence)
+        engine._parts.runner._path.clear(sequence)
         with pytest.raises(RequestError, match=r"^lora_path: .*tensor_parallel_size=2"):
             engine.load_lora("style", "/adapter")
         assert run_staggered(engine) == reference(folder)
@@ -100,7 +109,7 @@ def test_the_error_names_the_rank_that_died_and_not_the_ranks_that_failed_after_
     try:
         engine.add_request("lost", PROMPTS[0], PARAMS)
         engine.step()
-        os.kill(engine._ranks._processes[1].pid, signal.SIGKILL)
+        os.kill(engine._parts.ranks._processes[1].pid, signal.SIGKILL)
         with pytest.raises(LostRankError, match=r"^rank 2 of the model ended \(signal 9\)$"):
             run_until_idle(engine)
     finally:
@@ -112,7 +121,21 @@ def test_the_error_names_the_rank_that_died_and_not_the_ranks_that_failed_after_
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_several_processes_give_the_tokens_of_one(tmp_path, model_type, size):
-    folder = family(model_type).save(tmp_path)
+    check_tokens(family(model_type).save(tmp_path), size)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("num_kv_heads", "size"), [(1, 2), (1, 4), (2, 4)])
+@pytest.mark.parametrize("model_type", SHARED_KV_HEADS)
+def test_processes_that_share_kv_heads_give_the_tokens_of_one(
+    tmp_path, model_type, num_kv_heads, size
+):
+    check_tokens(family(model_type, num_kv_heads).save(tmp_path), size)
+
+
+def check_tokens(folder, size):
+    """Compare the tokens of `size` processes with those of transformers."""
     expected = reference(folder)
     assert len({token for answer in expected for token in answer}) > 8
     engine = open_engine(

@@ -9,9 +9,9 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from nereid_backend.paths import background_compilation, compile_process, compiled_forward
+from nereid_backend.paths import background_compilation, compile_process, library_files
 from nereid_backend.paths.background_compilation import BackgroundCompilation
-from nereid_backend.paths.compiled_forward import TraceError
+from nereid_backend.paths.library_files import TraceError
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton, unpack_skeleton
 from torch import nn
@@ -207,7 +207,7 @@ def test_old_temporary_folders_are_deleted(tmp_path):
 
 def test_an_error_of_the_trace_is_recorded(tmp_path):
     folder = tmp_path / "library"
-    assert compiled_forward.read_trace_error(folder) is None
-    compiled_forward.write_trace_error(folder, TraceError("odd code"))
-    assert compiled_forward.read_trace_error(folder) == "odd code"
-    assert not compiled_forward.has_library(folder)
+    assert library_files.read_trace_error(folder) is None
+    library_files.write_trace_error(folder, TraceError("odd code"))
+    assert library_files.read_trace_error(folder) == "odd code"
+    assert not library_files.has_library(folder)

@@ -5,7 +5,7 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
 from nereid_backend.linear import native_linear
 from nereid_backend.model import accelerate_path
-from nereid_backend.paths import compiled_forward
+from nereid_backend.paths import compiled_forward, library_files
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -21,7 +21,7 @@ PROMPTS = [[5, 9, 11, 4], [7], list(range(3, 60))]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder for compiled libraries, instead of the cache of this machine."""
-    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -76,7 +76,7 @@ def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_sha
 
     engine = Engine(EngineConfig(str(path), kv_cache_memory="4MiB", compile_forward=True))
     try:
-        spent = engine._runner._path._cache.kernel_times = KernelTimes()
+        spent = engine._parts.runner._path._cache.kernel_times = KernelTimes()
         engine.generate(PROMPTS, GREEDY)
     finally:
         engine.close()
@@ -89,11 +89,11 @@ def test_a_library_serves_only_checkpoints_with_equal_short_vectors(checkpoint):
     # torch's compiler writes such vectors into the code, such as these sinks of four heads.
     model = AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"))
     layer = model.model.layers[0]
-    name = compiled_forward._fingerprint(model, {})
+    name = library_files._fingerprint(model, {})
     torch.nn.init.normal_(layer.self_attn.q_proj.weight)
-    assert compiled_forward._fingerprint(model, {}) == name
+    assert library_files._fingerprint(model, {}) == name
     torch.nn.init.normal_(layer.self_attn.sinks)
-    assert compiled_forward._fingerprint(model, {}) != name
+    assert library_files._fingerprint(model, {}) != name
 
 
 @pytest.mark.usefixtures("folder")
@@ -139,12 +139,12 @@ def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_
         device = torch.device("cuda")
 
     literals = {"here": torch.ones(2), "there": torch.ones(2).as_subclass(Elsewhere)}
-    compiled_forward._save_literals(literals, tmp_path / "literals")
-    found = compiled_forward._load_literals(tmp_path / "literals", torch.device("meta"))
+    library_files.save_literals(literals, tmp_path / "literals")
+    found = library_files.load_literals(tmp_path / "literals", torch.device("meta"))
     assert {name: tensor.device.type for name, tensor in found.items()} == {
         "here": "cpu",
         "there": "meta",
     }
     assert found["here"].tolist() == [1.0, 1.0]
-    compiled_forward._save_literals({}, tmp_path / "none")
-    assert compiled_forward._load_literals(tmp_path / "none", torch.device("meta")) == {}
+    library_files.save_literals({}, tmp_path / "none")
+    assert library_files.load_literals(tmp_path / "none", torch.device("meta")) == {}

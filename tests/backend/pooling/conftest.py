@@ -10,7 +10,7 @@ def encoder_of(tmp_path_factory):
     folders = {}
 
     def folder_of(name, head="base", **config):
-        key = (name, head, tuple(sorted(config.items())))
+        key = (name, head, repr(config))
         if key not in folders:
             folder = tmp_path_factory.mktemp(BY_NAME[name].model_type)
             folders[key] = BY_NAME[name].save(folder, head, **config)

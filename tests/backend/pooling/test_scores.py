@@ -192,17 +192,6 @@ def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):
         Reranker(str(encoder_of("bert")))
 
 
-def test_a_classifier_of_single_tokens_is_refused_with_the_remedy(encoder_of, tmp_path):
-    folder = copy_of(encoder_of("bert"), tmp_path)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"architectures": ["BertForTokenClassification"]}
-    path.unlink()  # the copy is a hard link
-    path.write_text(json.dumps(config))
-    (folder / "modules.json").unlink(missing_ok=True)
-    with pytest.raises(ConfigError, match=r"classifier of single tokens .* task=embed"):
-        PoolingEngine(PoolingConfig(str(folder)), progress=lambda _: None)
-
-
 def test_a_generative_checkpoint_without_a_task_is_refused_with_the_remedy(encoder_of):
     folder = str(encoder_of("llama", "causal"))
     with pytest.raises(ConfigError, match=r"Set task=embed .* or task=rerank"):

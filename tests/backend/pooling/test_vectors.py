@@ -1,7 +1,6 @@
 """Dense modules, Matryoshka dimensions, prompts, sparse and multi-vectors, images."""
 
 import io
-import json
 import random
 
 import numpy as np
@@ -21,7 +20,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from safetensors.torch import save_file
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
 
 DENSE = "sentence_transformers.base.modules.dense.Dense"
@@ -224,40 +223,6 @@ def test_a_linear_layer_that_is_no_tensor_file_is_refused(lexical_folder):
     (folder / "sparse_linear.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ModelError, match=r"sparse_linear\.pt cannot be read"):
         Embedder(str(folder))
-
-
-def test_late_interaction_vectors_equal_those_of_sentence_transformers(encoder_of, texts, tmp_path):
-    folder = copy_of(encoder_of("bert"), tmp_path)
-    tokens = {"module_input_name": "token_embeddings"}
-    dense = add_dense(
-        folder, "1_Dense", 48, 16, activation_function="torch.nn.modules.linear.Identity", **tokens
-    )
-    mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
-    add_modules(
-        folder,
-        dense,
-        (NORMALIZE[0], "2_Normalize", tokens),
-        (mask, "3_Mask", {"skiplist_words": ["w3", "w5", "w77", ","]}),
-        model_type="MultiVectorEncoder",
-    )
-    embedder = Embedder(str(folder), num_threads=1)
-    assert (embedder.info.kinds, embedder.info.dimension) == (("multi_vector",), 16)
-    texts = [*texts, "w3 w5 w6 , w8"]
-    wanted = MultiVectorEncoder(str(folder), device="cpu").encode_document(texts)
-    for found, rows in zip(embedder.encode_multi(texts), wanted, strict=True):
-        np.testing.assert_allclose(found, np.asarray(rows), rtol=0, atol=1e-5)
-
-
-def test_a_query_that_needs_mask_tokens_is_refused_by_name(encoder_of, tmp_path):
-    folder = copy_of(encoder_of("bert"), tmp_path)
-    path = folder / "sentence_bert_config.json"
-    settings = {"max_seq_length": 32, "query_expansion": {"token": "<mask>"}}
-    path.unlink(missing_ok=True)  # the copy is a hard link
-    path.write_text(json.dumps(settings))
-    embedder = Embedder(str(folder), num_threads=1)
-    assert "query" in embedder.info.prompts  # so that /score and /rerank ask for this prompt
-    with pytest.raises(RequestError, match="query_expansion"):
-        embedder.encode(["w1"], prompt_name="query")
 
 
 @pytest.fixture(scope="module")

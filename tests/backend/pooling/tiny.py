@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -35,6 +36,7 @@ _COMMON = {
 _AUTO = {
     "base": AutoModel,
     "sequence": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
     "masked": AutoModelForMaskedLM,
     "causal": AutoModelForCausalLM,
 }

@@ -75,7 +75,7 @@ def test_prompt_logprobs_in_chunks_equal_those_of_transformers(checkpoint):
     found = []
     for start, end in ((0, 9), (9, 10), (10, 23)):
         chunk = Chunk(sequence, start, end - start, end == 23, start == 0, end - start)
-        result = engine._runner.run(StepPlan([chunk], end - start))
+        result = engine._parts.runner.run(StepPlan([chunk], end - start))
         found += result.prompt_logprobs[0]
     engine.close()
     assert [top.token_ids[0] for top in found] == prompt[1:]

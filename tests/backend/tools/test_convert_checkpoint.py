@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 
 def modules_of(engine):
-    return engine._runner._path._model.modules()
+    return engine._parts.runner._path._model.modules()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
-_SECONDS = 200
+_SECONDS = 600
 _MEMORY_BYTES = 10 * 2**30
 MAX_TOKENS = 9
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -176,7 +176,7 @@ def _mixed(engine: Engine, chats: list[Chat]) -> Answers:
 def _preempted(engine: Engine, chats: list[Chat]) -> Answers:
     """Answer all chats with so few free blocks that the engine has to preempt sequences."""
     prompts = [engine.image_prompt(each) for each in chats]
-    pool, size = engine._pool, engine.info.block_size
+    pool, size = engine._parts.pool, engine.info.block_size
     longest = max(len(prompt.token_ids) for prompt in prompts) + MAX_TOKENS
     total = sum(-(-len(prompt.token_ids) // size) for prompt in prompts)
     held = pool.allocate(pool.num_free - max(total, -(-longest // size) + 1))
@@ -225,9 +225,9 @@ def examine(model_type: str, result: Result, situations: list[str] | None = None
                 result.status, result.reason = "refused", str(error)
                 return
             try:
-                result.path, result.text_path = engine._images.name, engine.info.path
-                if engine._images.reason:
-                    result.status, result.reason = "refused", engine._images.reason
+                result.path, result.text_path = engine._parts.images.name, engine.info.path
+                if engine._parts.images.reason:
+                    result.status, result.reason = "refused", engine._parts.images.reason
                     return
                 result.cells[situation] = _cell(expected, run(engine, chats))
             finally:

@@ -14,7 +14,7 @@ import transformers
 from backend.vision.image_type_hints import HINTS
 from nereid_backend.vision.load_processor import _NoVideo
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -158,6 +158,8 @@ def _set_tokens(values: dict[str, Any], processor: Any) -> None:
 def _set_ids(values: dict[str, Any], processor: Any, hints: dict[str, Any]) -> None:
     """Set the config fields of the hint `_ids` to the ids of the texts that the hint gives."""
     vocabulary = processor.tokenizer.get_vocab()
+    if "vocabulary_map" in values:
+        values["vocabulary_map"] = vocabulary
     for name, texts in hints.get("_ids", {}).items():
         if isinstance(texts, str):
             values[name] = vocabulary[texts]
@@ -186,6 +188,8 @@ def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any
     changes = {
         "check_argument_for_proper_class": lambda *a: None,
         "__repr__": object.__repr__,
+        # Some processors write files of their video processor, which is missing here.
+        "save_pretrained": ProcessorMixin.save_pretrained,
     }
     lenient = type(name, (processor_class,), changes)
     processor = lenient(**parts, **arguments)
@@ -260,7 +264,8 @@ def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTok
     attributes = {}
     for attribute in sorted(set(_ATTRIBUTE.findall(source)) | set(hints.get("_tokens", {}))):
         is_named = attribute.split("_")[0] in ("bos", "eos", "pad", "unk", "add")
-        if not is_named and attribute != "token":
+        is_left_out = attribute in ("token", *hints.get("_without", []))
+        if not is_named and not is_left_out:
             attributes[attribute] = literals.get(attribute, f"<{attribute}>")
     constants = [
         value

@@ -36,7 +36,7 @@ def engine(model):
 
 def test_tokens_equal_those_of_generate_in_every_situation(model, engine):
     name, _, chats, answers = model
-    assert engine._images.name == TYPES[name], engine._images.reason
+    assert engine._parts.images.name == TYPES[name], engine._parts.images.reason
     assert image_archs._mixed(engine, chats) == answers
     engine.check()
     assert image_archs._cached(engine, chats) == answers
@@ -60,9 +60,9 @@ def test_the_second_use_of_an_image_runs_no_encoder(model, engine):
     if TYPES[name] != "packed":
         pytest.skip("the model's own code runs the encoder")
     engine.chat(chats[0], PARAMS)
-    num_encoded = engine._images.features.num_encoded
+    num_encoded = engine._parts.images.features.num_encoded
     engine.chat(chats[0], PARAMS)
-    assert engine._images.features.num_encoded == num_encoded
+    assert engine._parts.images.features.num_encoded == num_encoded
 
 
 def test_several_answers_share_the_prompt(model, engine):

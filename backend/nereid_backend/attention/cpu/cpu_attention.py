@@ -138,14 +138,13 @@ class CpuKVCache(KVCache):
 
         The scale of each layer is left at zero, because a compiled model passes it with each call.
         """
-        layers = self._native_layers
-        if layers is None:
+        if self._native_layers is None:
             natives = [
                 self._native_layer(number, spec, 0.0, self.dtype, block_size)
                 for number, spec in enumerate(specs)
             ]
-            layers = self._native_layers = (NativeLayer * len(natives))(*natives)
-        return layers
+            self._native_layers = (NativeLayer * len(natives))(*natives)
+        return self._native_layers
 
     def _native_layer(
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int

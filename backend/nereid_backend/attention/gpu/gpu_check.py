@@ -51,7 +51,7 @@ class KernelError(Exception):
 
 
 @functools.cache
-def why_not(
+def why_unusable(
     kind: type[gpu_attention.GpuKVCache],
     spec: LayerSpec,
     block_size: int,

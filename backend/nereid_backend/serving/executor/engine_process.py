@@ -10,10 +10,12 @@ Messages, in addition to the messages that every child process has (process_entr
                       ["load_lora", id, name, path]
                       ["unload_lora", id, name]
                       ["reload_weights", id, path or "", "finish" or "refuse"]
+                      ["cache", id, operation, {name: value}], see PrefixSessions.call
     engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
                       ["compiled", [[id, monotonic time of the request, of the end], ...]], grammars
                       ["adapters", id or "", [name, ...]], the names of all LoRA adapters
+                      ["cache", id, {name: value}], the answer to the message "cache"
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
@@ -23,11 +25,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nereid_backend.config import EngineConfig
+from nereid_backend.engine.step_engine import StepEngine
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.serving.process.process_entry import Send, error_text, serve
 from nereid_backend.serving.wire import pack_update, unpack_params
-from nereid_backend.step_engine import StepEngine
 
 _STATS_INTERVAL_S = 0.1
 
@@ -81,21 +83,31 @@ class EngineService:
             return
         request_id = values[0]
         try:
-            if kind == "add":
-                self._add(*values)
-            elif kind == "load_lora":
-                self._engine.load_lora(*values[1:])
-            else:
-                self._engine.unload_lora(*values[1:])
+            self._make_call(kind, values)
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:
             # The request ends here. An error of one request must not end the other requests.
             log.exception("request %s could not be added", request_id)
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
+
+    def _make_call(self, kind: str, values: list[Any]) -> None:
+        """Pass a request to the engine, and send the answer if the request has no updates.
+
+        The methods of StepEngine document the errors.
+        """
+        if kind == "add":
+            self._add(*values)
+            return
+        request_id, *arguments = values
+        if kind == "cache":
+            self._send(["cache", request_id, self._engine.sessions.call(*arguments)])
+            return
+        if kind == "load_lora":
+            self._engine.load_lora(*arguments)
         else:
-            if kind != "add":
-                self._send(["adapters", request_id, self._engine.lora_names])
+            self._engine.unload_lora(*arguments)
+        self._send(["adapters", request_id, self._engine.lora_names])
 
     def _add(
         self,

@@ -6,10 +6,8 @@ the streams. The loop adds the engine's updates to the streams, reads the signal
 postprocessor (feedback.py), and sends steps and errors to the server.
 """
 
-import itertools
 import json
 import math
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +17,15 @@ import numpy as np
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
-from nereid_backend.serving.executor import adapter_calls
-from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
+from nereid_backend.serving.executor.engine_calls import EngineCalls
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
-from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
-from nereid_backend.serving.executor.shared_limit import SharedLimit
 from nereid_backend.serving.executor.start_engines import start_engines
-from nereid_backend.serving.executor.streams import Pacer, Sequence, Stream
-from nereid_backend.serving.executor.waiting_limits import WaitingLimits
+from nereid_backend.serving.executor.stream_admission import StreamAdmission
+from nereid_backend.serving.executor.streams import Pacer, Stream
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
@@ -38,7 +33,7 @@ from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
-from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_update
+from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
@@ -63,15 +58,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # The source of serial numbers. The serial number of a request identifies the request in the
-        # engine, and the stream of the request in the postprocessor.
-        self._serials = itertools.count(1)
-        # The limits on accepted requests, which the server's thread and the loop's thread use.
-        self._waiting = WaitingLimits(config.max_num_waiting, settings.max_waiting_tokens)
-        self._sequences = SharedLimit(settings.max_streams)
-        self._sequences_lock = threading.Lock()
+        self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
-        self._adapter_calls = AdapterCalls()
+        self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
         # Only the loop's thread uses the following attributes.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -96,14 +85,13 @@ class ExecutorModel(SupervisedModel[Stream]):
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
         parameters = json.loads(request.parameters() or "{}")
-        if is_adapter_call(parameters):
-            self._adapter_calls.put(parameters, sender)
+        if self._engine_calls.put(parameters, sender):
             return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
         replica = self._select_replica(token_ids, envelope.n)
         try:
-            stream = self._open_stream(envelope, len(token_ids) // _TOKEN_BYTES, sender)
+            stream = self._admission.open(envelope, len(token_ids) // _TOKEN_BYTES, sender)
         except CapacityError:
             self._selector.release(replica, envelope.n)
             raise
@@ -123,62 +111,6 @@ class ExecutorModel(SupervisedModel[Stream]):
             raise CapacityError(self.restart_message())
         return self._selector.select(token_ids, num_sequences, running)
 
-    def _open_stream(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
-        """Return the stream of a new request, and add the request to the waiting requests.
-
-        Raises:
-            CapacityError: the executor has too many waiting requests or too many sequences.
-        """
-        settings = self._settings
-        now = time.monotonic()
-        queue_timeout_s = effective_limit_s(
-            envelope.queue_timeout_s, settings.default_queue_timeout_s
-        )
-        timing = RequestTiming(
-            arrived=now,
-            num_prompt_tokens=num_tokens,
-            queue_timeout_s=queue_timeout_s,
-            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
-            client_id=envelope.client_id,
-            traceparent=envelope.traceparent,
-        )
-        self._waiting.enter(timing)
-        slots = self._acquire_slots(envelope)
-        if slots is None:
-            self._waiting.leave(timing, started=None)
-            raise self._too_many_sequences(envelope)
-        serial = next(self._serials)
-        return Stream(
-            request_id=str(serial),
-            sender=sender,
-            serial=serial,
-            sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
-            opening=Opening(envelope.context, slots),
-            last_sent=now,
-            grammar_field=envelope.grammar_field,
-            timing=timing,
-        )
-
-    def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
-        """Return the error for a request that is refused because of the limit max_streams."""
-        message = (
-            f"with the {envelope.n} sequences of this request, the server would have more than "
-            f"{self._settings.max_streams} sequences, or this client would have more than its "
-            "share of them (max_streams). Try again later."
-        )
-        return CapacityError(self._waiting.with_retry_time(message, envelope.client_id))
-
-    def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
-        """Return a slot of the shared memory (see feedback.py) for each sequence of a request.
-
-        Return None if the request would exceed the limit max_streams, or the client's share of it.
-        """
-        with self._sequences_lock:
-            if not self._sequences.allows(envelope.client_id, envelope.n):
-                return None
-            self._sequences.add(envelope.client_id, envelope.n)
-        return self._feedback.acquire(envelope.n)
-
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
@@ -187,9 +119,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             for row in values[0]:
                 self._handle_update(process, unpack_update(row))
         elif kind == "started":
-            for request_id, started in values[0]:
-                if stream := self.requests.get(request_id):
-                    self._note_start(stream, started)
+            self._note_started(values[0])
         elif kind == "compiled":
             self._note_compiled(values[0])
         elif kind == "stats":
@@ -197,11 +127,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif kind == "refused":
             self._handle_refusal(process, *values)
         elif kind == "adapters":
-            self._handle_adapters(process, *values)
+            self._engine_calls.note_adapters(process, *values)
+        elif kind == "cache":
+            self._engine_calls.note_cache_answer(process, *values)
 
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next step is due."""
-        self._send_adapter_changes()
+        self._engine_calls.send_new()
         now = time.monotonic()
         interval_s = self._pacer.interval_s(len(self.requests))
         heartbeat_s = self._pacer.heartbeat_s(
@@ -235,10 +167,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         super().respond(sender, result)
 
     def end_all(self, error: NereidError) -> None:
-        """End all requests, including requests about adapters."""
+        """End all requests, including the requests to all engine processes."""
         super().end_all(error)
-        for sender in self._adapter_calls.take_waiting():
-            super().respond(sender, error)
+        self._engine_calls.end_all(error)
 
     def restart_message(self) -> str:
         """Return the reason why requests are refused while the engine restarts."""
@@ -256,15 +187,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Forget the prefix cache and the statistics of a process that has died.
-
-        Answer the requests about adapters that only waited for the answer of this process.
-        """
+        """Forget the prefix cache, the statistics and the missing answers of a dead process."""
         self._selector.forget(process.index)
         # The next statistics come from the new process, whose counters start at 0.
         self._engine_stats[process.index] = {}
-        for answer in self._adapter_calls.drop(process.index, error):
-            super().respond(*answer)
+        self._engine_calls.on_death(process, error)
         self._publish_due = 0.0
 
     def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
@@ -293,43 +220,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         error = refusal_error(error_class, text)
         if stream := self.requests.get(request_id):
             self.end(stream, error)
-        elif answer := self._adapter_calls.refuse(request_id, process.index, error):
-            super().respond(*answer)
-        elif request_id == adapter_calls.RESTORED:
-            tensors.log.error(
-                "after a restart of the engine, a change of its LoRA adapters or of its weights "
-                "could not be repeated: %s",
-                error,
-            )
-
-    def _handle_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
-        """Record that an engine process has made a change of its adapters or weights.
-
-        If all engine processes have answered, answer the client's request. A new engine process
-        sends this message with the call id "", and the executor then sends it all earlier changes.
-        """
-        if answer := self._adapter_calls.answer(call_id, process.index, names):
-            super().respond(*answer)
-        if not call_id:
-            for message in self._adapter_calls.history(process.index):
-                process.child.send(message)
-
-    def _send_adapter_changes(self) -> None:
-        """Send new requests about adapters or weights to all engine processes that run.
-
-        A request that lists the adapters is answered without the engine processes.
-        """
-        for message, sender in self._adapter_calls.take_new():
-            running = [process for process in self.processes if process.is_running]
-            if message is None:
-                super().respond(sender, self._adapter_calls.listing())
-            elif not running:
-                super().respond(sender, CapacityError(self.outage))
-            else:
-                replicas = [process.index for process in running]
-                with_id = self._adapter_calls.add(message, sender, replicas)
-                for process in running:
-                    process.child.send(with_id)
+        else:
+            self._engine_calls.note_refusal(process, request_id, error)
 
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
         """Add an update of the engine to its stream, or end the stream with the update's error."""
@@ -378,9 +270,17 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _note_start(self, stream: Stream, started: float) -> None:
         """Record the time at which the engine started a request. Ignore all later calls."""
         if stream.timing.started is None:
-            stream.timing.started = started
-            self._waiting.leave(stream.timing, started)
+            self._admission.note_start(stream, started)
             self._statistics.note_start(stream, started)
+
+    def _note_started(self, started: list[tuple[str, float]]) -> None:
+        """Record the times at which requests left the engine's waiting queue.
+
+        The argument is the value of StepEngine.started.
+        """
+        for request_id, start_time in started:
+            if stream := self.requests.get(request_id):
+                self._note_start(stream, start_time)
 
     def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
         """Record when the compilation of each request's grammar began and ended.
@@ -401,8 +301,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.counts["requests_timed_out_total"] += 1
         self._abort(stream)
         if isinstance(error, CapacityError):
-            client_id = stream.timing.client_id
-            error = CapacityError(self._waiting.with_retry_time(str(error), client_id))
+            error = self._admission.with_retry_time(error, stream.timing.client_id)
         # The metrics count this request as timed out, not as refused or failed.
         super().respond(stream.sender, error)
         self._remove(stream)
@@ -452,14 +351,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Remove a stream and release its slots. Its request no longer counts toward the limits."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
-        if stream.timing.started is None:
-            self._waiting.leave(stream.timing, None)
         now = time.monotonic()
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)
-        self._feedback.release(stream.slots)
-        with self._sequences_lock:
-            self._sequences.remove(stream.timing.client_id, len(stream.slots))
+        self._admission.close(stream)
 
 
 def _send_abort(process: SupervisedProcess, request_id: str, index: int | None = None) -> None:

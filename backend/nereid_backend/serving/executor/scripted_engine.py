@@ -34,6 +34,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nereid_backend.config import EngineConfig
+from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import (
     EngineInfo,
@@ -43,6 +44,7 @@ from nereid_backend.core.outputs import (
     TokenLogprobs,
 )
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.engine.prefix_sessions import PrefixSessions
 from nereid_backend.errors import ConfigError, EngineError, RequestError
 from nereid_backend.serving.executor.engine_process import serve_engine
 
@@ -151,6 +153,7 @@ class ScriptedEngine:
 
     Attributes:
         info: the description of the engine. The fields of the model are fictitious.
+        sessions: the sessions of the prefix cache, which the scripted engine does not have.
         started: the requests that left the waiting queue in the last step, with the time.
     """
 
@@ -177,6 +180,7 @@ class ScriptedEngine:
         self.compiled: list[tuple[str, float, float]] = []  # scripted output needs no grammar
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
+        self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
         self.info = _info(config, self._tokenizer.get_vocab_size(), () if eos is None else (eos,))
 
     def warm_up(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from nereid_backend.errors import (
     CapacityError,
@@ -73,6 +74,7 @@ class _JobProgress:
         num_left: the number of inputs of the job that have no result yet.
         values: the result of each input; None until it arrives.
         num_tokens: the number of tokens of each input; 0 until its result arrives.
+        offsets: the characters of the tokens of each input; None if its result has no characters.
         started: the time at which the step began that computed the job's first result, by
             time.monotonic(); None before that.
     """
@@ -85,6 +87,7 @@ class _JobProgress:
         self.num_left = len(job.inputs)
         self.values: list[Value | None] = [None] * len(job.inputs)
         self.num_tokens = [0] * len(job.inputs)
+        self.offsets: list[npt.NDArray[np.int32] | None] = [None] * len(job.inputs)
         self.started: float | None = None
 
     @property
@@ -124,6 +127,7 @@ class _JobProgress:
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens
+        self.offsets[index] = result.offsets
         self.num_left -= 1
         self.slices[first] -= 1
         if not self.slices[first]:
@@ -133,7 +137,8 @@ class _JobProgress:
         """Return the outcome of the complete job."""
         values = [value for value in self.values if value is not None]
         kind = self.job.options.get("kind") or _kind_of(values[0])
-        return Outcome.from_values(kind, values, self.num_tokens)
+        offsets = [one for one in self.offsets if one is not None]
+        return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
         """Convert the engine's error message about a slice to an error message about the whole job.
@@ -144,11 +149,15 @@ class _JobProgress:
         match = _ENGINE_MESSAGE.fullmatch(str(error))
         assert match is not None  # The pattern matches every text.
         problem = match["problem"]
-        if not problem.startswith(("input: ", "image: ")):
-            return problem  # The problem is not the input itself, but for example an option.
+        is_about_input = problem.startswith(("input: ", "image: "))
+        if not is_about_input:
+            return problem  # The problem is for example an option of the request.
+        # The name of the tensor replaces the word "input". The word "image" stays, because a tensor
+        # can contain texts and images.
+        problem = problem.removeprefix("input: ")
         index = first + int(match["index"] or 0)
         element = f"element {index}: " if len(self.values) > 1 else ""
-        return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
+        return f"{self.job.field}: {element}{problem}"
 
 
 class WorkerJobs:

@@ -40,14 +40,16 @@ class Outcome:
     """The result of a job, with one value for each input in order.
 
     Attributes:
-        kind: "dense", "sparse", "multi_vector", "score" or "classify".
+        kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
         values: the vectors or scores, in float32. The shape is [n, dim] for dense, [sum of counts,
-            dim] for multi_vector, [n] for score, and [n, num_labels] for classify. Empty for
-            sparse.
+            dim] for multi_vector, [n] for score, [n, num_labels] for classify, and [sum of
+            num_tokens, num_labels] for token_classify. Empty for sparse.
         counts: for multi_vector the number of vectors of each input, int32 [n]. Empty otherwise.
         weights: for sparse one pair for each input: token ids, int32 [k], and their weights,
             float32 [k]. Empty otherwise.
         num_tokens: the number of tokens of each input, int32 [n].
+        offsets: for token_classify the characters of each token (see PoolingResult.offsets), int32
+            [sum of num_tokens, 2]. Empty otherwise.
     """
 
     kind: str
@@ -55,10 +57,15 @@ class Outcome:
     counts: npt.NDArray[np.int32]
     weights: list[Weights]
     num_tokens: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int32]
 
     @classmethod
     def from_values(
-        cls, kind: str, values: Sequence[Value], num_tokens: Sequence[int]
+        cls,
+        kind: str,
+        values: Sequence[Value],
+        num_tokens: Sequence[int],
+        offsets: Sequence[npt.NDArray[np.int32]] = (),
     ) -> "Outcome":
         """Combine the values of all inputs into the result of the job.
 
@@ -69,6 +76,7 @@ class Outcome:
             kind: see Outcome.kind.
             values: the value of each input; at least one.
             num_tokens: the number of tokens of each input.
+            offsets: for token_classify the characters of each token of each input.
         """
         counts = np.zeros(0, dtype=np.int32)
         weights: list[Weights] = []
@@ -79,9 +87,18 @@ class Outcome:
             arrays = [np.asarray(value, dtype=np.float32) for value in values]
             counts = np.array([len(array) for array in arrays], dtype=np.int32)
             stacked = np.concatenate(arrays)
+        elif kind == "token_classify":
+            stacked = np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
         else:
             stacked = np.array(values, dtype=np.float32)
-        return cls(kind, stacked, counts, weights, np.array(num_tokens, dtype=np.int32))
+        return cls(
+            kind,
+            stacked,
+            counts,
+            weights,
+            np.array(num_tokens, dtype=np.int32),
+            np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
+        )
 
     def row(self) -> list[Any]:
         """Return the fields as values that msgpack can pack."""
@@ -92,12 +109,13 @@ class Outcome:
             self.counts.tobytes(),
             [(ids.tobytes(), weights.tobytes()) for ids, weights in self.weights],
             self.num_tokens.tobytes(),
+            self.offsets.tobytes(),
         ]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
         """Build an Outcome from a list that the method `row` has returned."""
-        kind, shape, values, counts, weights, num_tokens = row
+        kind, shape, values, counts, weights, num_tokens, offsets = row
         return cls(
             kind,
             np.frombuffer(values, dtype=np.float32).reshape(shape),
@@ -107,6 +125,7 @@ class Outcome:
                 for ids, id_weights in weights
             ],
             np.frombuffer(num_tokens, dtype=np.int32),
+            np.frombuffer(offsets, dtype=np.int32).reshape(-1, 2),
         )
 
 

@@ -34,11 +34,12 @@ class PoolingMetrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        families = self._families = MetricFamilies()
+        """Create the metrics on the Triton server. `publish` sends the values."""
+        families = MetricFamilies()
+        self._families = families
         self._labels = {"model_name": model_name}
-        self._num_requests = families.gauge(
-            "pooling_num_requests", "Requests without a response"
-        ).Metric(self._labels)
+        num_requests = families.gauge("pooling_num_requests", "Requests without a response")
+        self._num_requests = num_requests.Metric(self._labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._published = {
@@ -49,9 +50,9 @@ class PoolingMetrics:
             name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
             for name in _HISTOGRAMS
         }
-        self._counts: Counter[str] = Counter()
-        self._ended = Counter({"success": 0, "refused": 0, "error": 0})
-        self._due = 0.0
+        self._counts: Counter[str] = Counter()  # by the name of the counter
+        self._ended = Counter({"success": 0, "refused": 0, "error": 0})  # by outcome
+        self._due = 0.0  # the time at which the metrics are published next
 
     def note_success(
         self, arrived: float, started: float, num_inputs: int, num_tokens: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `rerank`: it scores documents for a query, or classifies texts."""
+"""The Triton model `rerank`: it scores documents, or classifies texts or their tokens."""
 
 from typing import Any
 
@@ -43,17 +43,25 @@ class RerankModel(PoolingStub):
         return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
 
     def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job of a request that classifies texts.
+        """Return the job of a request that classifies texts or their tokens.
 
         The key `kind` selects the classification. A client cannot set this key in the options.
         """
+        assert self.child is not None
+        kinds = self.child.info["kinds"]
+        kind = "token_classify" if "token_classify" in kinds else "classify"
         inputs = [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
-        return Job(names.TEXTS, inputs, options | {"kind": "classify"})
+        return Job(names.TEXTS, inputs, options | {"kind": kind})
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""
-        name = names.PROBABILITIES if outcome.kind == "classify" else names.SCORES
-        return {name: outcome.values, names.NUM_TOKENS: outcome.num_tokens}
+        outputs: Tensors = {names.NUM_TOKENS: outcome.num_tokens}
+        if outcome.kind == "score":
+            return outputs | {names.SCORES: outcome.values}
+        outputs[names.PROBABILITIES] = outcome.values
+        if outcome.kind == "token_classify":
+            outputs[names.OFFSETS] = outcome.offsets
+        return outputs
 
     def empty_outputs(self) -> Tensors:
         """Return the output tensors of a request with an empty list of inputs."""

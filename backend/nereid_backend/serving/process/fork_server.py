@@ -96,16 +96,18 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 class ForkServer:
-    """Forks child processes and reports how they end.
-
-    Args:
-        listener: the listening socket.
-        environment: the environment variables before the imports.
-    """
+    """Forks child processes and reports how they end."""
 
     def __init__(self, listener: socket.socket, environment: Mapping[str, str]) -> None:
+        """Register the sockets and the signal handler that `run` waits for.
+
+        Args:
+            listener: the listening socket.
+            environment: the environment variables before the imports.
+        """
         self._listener = listener
         self._environment = environment
+        # The connection to the stub of each child process, by the id of the child process.
         self._connections: dict[int, socket.socket] = {}
         # Python writes a byte into this socket pair when a child process has ended.
         self._wake, wake_writer = socket.socketpair()
@@ -126,13 +128,19 @@ class ForkServer:
                 key.data()
 
     def _accept(self) -> None:
-        """Accept a connection of a stub, and create the child process that the stub requests."""
+        """Accept a connection of a stub, and create the child process that the stub requests.
+
+        Send the id of the child process to the stub. If no process can be created, close the
+        connection without an answer. If the stub closes the connection later, the child process is
+        killed.
+        """
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
         if request is None:
             connection.close()
             return
         pid = self._fork(request)
+        # Only the child process needs the files of the stub.
         for file in request.files:
             os.close(file)
         if pid is None:

@@ -17,11 +17,6 @@ _BUSY_LIMIT_FACTOR = 10
 class HangWatch:
     """Measures for how long a process with work has not sent a message.
 
-    Args:
-        limit_s: the longest time without a message for a process with work; 0 means no limit.
-        cpu_seconds: returns the CPU time that the process has used, in seconds.
-        clock: returns the time in seconds.
-
     Attributes:
         silent_s: the time since the last message during which the process had work, in seconds.
     """
@@ -32,11 +27,21 @@ class HangWatch:
         cpu_seconds: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start to watch a process that has just started.
+
+        Args:
+            limit_s: the longest time without a message for a process with work; 0 means no limit.
+            cpu_seconds: returns the CPU time that the process has used, in seconds.
+            clock: returns the time in seconds.
+        """
         self.silent_s = 0.0
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
+        # The time of the last call of `is_hanging`.
         self._last_checked = clock()
+        # The CPU time of the process when half of the limit had passed without a message; None
+        # before that.
         self._cpu_before_s: float | None = None
 
     def note_message(self) -> None:
@@ -48,6 +53,10 @@ class HangWatch:
 
         Call this method several times a second, because it also measures the time without a
         message.
+
+        Example with a limit of 60 s: a process with work sends no message for 61 s. The process
+        hangs, unless its model runs on the CPU and it has used at least 10 % of a CPU during the
+        last 31 s. In that case, the process hangs after 600 s without a message.
 
         Args:
             is_working: whether the process has work.
@@ -75,7 +84,8 @@ class HangWatch:
         if not is_on_cpu or self.silent_s > busy_limit_s:
             return True
         used_s = self._cpu_seconds() - self._cpu_before_s
-        is_busy = used_s > _MIN_CPU_LOAD * (self.silent_s - measuring_from_s)
+        measured_s = self.silent_s - measuring_from_s
+        is_busy = used_s > _MIN_CPU_LOAD * measured_s
         return not is_busy
 
 

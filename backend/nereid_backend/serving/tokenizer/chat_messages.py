@@ -8,6 +8,7 @@ from typing import Any
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.vision.refused_parts import refused_part
 
 # Replaces the images in the messages that the chat template renders.
 IMAGE_PLACEHOLDER = {"type": "image"}
@@ -99,9 +100,15 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
         if isinstance(text, str):
             return text
     part_type = part.get("type") if isinstance(part, dict) else part
+    refused = refused_part(part) if isinstance(part, dict) else None
+    if refused is not None:
+        kind, reason = refused
+        raise RequestError(
+            f"messages: item {index} has a content part of type {shown(kind)}, but {reason}"
+        )
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
-        'supports only text parts. Send parts such as {"type": "text", "text": "..."}.'
+        'supports only text and image parts. Send parts such as {"type": "text", "text": "..."}.'
     )
 
 

@@ -14,6 +14,7 @@ from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import CheckedSamplingParams, shown
 from nereid_backend.serving.tokenizer.request_fields import (
+    CACHE_RETENTIONS,
     ENGINE_FIELDS,
     RequestFields,
     parse_texts,
@@ -109,6 +110,7 @@ def read_sampling(
     params = CheckedSamplingParams(
         **values,
         cache_salt=salt,
+        prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),
         logit_bias=_read_logit_bias(checked.logit_bias),
         bad_words_token_ids=_read_bad_words(checked.bad_words, encode),

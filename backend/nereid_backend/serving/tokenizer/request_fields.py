@@ -23,6 +23,15 @@ Seconds = Annotated[float, Field(ge=0)]
 # The length of stop strings and bad words is limited, so that the search for them stays fast.
 _Word = Annotated[str, Field(max_length=4096)]
 
+# The values of prompt_cache_retention, in seconds. The values in OpenAI's API are "in_memory" and
+# "24h", the values in Anthropic's API are "5m" and "1h". None means the engine's default.
+CACHE_RETENTIONS: dict[str, float | None] = {
+    "in_memory": None,
+    "5m": 300.0,
+    "1h": 3600.0,
+    "24h": 86400.0,
+}
+
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
@@ -74,6 +83,8 @@ class RequestFields(BaseModel):
     """Requests share cached prefixes only if their values of this field are equal."""
     extra_key: str = ""
     """SGLang's name of cache_salt. If a request has both fields, both values must be equal."""
+    prompt_cache_retention: Literal["in_memory", "5m", "1h", "24h"] | None = None
+    """The time for which the cached prefix of the request is evicted last."""
     timeout: Seconds | None = None
     """The time limit of the request in seconds. 0 means no limit."""
     queue_timeout: Seconds | None = None
@@ -120,6 +131,7 @@ class RequestFields(BaseModel):
 # Fields of SamplingParams that clients send under the same names.
 ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "bad_words_token_ids",
+    "prompt_cache_ttl",
     "thinking",
     *RequestFields.model_fields,
 }
@@ -131,6 +143,8 @@ _TEXT_FIELDS = frozenset(
     {
         *(
             "cache_salt",
+            "prompt_cache_key",
+            "prompt_cache_retention",
             "lora_name",
             "extra_key",
             "stop",

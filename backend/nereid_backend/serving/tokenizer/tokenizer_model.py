@@ -5,13 +5,11 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
@@ -20,73 +18,42 @@ from nereid_backend.serving.serving_settings import ServingSettings, read_settin
 from nereid_backend.serving.tokenizer.image_prompts import (
     MAX_IMAGE_BYTES,
     ImagePrompts,
-    has_image_parts,
     reads_images,
-    take_images,
 )
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
     PromptBuilder,
     load_tokenizer,
-    read_flag,
     read_tools,
 )
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
-from nereid_backend.serving.tokenizer.read_sampling import (
-    RequestOptions,
-    read_generation_defaults,
-    read_sampling,
-)
+from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
 from nereid_backend.serving.tokenizer.request_grammar import (
     RequestGrammar,
     build_chat_grammar,
     build_text_grammar,
 )
 from nereid_backend.serving.tokenizer.request_limits import length_limit
+from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts, read_input_ids
 from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
+from nereid_backend.serving.tokenizer.stream_context import (
+    CheckedRequest,
+    prompt_tail,
+    stream_context,
+)
 from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
 )
-from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
 from nereid_backend.serving.tracing import Tracing, traceparent_of
-from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
+from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
-# Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
-# call.
-_PROMPT_TAIL_CHARS = 4096
-# The detokenizer decodes a completion's first token after the prompt's last tokens, because a
-# token's text can depend on the tokens before it.
-_NUM_SEED_TOKENS = 6
 # A request that contains one of these texts probably has an image. Preparing an image takes some
 # time, and even more if the image must be downloaded.
 _IMAGE_MARKS = (b"data:image", b"image_url")
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedRequest:
-    """A request whose fields have been checked.
-
-    Attributes:
-        body: the body of a chat request; None for a completion.
-        prompt: the prompt.
-        tools: the tools that the model may call; None without tools.
-        returns: the names of the optional outputs that the request asks for.
-        grammar: the grammar of the output.
-        params: the sampling parameters for the engine.
-        options: the other options of the request.
-    """
-
-    body: dict[str, Any] | None
-    prompt: Prompt
-    tools: list[dict[str, Any]] | None
-    returns: tuple[str, ...]
-    grammar: RequestGrammar
-    params: SamplingParams
-    options: RequestOptions
 
 
 class TokenizerModel:
@@ -107,6 +74,7 @@ class TokenizerModel:
                 read_template_defaults(settings),
                 max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
             )
+            self._request_prompts = RequestPrompts(self._prompts, self._images)
             # The postprocessor chooses the same format and logs the choice, so the choice is not
             # logged here.
             self._format = choose_format(settings, report=lambda _: None)
@@ -147,7 +115,7 @@ class TokenizerModel:
 
         Requests for the limits or for the text of token ids get a JSON text instead.
         """
-        if self._asks_for_limits(request):
+        if _asks_for_limits(request):
             return _json_response(dataclasses.asdict(self._prompts.limits))
         if (text := self._requested_text(request)) is not None:
             return _json_response({"text": text})
@@ -166,7 +134,7 @@ class TokenizerModel:
         envelope = RequestEnvelope(
             params=pack_params(checked.params),
             n=checked.params.n,
-            context=_stream_context(request, checked, traceparent).pack(),
+            context=stream_context(request, checked, traceparent).pack(),
             grammar_field=checked.grammar.field,
             timeout_s=checked.options.timeout_s,
             queue_timeout_s=checked.options.queue_timeout_s,
@@ -181,7 +149,7 @@ class TokenizerModel:
             }
         )
 
-    def _check(self, request: Any) -> _CheckedRequest:  # noqa: ANN401 - the server's own type
+    def _check(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
         """Build the prompt, the grammar and the sampling parameters of a request.
 
         Raises:
@@ -189,12 +157,12 @@ class TokenizerModel:
         """
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)
-        images = self._read_images(request, body)
+        images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         if images:
-            prompt = self._image_prompt(request, body, images)
+            prompt = self._request_prompts.with_images(request, body, images)
         else:
-            prompt = self._prompt(request, body, fields)
+            prompt = self._request_prompts.without_images(request, body, fields)
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
@@ -208,64 +176,7 @@ class TokenizerModel:
                 read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
             ),
         )
-        return _CheckedRequest(body, prompt, tools, returns, grammar, params, options)
-
-    def _read_images(self, request: Any, body: dict[str, Any] | None) -> list[bytes]:  # noqa: ANN401 - the server's own type
-        """Return the images in the messages of a chat, or else those in the tensor `image`.
-
-        The images in messages are replaced by placeholders.
-
-        Raises:
-            RequestError: the served model reads no images.
-        """
-        tensor = tensors.optional_array(request, tensor_names.IMAGE)
-        images = [] if tensor is None else [bytes(image) for image in tensor]
-        if self._images is None:
-            if images or has_image_parts(body):
-                field = "image" if images else "messages"
-                raise RequestError(
-                    f"{field}: the served model does not accept images. Send text only."
-                )
-            return []
-        return (take_images(body) if body is not None else []) or images
-
-    def _image_prompt(
-        self,
-        request: Any,  # noqa: ANN401 - the server's own type
-        body: dict[str, Any] | None,
-        images: list[bytes],
-    ) -> Prompt:
-        """Return the prompt of a request with images, from a chat or from a text.
-
-        A text must contain the placeholders of the images.
-
-        Raises:
-            RequestError: an image is invalid, or the prompt exceeds a limit.
-        """
-        assert self._images is not None
-        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        if (text is None) == (body is None):
-            raise RequestError(
-                "image: a request with images must have exactly one of text_input and chat_request."
-            )
-        if body is not None:
-            text = self._prompts.render_chat(body)
-        assert text is not None
-        self._prompts.limits.check_text(text)
-        token_ids, packed = self._images.prepare(text, images)
-        self._prompts.limits.check_token_ids(len(token_ids))
-        return Prompt(token_ids, text, packed)
-
-    def _asks_for_limits(self, request: Any) -> bool:  # noqa: ANN401 - the server's own type
-        """Return whether a request has the parameter `return_limits` and no prompt.
-
-        The response to such a request contains the limits on requests, as JSON text in the output
-        `envelope`.
-        """
-        prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
-        if any(tensors.has_tensor(request, name) for name in prompts):
-            return False
-        return bool(json.loads(request.parameters() or "{}").get("return_limits"))
+        return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
         """Return the text of the token ids of a request with the parameter `return_text`.
@@ -279,7 +190,7 @@ class TokenizerModel:
         parameters = json.loads(request.parameters() or "{}")
         if not parameters.get("return_text"):
             return None
-        ids = self._input_ids(request)
+        ids = read_input_ids(request, self._prompts.limits)
         if ids is None:
             raise RequestError("input_ids: the tensor is required with the parameter return_text.")
         vocabulary_size = len(self._tokenizer)
@@ -302,99 +213,25 @@ class TokenizerModel:
         """Return the grammar of a request. `body` is None for a completion."""
         if body is None:
             return build_text_grammar(fields)
-        tail = (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
-        return build_chat_grammar(fields, self._format, tail, tools)
+        return build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
 
-    def _prompt(
-        self,
-        request: Any,  # noqa: ANN401 - the server's own type
-        body: dict[str, Any] | None,
-        fields: dict[str, Any],
-    ) -> Prompt:
-        """Return the prompt, built from a chat's messages, a text or token ids.
 
-        Args:
-            request: the server's request.
-            body: the body of a chat request; None for a completion.
-            fields: the request's fields (see `sampling_fields`).
+def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own type
+    """Return whether a request has the parameter `return_limits` and no prompt.
 
-        Raises:
-            RequestError: the request has none or several of the three sources, the source is wrong,
-                or the prompt exceeds a limit.
-        """
-        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
-        ids = self._input_ids(request, num_kept)
-        if sum(value is not None for value in (text, ids, body)) != 1:
-            raise RequestError(
-                "a request must have exactly one of text_input, input_ids and chat_request."
-            )
-        if body is not None:
-            # `from_chat` checks all limits of a chat, including the limits on nested values.
-            return self._prompts.from_chat(body, num_kept)
-        self._prompts.limits.check_members(fields)
-        if text is not None:
-            adds = read_flag(fields, "add_special_tokens", default=True)
-            return self._prompts.from_text(text, add_special_tokens=adds, num_kept=num_kept)
-        if not ids:
-            raise RequestError("input_ids: the list is empty. Send at least one token id.")
-        return Prompt(ids, None)
-
-    def _input_ids(self, request: Any, num_kept: int | None = None) -> list[int] | None:  # noqa: ANN401 - the server's own type
-        """Return the token ids of a request; None if it has no tensor with token ids.
-
-        If `num_kept` is set, return at most `num_kept` token ids from the end. The number of token
-        ids is checked before they are converted to a list.
-        """
-        ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
-        if ids is None:
-            return None
-        if num_kept is not None:
-            ids = ids[-num_kept:]
-        self._prompts.limits.check_token_ids(ids.size)
-        token_ids: list[int] = ids.tolist()
-        return token_ids
+    The response to such a request contains the limits on requests, as JSON text in the output
+    `envelope`.
+    """
+    prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
+    if any(tensors.has_tensor(request, name) for name in prompts):
+        return False
+    return bool(json.loads(request.parameters() or "{}").get("return_limits"))
 
 
 def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's own type
     """Return a response with a JSON text in the output `envelope`."""
     text = json.dumps(value).encode()
     return tensors.response({tensor_names.ENVELOPE: np.frombuffer(text, dtype=np.uint8)})
-
-
-def _stream_context(
-    request: Any,  # noqa: ANN401 - the server's own type
-    checked: _CheckedRequest,
-    traceparent: str,
-) -> StreamContext:
-    """Return the part of a request that the postprocessor needs.
-
-    Raises:
-        RequestError: the request is streaming and sets exclude_input_in_output to false.
-    """
-    body, prompt, options = checked.body, checked.prompt, checked.options
-    stream = tensors.optional_bool(request, tensor_names.STREAM) or False
-    excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
-    return StreamContext(
-        stream=stream,
-        num_prompt_tokens=len(prompt.token_ids),
-        n=checked.params.n,
-        seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
-        stop=options.stop,
-        min_tokens=checked.params.min_tokens,
-        include_stop_str_in_output=options.include_stop_str_in_output,
-        skip_special_tokens=options.skip_special_tokens,
-        returns=checked.returns,
-        prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
-        tools=tuple(checked.tools or ()),
-        reads_calls=body is None or body.get("tool_choice") != "none",
-        prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
-        separate_reasoning=options.separate_reasoning,
-        include_reasoning=options.include_reasoning,
-        strict_schema=checked.grammar.strict_schema,
-        traceparent=traceparent,
-    )
 
 
 def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
@@ -431,23 +268,6 @@ def _logprobs_field(
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}
     return {"logprobs": True if is_chat else 0}
-
-
-def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
-    """Return the prompt's text if the output must begin with the prompt; else "".
-
-    As in the vLLM backend, a completion without streaming repeats its prompt by default.
-
-    Raises:
-        RequestError: the request is streaming and sets exclude_input_in_output to false.
-    """
-    if excluded is False and stream:
-        raise RequestError(
-            "exclude_input_in_output: the value false requires stream=false, but the request has "
-            "stream=true. Leave the field out or send true."
-        )
-    includes_prompt = not (stream or is_chat) if excluded is None else not excluded
-    return prompt.text or "" if includes_prompt else ""
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derives the config of a transformers model from the metadata of a GGUF file.
+
+A metadata value that changes the output of the model, but that this module does not understand, is
+an error. Otherwise the model would load, and its output would be slightly wrong.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_backend.checkpoints.gguf.gguf_file import GgufFile
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+# Maps a metadata key of a GGUF file to the name of the config's field. In the file, each key begins
+# with the name of the architecture. Example: the key "context_length" is "llama.context_length" in
+# the file.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How llama.cpp stores the models of a GGUF architecture.
+
+    Attributes:
+        model_type: The model type of transformers.
+        class_name: The name of the model's class in transformers.
+        more_fields: The config's field for each additional metadata value.
+        has_rotated_pairs: Whether pairs of rotated numbers are next to each other.
+        has_sandwich_norms: Whether each layer has norms before and after its parts, and the norms
+            are stored as weight + 1.
+        num_layers_with_hidden_scale: The attention of a model with this number of layers is scaled
+            by hidden_size / heads instead of head_dim. The file does not contain the scale.
+        has_local_rope: Whether layers with a sliding window have rotary embeddings of their own.
+    """
+
+    model_type: str
+    class_name: str
+    more_fields: Mapping[str, str]
+    has_rotated_pairs: bool = False
+    has_sandwich_norms: bool = False
+    num_layers_with_hidden_scale: int = 0
+    has_local_rope: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {}),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS),
+    "gemma2": Architecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _WINDOW | _SOFTCAPS,
+        has_sandwich_norms=True,
+        num_layers_with_hidden_scale=46,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _WINDOW | _SOFTCAPS,
+        has_sandwich_norms=True,
+        num_layers_with_hidden_scale=62,
+        has_local_rope=True,
+    ),
+}
+"""The supported GGUF architectures."""
+
+# A metadata key that is neither in the tables above nor in this list is an error. `_rope` reads
+# some of the values in this list. The other values are not needed.
+_REDUNDANT = (
+    "vocab_size",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "attention.value_length",
+    "tensor_data_layout",
+)
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
+    """Return the content of config.json for a GGUF file.
+
+    Args:
+        file: the header of the file.
+        rope_factors: the numbers of the tensor rope_freqs.weight; None if there is no such tensor.
+
+    Raises:
+        UnsupportedModelError: if the architecture or a value is not supported.
+        ModelError: if a value is missing.
+    """
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"{file.path}: the GGUF architecture {file.architecture!r} is not supported. The "
+            f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's "
+            "safetensors files."
+        )
+    prefix = f"{file.architecture}."
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in file.metadata.items()
+        if name.startswith(prefix)
+    }
+    fields = {**_FIELDS, **architecture.more_fields}
+    unknown = sorted(values.keys() - fields.keys() - set(_REDUNDANT))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{file.path}: the metadata value {prefix}{unknown[0]} is not supported. Use the "
+            "model's safetensors files."
+        )
+    missing = sorted({"embedding_length", "block_count", "attention.head_count"} - values.keys())
+    if missing or "token_embd.weight" not in file.tensors:
+        name = prefix + missing[0] if missing else "token_embd.weight"
+        raise ModelError(f"{file.path} lacks {name}. Download the file again.")
+    config = {field: values[name] for name, field in fields.items() if name in values}
+    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    config.setdefault("num_key_value_heads", num_heads)
+    config.setdefault("head_dim", hidden_size // num_heads)
+    _check_head_size(file, values, config["head_dim"])
+    config |= {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
+        "rope_parameters": _rope(file, values, rope_factors),
+        **_token_ids(file.metadata),
+    }
+    if architecture.num_layers_with_hidden_scale:
+        has_hidden_scale = values["block_count"] == architecture.num_layers_with_hidden_scale
+        scale = hidden_size // num_heads if has_hidden_scale else config["head_dim"]
+        config["query_pre_attn_scalar"] = scale
+    if architecture.has_local_rope:
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": values.get("rope.freq_base_swa", 10000.0),
+            },
+        }
+    if architecture.more_fields is _EXPERTS:
+        # llama.cpp always divides the weights of the chosen experts by their sum.
+        config["norm_topk_prob"] = True
+    return config
+
+
+def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
+    """Raise an UnsupportedModelError if rotary embeddings or values have another head size.
+
+    Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
+    have another size than keys (attention.value_length). Both cases are not supported.
+    """
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if values.get(name, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{file.path}: {name} must equal the head size {head_dim}, but it is "
+                f"{values[name]}. Use the model's safetensors files."
+            )
+
+
+def _has_bfloat16(file: GgufFile) -> bool:
+    return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of the special tokens. The end-of-turn token also ends the output."""
+    prefix = "tokenizer.ggml."
+    ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        "bos_token_id": metadata.get(f"{prefix}bos_token_id"),
+        "eos_token_id": sorted({token for token in ends if token is not None}) or None,
+        "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
+    }
+
+
+def _rope(
+    file: GgufFile, values: Mapping[str, Any], factors: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the parameters of the rotary position embeddings.
+
+    Raises:
+        UnsupportedModelError: if the scaling is not supported.
+    """
+    parameters = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
+    if factors is not None:
+        return _llama3_rope(file, parameters, factors)
+    kind = values.get("rope.scaling.type", "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{file.path}: rope.scaling.type {kind!r} is not supported. Use the model's "
+            "safetensors files."
+        )
+    parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        # The original context length is the length before the scaling. If the file does not contain
+        # this length, the context length of the model is used.
+        original = values.get("rope.scaling.original_context_length")
+        parameters["original_max_position_embeddings"] = original or values.get("context_length")
+    return parameters
+
+
+def _llama3_rope(
+    file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
+) -> dict[str, Any]:
+    """Return the rope parameters of a file that contains a factor for each rotary frequency.
+
+    The file contains these factors instead of the parameters from which the factors were computed.
+    This function tries the parameters that are common in such models, and checks that they give the
+    same factors.
+
+    Raises:
+        UnsupportedModelError: if the factors were computed from other parameters.
+    """
+    found = parameters | {
+        "rope_type": "llama3",
+        "factor": float(max(factors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = _llama3_divisors(found, len(factors))
+    # The file stores float32 numbers, so the factors are equal only up to rounding errors.
+    pairs = zip(expected, factors, strict=True)
+    if not all(math.isclose(ours, stored, rel_tol=1e-4) for ours, stored in pairs):
+        raise UnsupportedModelError(
+            f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
+            "safetensors files."
+        )
+    return found
+
+
+def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
+    """Return one divisor for each of the `count` rotary frequencies.
+
+    A frequency that rotates at most `low_freq_factor` times in the original context is divided by
+    `factor`. A frequency that rotates at least `high_freq_factor` times stays unchanged. Between
+    these limits, the two frequencies are mixed in the ratio `unchanged_share`.
+
+    Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
+    """
+    factor = parameters["factor"]
+    original_context = parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    divisors = []
+    for index in range(count):
+        wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
+        num_rotations = original_context / wavelength
+        unchanged_share = min(1.0, max(0.0, (num_rotations - low) / (high - low)))
+        divisors.append(1 / ((1 - unchanged_share) / factor + unchanged_share))
+    return divisors

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes a GGUF file as the folder of a Hugging Face checkpoint.
+
+The folder is in Nereid's cache folder. It contains config.json, generation_config.json, the files
+of the tokenizer with the chat template, and a link to the file. The tokenizer, the grammars and
+the engine then read the same folder. No weights are copied, and torch is not imported.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.cache_folder import cache_folder
+from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
+from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+# This version number is a part of the folder's name. Increase the number when this module writes
+# different files. Nereid then creates a new folder and ignores the old folder.
+_VERSION = 1
+_TOKENIZER = "tokenizer.ggml."
+# The names of the special tokens in transformers, and their metadata fields in GGUF files.
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def create_gguf_folder(path: Path, link: str) -> Path:
+    """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
+
+    The folder contains a link to the file. The link has the name `link`.
+
+    Raises:
+        ModelError: if the file is damaged, or if it is one of several parts.
+        UnsupportedModelError: if the architecture or the tokenizer is not supported.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error}).") from error
+    key = f"{_VERSION} {path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    folder = cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    file = read_gguf(path)
+    if int(file.metadata.get("split.count", 1)) > 1:
+        raise UnsupportedModelError(
+            f"{path} is one of {file.metadata['split.count']} parts. Merge them with the command "
+            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may create the folder at the same time. The first process that renames its
+    # unfinished folder provides the folder for all processes.
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _write(file, unfinished)
+        os.symlink(path.resolve(), unfinished / link)
+        unfinished.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():
+            raise ModelError(f"{path}: the folder {folder} cannot be written ({error}).") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    """Write the config and the tokenizer of a GGUF file into a folder."""
+    factors = file.tensors.get("rope_freqs.weight")
+    config = gguf_config(file, None if factors is None else _read_floats(file, factors))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    generation = {name: config[name] for name in ids if config[name] is not None}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    if f"{_TOKENIZER}model" in file.metadata:
+        _write_tokenizer(file, folder)
+
+
+def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
+    """Return the numbers of a small float32 tensor."""
+    if tensor.kind.name != "F32":
+        raise UnsupportedModelError(f"{file.path}: {tensor.name} has the type {tensor.kind.name}.")
+    count = tensor.num_bytes // 4
+    numbers = np.fromfile(file.path, dtype="<f4", count=count, offset=tensor.start)
+    return [float(number) for number in numbers]
+
+
+def _write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Write the tokenizer and the chat template of a file into a folder.
+
+    Raises:
+        UnsupportedModelError: if transformers cannot build the tokenizer exactly.
+        ModelError: if the vocabulary is damaged.
+    """
+    # The import takes a second, and the other formats do not need it.
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_MAPPING,
+        convert_gguf_tokenizer,
+    )
+
+    values: dict[str, Any] = {
+        name: file.metadata[f"tokenizer.{key}"]
+        for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+        if f"tokenizer.{key}" in file.metadata
+    }
+    pre = values.get("pre_tokenizer_type")
+    if values["tokenizer_type"] == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"):
+        raise UnsupportedModelError(
+            f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported. Use "
+            "the model's safetensors files."
+        )
+    try:
+        backend, _ = convert_gguf_tokenizer(file.architecture, values)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
+        ) from error
+    # A sentencepiece vocabulary begins every text with BOS, unless the file says otherwise.
+    default = values["tokenizer_type"] == "llama"
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", default)),
+        add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **_special_tokens(file, values["tokens"]),
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    """Return the special tokens of a file, by the names that transformers gives them.
+
+    Token ids that are not in the vocabulary are ignored.
+
+    Example: the token id 2 of BOS and the vocabulary ["<pad>", "</s>", "<s>"] return
+    {"bos_token": "<s>"}.
+    """
+    special: dict[str, str] = {}
+    for name, key in _SPECIAL_TOKENS.items():
+        index = file.metadata.get(_TOKENIZER + key)
+        if isinstance(index, int) and 0 <= index < len(tokens):
+            special[name] = tokens[index]
+    return special

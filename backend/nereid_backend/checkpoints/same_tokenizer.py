@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that two checkpoints have the same tokenizer and the same chat template.
+
+The servers load the tokenizer once. New weights with another tokenizer would therefore receive
+wrong token ids.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.errors import ModelError
+
+TokenizerFiles = dict[str, str]
+"""Maps the names of a checkpoint's tokenizer files to digests of their contents."""
+
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
+)
+_OTHER_FILES = (
+    *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+# Fields that programs change when they save an unchanged tokenizer. Each call of the tokenizer sets
+# the padding and the truncation again.
+_IGNORED_FIELDS = {
+    *("name_or_path", "transformers_version", "_commit_hash", "tokenizer_file", "is_local"),
+    *("padding", "truncation"),
+}
+_REMEDY = "Restart the server with the new checkpoint."
+
+
+def read_tokenizer_files(folder: str) -> TokenizerFiles:
+    """Return digests of the tokenizer files in a folder; no files if the folder does not exist.
+
+    Raises:
+        ModelError: if a file cannot be read.
+    """
+    digests = {}
+    for name in (*_VOCABULARIES, *_OTHER_FILES):
+        file = Path(folder, name)
+        try:
+            content = file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read ({error}).") from error
+        if file.suffix == ".json":
+            content = _canonical(content)
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
+    """Raise a ModelError if the tokenizer or the chat template of two checkpoints differ.
+
+    The files that both checkpoints have are compared. A new checkpoint without tokenizer files is
+    accepted, because some training programs save only weights.
+    """
+    for name in old.keys() & new.keys():
+        if old[name] != new[name]:
+            raise ModelError(
+                f"the file {name} of the new checkpoint differs from the file that the server has "
+                f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
+            )
+    vocabularies = [name for name in _VOCABULARIES if name in new]
+    if vocabularies and not any(name in old for name in vocabularies):
+        raise ModelError(
+            f"the new checkpoint has the tokenizer file {vocabularies[0]}, which the served "
+            f"checkpoint does not have, so the tokenizers cannot be compared. {_REMEDY}"
+        )
+
+
+def _canonical(content: bytes) -> bytes:
+    """Return a JSON file without the ignored fields. Equal values result in equal bytes.
+
+    A file that is not valid JSON is returned unchanged.
+    """
+    try:
+        value: Any = json.loads(content)
+    except ValueError:
+        return content
+    if isinstance(value, dict):
+        value = {name: part for name, part in value.items() if name not in _IGNORED_FIELDS}
+    return json.dumps(value, sort_keys=True).encode()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool that allocates the blocks of the KV cache.
+
+    block      0   1   2   3   4   5   6
+    ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
+    cached     x   x           x              the prefix cache can find the block
+    free       5                              a stack: the block that was freed last is used first
+    idle       1 4                            cached, but in no block table (eviction_order.py)
+
+The pool allocates free blocks first. If there are not enough free blocks, the pool also allocates
+idle blocks. When the pool allocates an idle block, the prefix cache forgets the tokens of that
+block.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
+
+# The share of the blocks above which sessions have no advantage over other cached blocks.
+_MAX_RETAINED_SHARE = 0.75
+
+
+class BlockPool:
+    """A fixed number of blocks. Each block has a reference count.
+
+    Attributes:
+        num_blocks: the number of blocks.
+        idle: the cached blocks that no block table contains, and the sessions that retain blocks.
+    """
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a pool of free blocks. `clock` returns the time for sessions, in seconds."""
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        # The stack of free blocks. Its top is the end of the list, so block 0 is allocated first.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self.idle: EvictionOrder[int] = EvictionOrder(int(num_blocks * _MAX_RETAINED_SHARE), clock)
+        # All cached blocks, whether they are idle or in a block table.
+        self._cached: set[int] = set()
+        self._on_reuse: Callable[[int], None] | None = None
+
+    @property
+    def null_block(self) -> int:
+        """The id that replaces a freed block in a block table. No block has this id."""
+        return self.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """The number of blocks that no block table contains."""
+        return len(self._free) + len(self.idle)
+
+    @property
+    def num_used(self) -> int:
+        """The number of blocks that at least one block table contains."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """The number of blocks that the prefix cache can find."""
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` blocks and return their ids.
+
+        Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
+        The caller must make sure that `count` is at most `num_free`. Example: the stack of free
+        blocks is [5, 3], with 3 on top, and the idle blocks are [1, 4], with the oldest first.
+        `allocate(3)` returns [3, 5, 1].
+        """
+        assert count <= self.num_free, (
+            f"{count} blocks were requested, but only {self.num_free} blocks are free."
+        )
+        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
+            block = self.idle.pop()
+            self._cached.remove(block)
+            if self._on_reuse is not None:
+                self._on_reuse(block)
+            blocks.append(block)
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Increment the reference count of each block.
+
+        The caller adds the blocks to one more block table. Each block must be idle or part of a
+        block table.
+        """
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                self.idle.remove(block)
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Decrement the reference count of each block.
+
+        If the count of a block becomes 0, a cached block becomes idle and any other block becomes
+        free. The blocks are released from the last to the first. The pool therefore reuses cached
+        blocks from the end of a sequence before cached blocks from the beginning.
+        """
+        for block in reversed(blocks):
+            count = self._ref_counts[block] - 1
+            assert count >= 0, f"Block {block} was released, but no block table contains it."
+            self._ref_counts[block] = count
+            if count > 0:
+                continue
+            if block in self._cached:
+                self.idle.add(block)
+            else:
+                self._free.append(block)
+
+    def count_idle(self, blocks: Sequence[int]) -> int:
+        """Return how many of `blocks` have a reference count of 0."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
+
+    def mark_cached(self, block: int) -> None:
+        """Mark a block as cached.
+
+        A cached block becomes idle, not free, when the reference count of the block becomes 0.
+        """
+        assert self._ref_counts[block] > 0, f"Block {block} is in no block table."
+        self._cached.add(block)
+
+    def retain(self, blocks: Iterable[int], key: SessionKey, seconds: float) -> None:
+        """Retain cached blocks for a session; see `EvictionOrder.retain`."""
+        self.idle.retain((block for block in blocks if block in self._cached), key, seconds)
+
+    def unmark_cached(self, block: int) -> None:
+        """Mark a block as not cached. If the block is idle, the block becomes free."""
+        self._cached.discard(block)
+        is_idle = block in self.idle
+        self.idle.forget(block)
+        if is_idle:
+            self._free.append(block)
+
+    def on_reuse(self, callback: Callable[[int], None]) -> None:
+        """Set the function that is called when an idle block is allocated.
+
+        The argument of the function is the id of the block.
+        """
+        self._on_reuse = callback
+
+    def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Verify that every block is either free, or idle, or part of a block table.
+
+        Args:
+            block_tables: all block tables, which may contain the null block. If given, `check`
+                compares the reference counts with the tables.
+
+        Raises:
+            AssertionError: if a block is lost, is free twice, or has a wrong reference count.
+        """
+        free = set(self._free)
+        assert len(free) == len(self._free), "The stack of free blocks contains a block twice."
+        assert free.isdisjoint(self._cached), "A free block is marked as cached."
+        assert self._cached.issuperset(self.idle), "An idle block is not marked as cached."
+        for block, count in enumerate(self._ref_counts):
+            is_free = block in free or block in self.idle
+            assert (count == 0) == is_free, (
+                f"Block {block} has the reference count {count}, but the block is "
+                f"{'free or idle' if is_free else 'neither free nor idle'}."
+            )
+        if block_tables is None:
+            return
+        counts = Counter(block for table in block_tables for block in table)
+        expected = [counts[block] for block in range(self.num_blocks)]
+        assert expected == self._ref_counts, "The reference counts do not match the block tables."

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block tables of sequences. Several sequences can share a block.
+
+Example: two sequences of one request with a prompt of 2.5 blocks, some steps after the prompt was
+computed.
+
+    sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt and appends its output to block 1
+    the request  [ 4 ][ 9 ][ 1 ]          keeps the prompt for sequences that have no row yet
+    sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both get new tokens
+
+A full block is never written again, so any number of block tables can contain the block. Sequences
+never share the block that receives the next token.
+
+If the model has an attention window (window.py), the blocks that no later token attends to are
+freed after every step. A sequence then needs blocks only for the tokens of the window and the
+tokens of one step, not for all its tokens.
+"""
+
+from collections.abc import Iterator
+
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.prefix_cache import PrefixCache
+from nereid_backend.core.blocks.state_snapshots import StateSnapshots
+from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
+
+
+class BlockTables:
+    """Allocates the blocks of sequences, and frees these blocks later.
+
+    A request with several sequences can keep the blocks of its prompt until every sequence has
+    blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        cache: PrefixCache | None,
+        *,
+        attention_window: AttentionWindow | None = None,
+        max_step_tokens: int | None = None,
+    ) -> None:
+        """Create the block tables.
+
+        Args:
+            pool: the pool that provides the blocks.
+            block_size: tokens in one block.
+            cache: the prefix cache; None if prefix caching is off.
+            attention_window: the model's attention window; None if tokens attend to all earlier
+                tokens.
+            max_step_tokens: the largest number of tokens that one step computes of one sequence;
+                None if one step may compute all tokens of a sequence.
+        """
+        self.cache = cache
+        self._pool = pool
+        self._block_size = block_size
+        self._attention_window = attention_window
+        self._max_step_tokens = max_step_tokens
+        self._requests_with_prompt: dict[int, Request] = {}
+        self._copies: list[tuple[int, int]] = []
+
+    def try_admit(self, sequence: Sequence, request: Request) -> bool:
+        """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
+
+        The sequence shares the blocks of its longest prefix in the prefix cache. A follower (a
+        sequence whose request has already computed the prompt) shares the prompt blocks of its
+        request instead. If the model has an attention window, the sequence gets only the blocks
+        that it needs at the same time.
+
+        Example: block_size is 16, and the sequence has 35 tokens. The cache contains its first
+        block as block 4, and the pool allocates the blocks 9 and 2. The block table becomes
+        [4, 9, 2], and 16 tokens count as computed.
+
+        Returns:
+            Whether enough blocks were free. If not, nothing is changed.
+
+        Mutates: the sequence's block table and its number of computed tokens. The call may add a
+            block copy, which the next call of `take_copies` returns.
+        """
+        if request.block_table and sequence in request.followers:
+            return self._try_share_prompt(sequence, request)
+        cached = self._find_cached(sequence)
+        num_reused = len(cached) * self._block_size
+        num_known_blocks = self._num_blocks(self._num_tokens_with_blocks(sequence, num_reused))
+        num_new = num_known_blocks - len(cached)
+        # The entries before the attention window are the null block, which is never shared.
+        num_dropped = self._num_null(cached)
+        shared = cached[num_dropped:]
+        # `num_free` includes all idle blocks. The idle blocks in `shared` get used by this
+        # sequence, so they cannot be allocated as new blocks.
+        num_available = self._pool.num_free - self._pool.count_idle(shared)
+        if num_new > num_available:
+            return False
+        self._pool.hold(shared)
+        sequence.block_table = cached + self._pool.allocate(num_new)
+        self._set_reused(sequence, num_reused, num_dropped)
+        if self.snapshots is not None:
+            self.snapshots.use(sequence, num_reused)
+        self._count_cached_tokens(sequence)
+        return True
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """Return the blocks of the longest cached prefix of a sequence, for its block table.
+
+        The blocks before the attention window are replaced by the null block.
+        """
+        # Cached tokens are not computed, so there are no logits from which the log-probabilities of
+        # the prompt could be computed.
+        if self.cache is None or sequence.wants_prompt_logprobs:
+            return []
+        return self.cache.find(sequence)
+
+    @property
+    def snapshots(self) -> StateSnapshots | None:
+        """The snapshots of recurrent states; None if this engine saves no snapshots."""
+        return None if self.cache is None else self.cache.snapshots
+
+    def _count_cached_tokens(self, sequence: Sequence) -> None:
+        """Record how many tokens of a new sequence were found in the prefix cache.
+
+        Do nothing if the number was recorded before, because the sequence was admitted earlier.
+        """
+        if sequence.num_cached_tokens is not None:
+            return
+        sequence.num_cached_tokens = sequence.num_reused_tokens
+        if self.cache is not None:
+            self.cache.num_queried_tokens += len(sequence.token_ids)
+            self.cache.num_hit_tokens += sequence.num_reused_tokens
+
+    def has_block(self, sequence: Sequence, position: int) -> bool:
+        """Return whether a sequence has a block for the token at `position`."""
+        return position < len(sequence.block_table) * self._block_size
+
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many more blocks a sequence needs for its first `num_tokens` tokens.
+
+        Example: with 16 tokens in a block, a sequence with 2 blocks needs 1 more block for its
+        first 33 tokens, and none for its first 32 tokens.
+        """
+        return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
+
+    def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Append new blocks to a block table until it has blocks for `num_tokens` tokens.
+
+        Returns:
+            Whether enough blocks were free. If not, nothing is changed.
+        """
+        num_missing = self.num_missing_blocks(sequence, num_tokens)
+        if num_missing > self._pool.num_free:
+            return False
+        if num_missing > 0:
+            sequence.block_table += self._pool.allocate(num_missing)
+        return True
+
+    def free_blocks_before_window(self, sequence: Sequence) -> None:
+        """Free the leading blocks that no later token of a running sequence attends to.
+
+        Example: block_size is 4, the sliding window has 4 tokens, and 10 tokens are computed. The
+        next token, at position 10, attends to positions 7 to 10, which start in the second block.
+        The block table [8, 3, 6] becomes [null, 3, 6].
+        """
+        if self._attention_window is None:
+            return
+        first_position = self._attention_window.first_visible(sequence.num_computed_tokens)
+        # The block table may end before the window starts, because the block of the next token is
+        # allocated only when that token is planned.
+        first = min(first_position // self._block_size, len(sequence.block_table))
+        num_dropped = sequence.num_dropped_blocks
+        if first > num_dropped:
+            self._pool.release(sequence.block_table[num_dropped:first])
+            nulls = [self._pool.null_block] * (first - num_dropped)
+            sequence.block_table[num_dropped:first] = nulls
+            sequence.num_dropped_blocks = first
+
+    def blocks_of(self, sequence: Sequence) -> set[int]:
+        """Return the blocks of a sequence, including freed blocks that are still cached."""
+        blocks = set(sequence.block_table[sequence.num_dropped_blocks :])
+        if self.cache is not None and sequence.num_dropped_blocks:
+            blocks |= self.cache.cached_blocks(sequence.block_hashes)
+        return blocks
+
+    def release(self, sequence: Sequence) -> None:
+        """Release all blocks of a sequence and reset its number of computed tokens to 0."""
+        if self.snapshots is not None:
+            self.snapshots.discard(sequence)
+        if self.cache is not None and sequence.params.retention_s > 0:
+            self.cache.retain(sequence)
+        self._pool.release(sequence.block_table[sequence.num_dropped_blocks :])
+        sequence.block_table = []
+        self._set_reused(sequence, 0)
+
+    def hold_prompt(self, request: Request, leader: Sequence) -> None:
+        """Let the other sequences of a request share the prompt blocks of the sequence `leader`.
+
+        The leader has computed these blocks. The other sequences are called followers. If the model
+        has a recurrent state, the followers do not share the blocks here, because they also need
+        the state. They find blocks and a snapshot in the prefix cache instead.
+
+        Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
+        [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
+        """
+        # The followers have the same prompt as the leader. They get the same number of cached
+        # tokens and the same block hashes.
+        num_full_blocks = leader.num_prompt_tokens // self._block_size
+        for follower in request.followers:
+            follower.num_cached_tokens = leader.num_cached_tokens
+            follower.block_hashes = leader.block_hashes[:num_full_blocks]
+        if self.snapshots is not None:
+            return
+        table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
+        # The blocks before this index are null blocks, because they were freed.
+        first = leader.num_dropped_blocks
+        if self._attention_window is not None:
+            # Each of the other sequences computes only the last prompt token again, so it needs
+            # only the blocks that this token attends to. All of these blocks still exist, because
+            # the leader needed them when it computed the same token.
+            last_position = leader.num_prompt_tokens - 1
+            first_needed = self._attention_window.first_visible(last_position) // self._block_size
+            table[first:first_needed] = [self._pool.null_block] * (first_needed - first)
+            first = first_needed
+        self._pool.hold(table[first:])
+        request.block_table = table
+        self._requests_with_prompt[id(request)] = request
+
+    def drop_prompt(self, request: Request) -> None:
+        """Release the prompt blocks of a request. Do nothing if the request has none."""
+        if self._requests_with_prompt.pop(id(request), None) is not None:
+            self._pool.release(request.block_table[self._num_null(request.block_table) :])
+            request.block_table = []
+
+    def drop_oldest_prompt(self) -> bool:
+        """Find the request that has kept its prompt blocks the longest, and release these blocks.
+
+        Returns:
+            False if no request has prompt blocks.
+        """
+        oldest = next(iter(self._requests_with_prompt.values()), None)
+        if oldest is None:
+            return False
+        self.drop_prompt(oldest)
+        return True
+
+    def drop_prompts_with(self, blocks: set[int]) -> None:
+        """Release the prompt blocks of every request whose table contains any of `blocks`."""
+        for request in list(self._requests_with_prompt.values()):
+            if not blocks.isdisjoint(request.block_table):
+                self.drop_prompt(request)
+
+    def forget(self, blocks: set[int]) -> None:
+        """Remove `blocks` from the prefix cache."""
+        if self.cache is not None:
+            for block in blocks:
+                self.cache.forget(block)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the pending block copies as pairs (from, to), and clear the list of copies."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def held_tables(self) -> Iterator[list[int]]:
+        """Yield the block tables of the requests that keep prompt blocks."""
+        return (request.block_table for request in self._requests_with_prompt.values())
+
+    def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
+        """Allocate the blocks of a sequence that shares the prompt blocks of its request.
+
+        Example: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The follower computes
+        the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are shared. Block 1
+        is copied, because the follower writes into it. The result is the table [4, 9, 7].
+
+        Returns:
+            Whether the blocks were allocated.
+        """
+        # The last prompt token is computed again, because its logits are needed.
+        num_reused = sequence.num_prompt_tokens - 1
+        num_shared = num_reused // self._block_size
+        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
+        if num_new > self._pool.num_free:
+            return False
+        shared = request.block_table[:num_shared]
+        num_dropped = self._num_null(shared)
+        self._pool.hold(shared[num_dropped:])
+        own = self._pool.allocate(num_new)
+        if num_reused % self._block_size:
+            self._copies.append((request.block_table[num_shared], own[0]))
+        sequence.block_table = shared + own
+        self._set_reused(sequence, num_reused, num_dropped)
+        return True
+
+    def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
+        """Set the token and block counts of a sequence that reuses `num_reused` computed tokens."""
+        sequence.num_computed_tokens = num_reused
+        sequence.num_reused_tokens = num_reused
+        sequence.num_findable_blocks = num_reused // self._block_size
+        sequence.num_dropped_blocks = num_dropped
+
+    def _num_tokens_with_blocks(self, sequence: Sequence, num_cached: int) -> int:
+        """Return for how many tokens blocks are allocated when a waiting sequence starts.
+
+        These are the first tokens of the sequence.
+
+        With an attention window, the first step needs blocks only for the tokens of the window and
+        the tokens of the step, because leading blocks are freed after the step. Example: a sequence
+        of 1000 tokens without cached tokens, with a window of 64 tokens and 100 tokens in a step,
+        gets blocks for 164 tokens. `num_cached` is the number of tokens in cached blocks.
+        """
+        num_known = len(sequence.token_ids)
+        window = self._attention_window
+        if window is None or self._max_step_tokens is None:
+            return num_known
+        first = window.first_visible(num_cached)
+        return min(num_known, first + window.max_visible_tokens + self._max_step_tokens)
+
+    def _num_null(self, table: list[int]) -> int:
+        """Return how many entries of a block table are the null block."""
+        return 0 if self._attention_window is None else table.count(self._pool.null_block)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix cache, which finds computed blocks that a new request can reuse.
+
+The hash of a full block is computed from its tokens and the hash of the block before it. If two
+blocks have the same hash, all tokens from the start of their sequences to the end of the blocks are
+therefore the same. Example with 16 tokens in a block:
+
+    s = H'(salt, adapter) -> h0 = H(s, tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
+
+A block stays in the cache while a block table contains the block. After that, the block stays in
+the cache until the pool allocates the block for other tokens (eviction_order.py). If the blocks of
+a sequence become idle together, the pool allocates the last block of the sequence first. The keys
+and values in a cached block are exactly those that the model would compute, so the cache does not
+change answers.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.eviction_order import SessionKey
+from nereid_backend.core.blocks.state_snapshots import StateSnapshots
+from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.sequence import Sequence
+
+# Users share the cache. With short hashes, an attacker could construct two prompts with equal
+# hashes and thereby read another user's blocks.
+_HASH_BYTES = 16
+
+
+class PrefixCache:
+    """A mapping from the hashes of full blocks to the blocks.
+
+    Attributes:
+        num_queried_tokens: the number of tokens that all requests looked up in the cache.
+        num_hit_tokens: the number of tokens that all requests found in the cache.
+        snapshots: the snapshots of recurrent states; None if the model has no recurrent state. With
+            snapshots, a prefix is found only up to a block that has a snapshot.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        attention_window: AttentionWindow | None = None,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
+        """Create an empty cache of the blocks in `pool`, which have `block_size` tokens each.
+
+        If the model has an attention window, a prefix can be found even if blocks before the window
+        are no longer cached.
+        """
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self.snapshots = snapshots
+        # The hashes of blocks that are not on disk yet; None if there is no cache on disk.
+        self.unsaved: dict[bytes, None] | None = None
+        # The hashes of blocks whose content has turned out to be invalid.
+        self.invalid: list[bytes] = []
+        self._before_reuse: Callable[[bytes, int], object] | None = None
+        self._pool = pool
+        self._block_size = block_size
+        self._attention_window = attention_window
+        self._blocks: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        pool.on_reuse(self._drop)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that contain the longest prefix of a sequence's tokens.
+
+        The last token is never part of the prefix, because sampling needs the logits of the last
+        token. If the model has an attention window, the null block replaces leading blocks that are
+        not needed.
+
+        Example: the sequence has 48 tokens, and block_size is 16. The cache contains its first and
+        its second block as the blocks 7 and 2, so the result is [7, 2]. The result would be the
+        same if the cache also contained the third block, because that block contains the last
+        token.
+        """
+        hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
+        if self._attention_window is not None:
+            return self._find_visible(hashes, self._attention_window)
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        if self.snapshots is None:
+            return found
+        # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
+        # are computed again. `branch_position` causes a new snapshot at the end of the cached
+        # blocks. The next request with the same prefix can then reuse all of these blocks.
+        num_cached = len(found)
+        while found and hashes[len(found) - 1] not in self.snapshots:
+            found.pop()
+        sequence.branch_position = num_cached * self._block_size
+        return found
+
+    def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
+        """Start to record the new blocks in `unsaved`, so that they can be saved on disk.
+
+        Args:
+            before_reuse: called with the hash and the id of an unsaved block before the pool
+                allocates the block for other tokens.
+        """
+        self.unsaved = {}
+        self._before_reuse = before_reuse
+        if self.snapshots is not None:
+            self.snapshots.unsaved = {}
+
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of the full blocks that do not contain the last token of a sequence.
+
+        Example: with 16 tokens in a block, a sequence of 48 tokens has two such blocks, and a
+        sequence of 49 tokens has three.
+        """
+        return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """Return the cached block with the given hash; None if no cached block has this hash."""
+        return self._blocks.get(block_hash)
+
+    def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
+        """Allocate blocks for tokens that were computed earlier, and add the blocks to the cache.
+
+        The caller must write the content of the blocks before the next step.
+
+        Args:
+            hashes: the hashes of the leading blocks of a sequence. Blocks that are cached already
+                are not evicted for the new blocks.
+
+        Returns:
+            The hash and the id of each new block. The list ends where no block is free.
+        """
+        held = [self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks]
+        self._pool.hold(held)
+        missing = [block_hash for block_hash in hashes if block_hash not in self._blocks]
+        missing = missing[: self._pool.num_free]
+        new = list(zip(missing, self._pool.allocate(len(missing)), strict=True))
+        for block_hash, block in new:
+            self._blocks[block_hash] = block
+            self._hashes[block] = block_hash
+            self._pool.mark_cached(block)
+        self._pool.release([*held, *(block for _, block in new)])
+        return new
+
+    def cached_blocks(self, hashes: list[bytes]) -> set[int]:
+        """Return the ids of the cached blocks that have one of the given hashes."""
+        return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the computed full blocks of a sequence to the cache."""
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full <= sequence.num_findable_blocks:
+            return
+        hashes = self._block_hashes(sequence, num_full)
+        for index in range(sequence.num_findable_blocks, num_full):
+            # If two requests computed the same tokens, the cache contains only the block that was
+            # added first.
+            if hashes[index] not in self._blocks:
+                block = sequence.block_table[index]
+                self._blocks[hashes[index]] = block
+                self._hashes[block] = hashes[index]
+                self._pool.mark_cached(block)
+                if self.unsaved is not None:
+                    self.unsaved[hashes[index]] = None
+        sequence.num_findable_blocks = num_full
+        if self.snapshots is not None:
+            self.snapshots.add(sequence)
+
+    def retain(self, sequence: Sequence) -> None:
+        """Retain the cached blocks and snapshots of a sequence for the session of its request."""
+        params = sequence.params
+        key = SessionKey(params.client_id, params.prompt_cache_key)
+        first, end = sequence.num_dropped_blocks, sequence.num_findable_blocks
+        hashes = sequence.block_hashes[first:end]
+        # If blocks are idle already, the last block of the sequence is evicted first.
+        blocks = [self._blocks[one] for one in reversed(hashes) if one in self._blocks]
+        self._pool.retain(blocks, key, params.retention_s)
+        if self.snapshots is not None:
+            self.snapshots.retain(hashes, key, params.retention_s)
+
+    def extend_session(self, key: SessionKey, seconds: float) -> bool:
+        """Retain the prefixes of a session for at least `seconds` from now on.
+
+        Return False if the session does not exist.
+        """
+        if self.snapshots is not None:
+            self.snapshots.extend(key, seconds)
+        return self._pool.idle.extend(key, seconds)
+
+    def drop_session(self, key: SessionKey) -> int:
+        """Remove the blocks of a session that no running sequence uses. Return their number.
+
+        The files of these blocks are deleted from the cache on disk, too.
+        """
+        blocks = self._pool.idle.idle_items(key)
+        for block in blocks:
+            self.forget(block)
+        return len(blocks)
+
+    def drop_all(self) -> int:
+        """Remove all blocks that no running sequence uses, and return their number."""
+        blocks = list(self._pool.idle)
+        for block in blocks:
+            self.forget(block)
+        return len(blocks)
+
+    def forget(self, block: int) -> None:
+        """Remove a block from the cache, and mark the block as not cached in the pool."""
+        if self.unsaved is not None and block in self._hashes:
+            self.unsaved.pop(self._hashes[block], None)
+            self.invalid.append(self._hashes[block])
+        self._drop(block)
+        self._pool.unmark_cached(block)
+
+    def check(self) -> None:
+        """Verify that every block that the pool marks as cached has exactly one hash.
+
+        Raises:
+            AssertionError: if the hashes and the cached blocks do not match.
+        """
+        assert len(self._blocks) == len(self._hashes) == self._pool.num_cached
+        assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
+
+    def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
+        """Return the blocks of the longest cached prefix of a model with an attention window.
+
+        The token after a prefix attends only to the blocks of its window. The prefix counts as
+        cached if the cache contains these blocks. The null block replaces the blocks before the
+        window.
+
+        Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
+        the cache contains the last two of them as the blocks 8 and 5. The token at position 12
+        attends to positions 9 to 12, which start in the third block. The result is [null, null, 5].
+        """
+        null = self._pool.null_block
+        blocks = [self._blocks.get(block_hash, null) for block_hash in hashes]
+        for num_blocks in range(len(blocks), 0, -1):
+            next_position = num_blocks * self._block_size
+            first = window.first_visible(next_position) // self._block_size
+            has_snapshot = self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
+            is_cached = blocks[num_blocks - 1] != null and null not in blocks[first:num_blocks]
+            if has_snapshot and is_cached:
+                return [null] * first + blocks[first:num_blocks]
+        return []
+
+    def _drop(self, block: int) -> None:
+        block_hash = self._hashes.pop(block, None)
+        if block_hash is not None:
+            if self.unsaved is not None and block_hash in self.unsaved:
+                del self.unsaved[block_hash]
+                assert self._before_reuse is not None
+                self._before_reuse(block_hash, block)
+            del self._blocks[block_hash]
+            if self.snapshots is not None:
+                self.snapshots.delete(block_hash)
+
+    def _block_hashes(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Return the hashes of the first `count` full blocks of a sequence.
+
+        The hashes are stored in `sequence.block_hashes`. A stored hash never changes, because
+        tokens are only appended to a sequence.
+        """
+        hashes = sequence.block_hashes
+        if not hashes and count > 0:
+            hashes.append(self._hash_block(_first_hash(sequence), sequence, 0))
+        for index in range(len(hashes), count):
+            hashes.append(self._hash_block(hashes[-1], sequence, index))
+        return hashes[:count]
+
+    def _hash_block(self, previous_hash: bytes, sequence: Sequence, index: int) -> bytes:
+        """Return the hash of the block `index` of a sequence.
+
+        If the keys and values of the block depend on images, the hash depends on them, too.
+        """
+        end = (index + 1) * self._block_size
+        token_ids = sequence.token_ids[index * self._block_size : end]
+        content = previous_hash + array("q", token_ids).tobytes()
+        images = sequence.images
+        key = b"" if images is None or end <= images.first_token else images.digest
+        return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=key).digest()
+
+
+def _first_hash(sequence: Sequence) -> bytes:
+    """Return the hash of a sequence's salt and adapter.
+
+    The hash of the first block is computed from this hash. The hash function has its own
+    personalisation string, so that no salt has the hash of a block.
+    """
+    text = sequence.params.cache_salt.encode("utf-8", "surrogatepass")
+    key = b"" if sequence.adapter is None else sequence.adapter.digest
+    return hashlib.blake2b(text, digest_size=_HASH_BYTES, key=key, person=b"salt").digest()

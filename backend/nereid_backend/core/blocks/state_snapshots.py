@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots, which are saved copies of recurrent states. A later request can continue from a copy.
+
+The blocks of a sequence contain the keys and values of each token. A recurrent state, however,
+contains only one summary of all tokens so far, so a request can continue a cached prefix only where
+the state was copied. Such a copy is a snapshot. Every snapshot belongs to the end of a full block,
+and the hash of that block identifies the snapshot. Example with 16 tokens in a block, a prompt of
+1000 tokens and an answer of 200 tokens:
+
+    position  512        976      1000 ... 1184    1200
+              snapshot   snapshot  |       snapshot |
+              every      end of    end of  end of   end of
+              32 blocks  prompt    prompt  answer   answer
+
+The scheduler chooses the positions by how likely a later request is to reuse them:
+
+- the last full block but one of a prompt. The next turn of a chat repeats the prompt, but may
+  render the last few tokens differently, for example without the start of the reasoning;
+- the last full block of an answer, which the next turn of a chat repeats. A newer snapshot of the
+  same answer replaces the older one;
+- the end of cached blocks for which there was no snapshot. If two requests have had these tokens in
+  common, a third request probably has them in common, too;
+- the end of a chunk, if at least `_INTERVAL` blocks were computed since the last snapshot.
+
+Snapshots and running sequences share the memory for states. If a sequence needs the memory, a
+snapshot is deleted (eviction_order.py). If the block of a snapshot leaves the prefix cache, the
+snapshot is deleted with it.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, SnapshotPlan
+
+# A snapshot is saved at the end of a chunk if at least this number of blocks was computed since the
+# previous snapshot.
+_INTERVAL = 32
+# A prompt is divided at the position of a snapshot only if the previous snapshot is at least this
+# number of blocks before that position. Each division costs another forward pass.
+_MIN_DISTANCE = 8
+# The share of the memory for states above which the snapshots of sessions have no advantage over
+# other snapshots.
+_MAX_RETAINED_SHARE = 0.75
+
+
+class StateSnapshots:
+    """A mapping from the hash of a block to the id of the snapshot at the end of the block.
+
+    The forward path stores the copies of the states under the ids of the snapshots.
+    """
+
+    def __init__(
+        self, num_states: int, block_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create an empty collection.
+
+        Args:
+            num_states: the number of states that fit into the memory, including the states of
+                running sequences.
+            block_size: tokens in one block.
+            clock: returns the time for sessions, in seconds.
+        """
+        self._num_states = num_states
+        self._block_size = block_size
+        self._interval = _INTERVAL * block_size
+        self._min_distance = _MIN_DISTANCE * block_size
+        # A mapping from the hash of a block to the id of its snapshot.
+        self._ids: dict[bytes, int] = {}
+        # The hashes of all snapshots. The least recently used snapshot is the oldest.
+        self._order: EvictionOrder[bytes] = EvictionOrder(
+            int(num_states * _MAX_RETAINED_SHARE), clock
+        )
+        self._num_saved = 0
+        self._max_snapshots = num_states
+        # The hashes of the snapshots that must still be written to disk; None if there is no cache
+        # on disk. The dict is used as an ordered set: all its values are None, and the snapshot
+        # that was added first comes first. While an answer is generated, its snapshots are not
+        # added, because each new snapshot replaces the previous one. The last snapshot is added
+        # when the blocks of the sequence are released.
+        self.unsaved: dict[bytes, None] | None = None
+        # The ids of deleted snapshots. The next plan tells the forward path to free their memory.
+        self._deleted: list[int] = []
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Return whether a snapshot exists for the block with this hash."""
+        return block_hash in self._ids
+
+    def __len__(self) -> int:
+        """Return the number of snapshots."""
+        return len(self._ids)
+
+    def use(self, sequence: Sequence, num_reused: int) -> None:
+        """Let a sequence start with the snapshot that covers its first `num_reused` tokens.
+
+        If `num_reused` is 0, the sequence starts without a snapshot.
+        """
+        sequence.snapshot_id = None
+        sequence.num_snapshot_tokens = num_reused
+        if num_reused:
+            block_hash = sequence.block_hashes[num_reused // self._block_size - 1]
+            sequence.snapshot_id = self._ids[block_hash]
+            self._note_use(block_hash)
+
+    def cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens of a sequence one chunk should compute.
+
+        The chunk ends where a snapshot is worth a forward pass of its own. Otherwise, a chunk that
+        does not reach the last known token ends at the end of a block, if it can.
+
+        Example: the block size is 16, and a prompt of 1000 tokens starts at token 512. The call
+        `cut(sequence, 488)` returns 464, because a snapshot is saved after 976 tokens.
+        """
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        targets = [target for target in self._targets(sequence) if start < target < end]
+        if targets:
+            return min(targets) - start
+        last_boundary = end // self._block_size * self._block_size
+        if end < len(sequence.token_ids) and last_boundary > start:
+            return last_boundary - start
+        return num_tokens
+
+    def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
+        """Return the snapshots that a step loads, saves and deletes.
+
+        Args:
+            chunks: the chunks of the step.
+            num_running: the number of running sequences, each of which has a state.
+
+        Mutates: the sequences of the chunks. Each sequence whose state is saved gets the id of the
+            new snapshot.
+        """
+        loads: list[tuple[int, int]] = []
+        saves: list[tuple[int, int]] = []
+        max_snapshots = self._max_snapshots = self._num_states - num_running
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            if chunk.is_first and sequence.snapshot_id is not None:
+                loads.append((index, sequence.snapshot_id))
+            if len(saves) < max_snapshots and self._is_worth_saving(chunk):
+                sequence.unsaved_snapshot_id = self._num_saved
+                saves.append((index, self._num_saved))
+                self._num_saved += 1
+        while self._ids and len(self._ids) > max_snapshots - len(saves):
+            self._evict()
+        deleted, self._deleted = self._deleted, []
+        return SnapshotPlan(loads, saves, deleted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let requests find the snapshot that the last step has saved for a sequence.
+
+        The hash of the block before the snapshot must be in `sequence.block_hashes`.
+        """
+        snapshot_id = sequence.unsaved_snapshot_id
+        if snapshot_id is None:
+            return
+        sequence.unsaved_snapshot_id = None
+        position = sequence.num_computed_tokens
+        block_hash = sequence.block_hashes[position // self._block_size - 1]
+        if block_hash in self._ids:
+            self._deleted.append(snapshot_id)
+            self._note_use(block_hash)
+        else:
+            self._ids[block_hash] = snapshot_id
+            self._order.add(block_hash)
+        if position <= sequence.num_prompt_tokens:
+            self._write_to_disk_later(block_hash)
+        previous = sequence.num_snapshot_tokens
+        if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
+            # The next turn of the chat needs only the last snapshot of the answer.
+            self.delete(sequence.block_hashes[previous // self._block_size - 1])
+        sequence.num_snapshot_tokens = position
+
+    def discard(self, sequence: Sequence) -> None:
+        """Stop saving snapshots for a sequence whose blocks are released.
+
+        - If the running step saves a snapshot of the sequence, delete this new snapshot.
+        - If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
+          the cache on disk later. No newer snapshot of the answer can replace it.
+
+        Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
+        running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
+        and the snapshot after 1184 tokens is written to disk.
+        """
+        if sequence.unsaved_snapshot_id is not None:
+            self._deleted.append(sequence.unsaved_snapshot_id)
+            sequence.unsaved_snapshot_id = None
+        # `add` has already recorded a snapshot that covers only the prompt.
+        if sequence.num_snapshot_tokens > sequence.num_prompt_tokens:
+            num_blocks = sequence.num_snapshot_tokens // self._block_size
+            self._write_to_disk_later(sequence.block_hashes[num_blocks - 1])
+
+    def id_of(self, block_hash: bytes) -> int | None:
+        """Return the id of a block's snapshot; None if the block has no snapshot."""
+        return self._ids.get(block_hash)
+
+    def insert(self, block_hash: bytes) -> int | None:
+        """Add a snapshot that was saved earlier, and return its id.
+
+        The caller must store the state under this id before the next step.
+
+        Returns:
+            None if running sequences use the whole memory for states.
+        """
+        if self._max_snapshots < 1:
+            return None
+        while len(self._ids) >= self._max_snapshots:
+            self._evict()
+        self._ids[block_hash] = self._num_saved
+        self._order.add(block_hash)
+        self._num_saved += 1
+        return self._ids[block_hash]
+
+    def delete(self, block_hash: bytes) -> None:
+        """Delete the snapshot of the block with this hash, if there is one."""
+        snapshot_id = self._ids.pop(block_hash, None)
+        if snapshot_id is not None:
+            self._order.forget(block_hash)
+            self._deleted.append(snapshot_id)
+
+    def retain(self, hashes: Iterable[bytes], key: SessionKey, seconds: float) -> None:
+        """Retain the snapshots of blocks for a session; see `EvictionOrder.retain`."""
+        self._order.retain((one for one in hashes if one in self._ids), key, seconds)
+
+    def extend(self, key: SessionKey, seconds: float) -> None:
+        """Retain the snapshots of a session for a longer time; see `EvictionOrder.extend`."""
+        self._order.extend(key, seconds)
+
+    def _note_use(self, block_hash: bytes) -> None:
+        """Make a snapshot the last one that was used."""
+        self._order.remove(block_hash)
+        self._order.add(block_hash)
+
+    def _evict(self) -> None:
+        """Delete the snapshot that comes first in the eviction order."""
+        self._deleted.append(self._ids.pop(self._order.pop()))
+
+    def _write_to_disk_later(self, block_hash: bytes) -> None:
+        """Record in `unsaved` that a snapshot must be written to disk.
+
+        Do nothing if there is no cache on disk.
+        """
+        if self.unsaved is not None:
+            self.unsaved[block_hash] = None
+
+    def _targets(self, sequence: Sequence) -> list[int]:
+        """Return the positions at which a prompt is divided so that a snapshot can be saved."""
+        if sequence.images is not None:
+            return []
+        size = self._block_size
+        last_but_one = (len(sequence.token_ids) // size - 1) * size
+        first = sequence.num_snapshot_tokens + self._min_distance
+        return [p for p in (sequence.branch_position, last_but_one) if p >= max(first, size)]
+
+    def _is_worth_saving(self, chunk: Chunk) -> bool:
+        """Return whether a snapshot is saved after a chunk; see the module's docstring."""
+        sequence = chunk.sequence
+        end = chunk.start + chunk.num_tokens
+        # Sequences with images are computed by another forward path, which cannot copy states.
+        if end % self._block_size or sequence.images is not None:
+            return False
+        is_answer = end > sequence.num_prompt_tokens
+        is_far = end - sequence.num_snapshot_tokens >= self._interval
+        return is_answer or is_far or end in self._targets(sequence)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes the blocks of failed sequences from the prefix cache."""
+
+from nereid_backend.core.async_plans import PendingPlans
+from nereid_backend.core.blocks.block_tables import BlockTables
+from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step_planner import StepPlanner
+
+
+class InvalidBlocks:
+    """The blocks of the sequences that failed in the last step.
+
+    The blocks of a failed sequence may contain NaN, or they may have been overwritten to remove
+    NaN. Other sequences can share these blocks.
+    """
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        running: RunningSequences,
+        pending_plans: PendingPlans,
+        planner: StepPlanner,
+    ) -> None:
+        """Store the parts of the scheduler that refer to blocks."""
+        self._tables = tables
+        self._running = running
+        self._pending_plans = pending_plans
+        self._planner = planner
+        self._blocks: set[int] = set()
+
+    def add(self, sequence: Sequence) -> None:
+        """Mark the blocks of a failed sequence as invalid, and delete all its snapshots."""
+        self._blocks |= self._tables.blocks_of(sequence)
+        cache = self._tables.cache
+        if cache is None or cache.snapshots is None:
+            return
+        for block_hash in sequence.block_hashes:
+            cache.snapshots.delete(block_hash)
+        if cache.unsaved is not None:
+            cache.invalid += sequence.block_hashes
+
+    def purge(self) -> None:
+        """Remove the invalid blocks from the prefix cache and from all block tables.
+
+        Running sequences that share these blocks are preempted, and compute their tokens again.
+        """
+        if not self._blocks:
+            return
+        blocks, self._blocks = self._blocks, set()
+        self._tables.drop_prompts_with(blocks)
+        for sequence in list(self._running):
+            has_ended = sequence in self._pending_plans.leaving
+            if not has_ended and not blocks.isdisjoint(sequence.block_table):
+                self._tables.forget(self._tables.blocks_of(sequence))
+                self._planner.preempt(sequence)
+        self._tables.forget(blocks)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix cache on disk, which survives the process.
+
+    a block was computed  -> its bytes are copied  -> a thread writes the file
+    a request arrives     -> a thread reads files  -> the blocks join the prefix cache in memory
+
+A request waits until its files are read, but at most `_MAX_WAIT_S` seconds. The blocks that were
+read by then join the prefix cache, and the engine computes the other tokens. The scheduler
+therefore needs to know nothing about the disk.
+"""
+
+import hashlib
+import os
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.blocks.disk_store import DiskStore
+from nereid_backend.core.blocks.prefix_cache import PrefixCache
+from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.errors import ConfigError
+from nereid_backend.paths.stored_prefixes import StoredPrefixes
+from nereid_backend.runner import ForwardPath
+
+_MAX_WAIT_S = 5.0
+_NUM_READERS = 2
+# When the engine is closed, files are still written for at most this time.
+_CLOSE_TIMEOUT_S = 10.0
+# The files whose content determines keys and values.
+_MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
+
+
+@dataclass(slots=True)
+class _Read:
+    """The files of one request, which a thread is reading.
+
+    Attributes:
+        hashes: the hashes of all leading blocks of the request up to the last one that is read.
+        missing: the hashes whose blocks must be read, in order.
+        snapshot: whether the snapshot of the last block must be read, too.
+        deadline: the time by time.monotonic() until which the request waits.
+        contents: the bytes of the first blocks of `missing`. The thread appends to the list.
+        state: the bytes of the snapshot; None if the snapshot was not read.
+        is_cancelled: whether the thread should stop.
+        future: becomes done when the thread has finished.
+    """
+
+    hashes: list[bytes]
+    missing: list[bytes]
+    snapshot: bool
+    deadline: float
+    contents: list[bytes] = field(default_factory=list)
+    state: bytes | None = None
+    is_cancelled: bool = False
+    future: "Future[None] | None" = None
+
+
+class DiskTier:
+    """Copies blocks and snapshots between the prefix cache in memory and a folder.
+
+    All methods must be called by the engine's thread.
+    """
+
+    def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
+        """Create the tier. From now on, new blocks of `cache` are written to `store`.
+
+        Args:
+            store: the folder.
+            cache: the prefix cache in memory.
+            prefixes: reads and writes the blocks and snapshots of the forward path.
+        """
+        self._store = store
+        self._cache = cache
+        self._prefixes = prefixes
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="prefix-disk")
+        self._reads: dict[str, _Read] = {}
+        cache.save_on_disk(before_reuse=self._save_block)
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Start reading the prefix of a request from disk, and return True.
+
+        Return False if no files must be read, for example because the prefix is in memory.
+        """
+        if sequence.params.prompt_logprobs is not None:
+            return False
+        hashes = self._cache.prefix_hashes(sequence)
+        num_blocks = 0
+        while num_blocks < len(hashes) and self._has_block(hashes[num_blocks]):
+            num_blocks += 1
+        hashes = hashes[:num_blocks]
+        snapshots = self._cache.snapshots
+        if snapshots is not None:
+            while hashes and hashes[-1] not in snapshots and _state(hashes[-1]) not in self._store:
+                hashes.pop()
+        missing = [one for one in hashes if self._cache.block_of(one) is None]
+        needs_snapshot = snapshots is not None and bool(hashes) and hashes[-1] not in snapshots
+        if not missing and not needs_snapshot:
+            return False
+        read = _Read(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
+        read.future = self._readers.submit(self._read, read)
+        self._reads[sequence.request_id] = read
+        return True
+
+    def take_ready(self) -> list[str]:
+        """Finish the reads that are done or have taken too long, and return their request ids."""
+        now = time.monotonic()
+        ready = [
+            request_id
+            for request_id, read in self._reads.items()
+            if now >= read.deadline or (read.future is not None and read.future.done())
+        ]
+        for request_id in ready:
+            self.finish(request_id)
+        return ready
+
+    def finish(self, request_id: str) -> None:
+        """Add the blocks and the snapshot that were read for a request to the prefix cache.
+
+        Do nothing if no files were being read for the request.
+        """
+        read = self._reads.pop(request_id, None)
+        if read is None:
+            return
+        read.is_cancelled = True
+        contents = dict(zip(read.missing, list(read.contents), strict=False))
+        if read.snapshot and (read.state is None or len(contents) < len(read.missing)):
+            # A recurrent model can use these blocks only together with the snapshot of the last
+            # block.
+            return
+        # The cache can use a block only if all earlier blocks are in the cache. Therefore, only the
+        # blocks before the first missing block are added.
+        num_usable = next(
+            (
+                index
+                for index, block_hash in enumerate(read.hashes)
+                if block_hash not in contents and self._cache.block_of(block_hash) is None
+            ),
+            len(read.hashes),
+        )
+        new = self._cache.insert(read.hashes[:num_usable])
+        self._prefixes.write_blocks(
+            [block for _, block in new], [contents[block_hash] for block_hash, _ in new]
+        )
+        is_complete = all(self._cache.block_of(one) is not None for one in read.hashes)
+        if read.state is not None and is_complete:
+            self._insert_snapshot(read.hashes[-1], read.state)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop reading the prefix of a request. Do nothing if its files are not being read."""
+        read = self._reads.pop(request_id, None)
+        if read is not None:
+            read.is_cancelled = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a read is done, but at most `timeout_s`. Return False if there is no read."""
+        futures = [read.future for read in self._reads.values() if read.future is not None]
+        if futures:
+            wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        return bool(futures)
+
+    def save(self) -> None:
+        """Hand the new blocks and snapshots to the writer thread, and delete invalid files."""
+        cache = self._cache
+        for block_hash in cache.invalid:
+            self._store.delete(_block(block_hash))
+            self._store.delete(_state(block_hash))
+        cache.invalid.clear()
+        assert cache.unsaved is not None
+        while cache.unsaved:
+            block_hash = next(iter(cache.unsaved))
+            block = cache.block_of(block_hash)
+            if block is not None and not self._save_block(block_hash, block):
+                # The writer thread has not written the earlier blocks yet. The next call of `save`
+                # tries this block again.
+                return
+            del cache.unsaved[block_hash]
+        snapshots = cache.snapshots
+        while snapshots is not None and snapshots.unsaved:
+            block_hash = next(iter(snapshots.unsaved))
+            snapshot_id = snapshots.id_of(block_hash)
+            if snapshot_id is not None and _state(block_hash) not in self._store:
+                content = self._prefixes.read_snapshot(snapshot_id)
+                if not self._store.write(_state(block_hash), content):
+                    return
+            del snapshots.unsaved[block_hash]
+
+    def close(self) -> None:
+        """Write the files that are waiting, and stop the threads."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        for read in self._reads.values():
+            read.is_cancelled = True
+        self.save()
+        self._store.flush(_CLOSE_TIMEOUT_S)
+
+    def _has_block(self, block_hash: bytes) -> bool:
+        """Return whether the block is available, so that no request must compute the block again.
+
+        A block is available if it is in memory or on disk. If the model has no KV cache, blocks
+        contain no data and are always available.
+        """
+        return (
+            not self._prefixes.has_blocks
+            or self._cache.block_of(block_hash) is not None
+            or _block(block_hash) in self._store
+        )
+
+    def _save_block(self, block_hash: bytes, block: int) -> bool:
+        """Hand a block to the writer thread. Return False if the thread is too slow."""
+        if not self._prefixes.has_blocks or _block(block_hash) in self._store:
+            return True
+        return self._store.write(_block(block_hash), self._prefixes.read_block(block))
+
+    def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
+        """Add a snapshot with the content `state` to the snapshots in memory."""
+        snapshots = self._cache.snapshots
+        assert snapshots is not None
+        if block_hash in snapshots:
+            return
+        snapshot_id = snapshots.insert(block_hash)
+        if snapshot_id is not None:
+            self._prefixes.write_snapshot(snapshot_id, state)
+
+    def _read(self, read: _Read) -> None:
+        """Read the files of a request; runs in a thread."""
+        if read.snapshot:
+            read.state = self._store.read(_state(read.hashes[-1]))
+            if read.state is None:
+                return
+        is_usable = True
+        for block_hash in read.missing:
+            if read.is_cancelled:
+                return
+            content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
+            # After a damaged block, no later block of this request can be used. The loop reads the
+            # later blocks only because `DiskStore.read` deletes damaged files. Damaged files are
+            # then replaced by new files.
+            is_usable = is_usable and content is not None
+            if is_usable and content is not None:
+                read.contents.append(content)
+
+
+def prepare_folder(folder: str) -> None:
+    """Create the folder of the setting prefix_cache_disk if it does not exist.
+
+    Raises:
+        ConfigError: if the folder cannot be created, read or written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise ConfigError(
+            f"prefix_cache_disk: the folder {folder} cannot be used: {reason}. Choose a folder "
+            "that can be created, read and written."
+        )
+
+
+def open_disk_tier(
+    config: EngineConfig, info: EngineInfo, cache: PrefixCache, path: ForwardPath
+) -> DiskTier:
+    """Return the prefix cache on disk of a loaded model.
+
+    Args:
+        config: the settings. prefix_cache_disk must be set.
+        info: the description of the loaded model.
+        cache: the prefix cache in memory.
+        path: the forward path of the model, which must have blocks.
+
+    Raises:
+        OSError: if the folder cannot be used.
+    """
+    assert config.prefix_cache_disk is not None
+    prefixes = StoredPrefixes(path)
+    identity = {
+        "model": f"{info.architecture} {model_digest(info.model)}",
+        "dtype": f"{info.dtype}, weights {config.weight_dtype}",
+        "layout": f"block size {info.block_size}, {prefixes.layout}",
+    }
+    folder = Path(config.prefix_cache_disk)
+    store = DiskStore(folder, config.prefix_cache_disk_size, identity)
+    return DiskTier(store, cache, prefixes)
+
+
+def model_digest(model: str) -> str:
+    """Return a digest that changes if a file of a checkpoint changes.
+
+    The names, sizes and modification times of the files are hashed, because hashing the content of
+    large checkpoints would take minutes.
+    """
+    path = Path(model)
+    files = [path] if path.is_file() else [one for glob in _MODEL_FILES for one in path.glob(glob)]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _block(block_hash: bytes) -> bytes:
+    """Return the key of the file of a block."""
+    return b"block" + block_hash
+
+
+def _state(block_hash: bytes) -> bytes:
+    """Return the key of the file of a snapshot."""
+    return b"state" + block_hash

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks new requests, and creates their sequences."""
+
+import operator
+import random
+from collections import abc
+from collections.abc import Callable
+from dataclasses import replace
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.lora.adapter_store import AdapterStore
+from nereid_backend.model.choose_image_path import ImageSupport
+from nereid_backend.sampling.logits_processor import check_token_ids
+
+
+class NewSequences:
+    """Creates the sequences of new requests, and refuses invalid requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        adapters: AdapterStore,
+        images: ImageSupport,
+        place_images: Callable[[ImageInputs], ImageInputs],
+    ) -> None:
+        """Store the limits on requests.
+
+        Args:
+            config: the settings, with the limit on waiting requests and the seed.
+            info: facts about the model, with the limits on prompts.
+            scheduler: the requests that have not ended.
+            adapters: the LoRA adapters that requests can select.
+            images: how the model computes prompts with images.
+            place_images: moves the images of a prompt to the device of the model.
+        """
+        self._max_num_waiting = config.max_num_waiting
+        # The source of the seeds of requests without a seed.
+        self._seeds = random.Random(config.seed)
+        self._info = info
+        self._scheduler = scheduler
+        self._adapters = adapters
+        self._images = images
+        self._place_images = place_images
+
+    def create(
+        self,
+        request_id: str,
+        prompt_token_ids: abc.Sequence[int],
+        params: SamplingParams,
+        images: ImageInputs | None,
+    ) -> Sequence:
+        """Check a new request, and return its first sequence.
+
+        `Engine.add_request` documents the arguments and the errors.
+        """
+        if request_id in self._scheduler:
+            raise RequestError(
+                f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
+                "another id."
+            )
+        token_ids = self._check_prompt(prompt_token_ids)
+        check_token_ids(params, self._info.vocab_size)
+        if self._scheduler.num_waiting >= self._max_num_waiting:
+            raise CapacityError(
+                f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
+                f"{self._max_num_waiting} (max_num_waiting). Try again later."
+            )
+        sequence = self._make_sequence(request_id, token_ids, params)
+        if images is not None:
+            sequence.images = self._accept_images(token_ids, images)
+        return sequence
+
+    def _make_sequence(
+        self, request_id: str, token_ids: list[int], params: SamplingParams
+    ) -> Sequence:
+        """Return the first sequence of a request whose prompt and parameters are valid."""
+        max_total_tokens = self._info.max_model_len
+        if params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        sequence = Sequence(
+            request_id,
+            token_ids,
+            params,
+            max_total_tokens=max_total_tokens,
+            eos_token_ids=self._info.eos_token_ids,
+            # A client can send any integer as the seed, but the random number generator needs a
+            # seed of 64 bits.
+            seed=seed % 2**64,
+        )
+        if params.lora_name:
+            sequence.adapter = self._adapters.acquire(params.lora_name)
+        return sequence
+
+    def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
+        """Return the images of a prompt on the device of the model.
+
+        Raises:
+            RequestError: if the model accepts no images, or cannot process these images.
+        """
+        if self._images.reason:
+            raise RequestError(f"messages: images are refused, because {self._images.reason}")
+        if not self._images.shares_blocks:
+            # This model stores no keys and values in the blocks of a prompt with images. Other
+            # prompts must therefore not reuse these blocks. With first_token=0, this also applies
+            # to the blocks of the text before the first image.
+            images = replace(images, first_token=0)
+        images = self._place_images(images)
+        self._images.check(token_ids, images)
+        return images
+
+    def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
+        """Return the token ids of a prompt as a list of Python integers.
+
+        Raises:
+            RequestError: if the prompt is empty, too long, or contains an invalid token id.
+        """
+        limit = self._info.max_model_len
+        try:
+            token_ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"prompt: the value must be a list of token ids, but it is not ({error})."
+            ) from error
+        if not token_ids:
+            raise RequestError("prompt: the prompt is empty. Send at least one token.")
+        if len(token_ids) > limit:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len). Send a "
+                "shorter prompt."
+            )
+        if len(token_ids) == limit:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
+                "leaves no token for the answer. Send a shorter prompt."
+            )
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self._info.vocab_size:
+                raise RequestError(
+                    f"prompt: the token id {token_id} is outside the vocabulary (0 to "
+                    f"{self._info.vocab_size - 1})."
+                )
+        return token_ids

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sessions whose cached prefixes are retained, for operators and clients.
+
+A session is a client with a `prompt_cache_key` (core/blocks/eviction_order.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.eviction_order import SessionKey
+from nereid_backend.core.blocks.prefix_cache import PrefixCache
+from nereid_backend.errors import RequestError
+
+# The largest number of sessions in the statistics. The sessions that expire last are listed.
+_MAX_LISTED = 1000
+
+
+class PrefixSessions:
+    """Lists, extends and drops the sessions of a prefix cache.
+
+    Only the engine's thread may call the methods.
+    """
+
+    def __init__(self, cache: PrefixCache | None, pool: BlockPool, block_size: int) -> None:
+        """Store the prefix cache (None if prefix caching is off) and its blocks."""
+        self._cache = cache
+        self._pool = pool
+        self._block_size = block_size
+
+    def statistics(self, client_id: str | None = None) -> dict[str, Any]:
+        """Return counters of the prefix cache and its sessions.
+
+        Example of a session: `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens":
+        4096, "expires_in_s": 287.5}`.
+
+        Args:
+            client_id: only the sessions of this client are listed; None lists all sessions.
+        """
+        cache = self._cache
+        sessions = self._matching(client_id, None)
+        snapshots = None if cache is None else cache.snapshots
+        listed = sorted(sessions, key=lambda session: -session[2])[:_MAX_LISTED]
+        return {
+            "num_blocks": self._pool.num_blocks,
+            "num_used_blocks": self._pool.num_used,
+            "num_cached_blocks": self._pool.num_cached,
+            "num_retained_blocks": self._pool.idle.num_retained,
+            "num_snapshots": 0 if snapshots is None else len(snapshots),
+            "num_queried_tokens": 0 if cache is None else cache.num_queried_tokens,
+            "num_hit_tokens": 0 if cache is None else cache.num_hit_tokens,
+            "num_sessions": len(sessions),
+            "sessions": [
+                {
+                    "client_id": key.client_id,
+                    "prompt_cache_key": key.prompt_cache_key,
+                    "num_tokens": num_blocks * self._block_size,
+                    "expires_in_s": round(seconds, 3),
+                }
+                for key, num_blocks, seconds in listed
+            ],
+        }
+
+    def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
+        """Retain sessions for at least `seconds` from now on, and return the number of sessions.
+
+        Args:
+            client_id: the client of the session; None for the sessions of all clients.
+            prompt_cache_key: the key of the session.
+            seconds: the time in seconds.
+        """
+        sessions = self._matching(client_id, prompt_cache_key)
+        for key, _, _ in sessions:
+            assert self._cache is not None, "without a cache, there are no sessions"
+            self._cache.extend_session(key, seconds)
+        return len(sessions)
+
+    def drop(self, client_id: str | None, prompt_cache_key: str | None) -> int:
+        """Remove cached blocks, and return the number of tokens in these blocks.
+
+        Blocks that running sequences use stay in the cache.
+
+        Args:
+            client_id: the client of the sessions; None for all clients.
+            prompt_cache_key: the key of the sessions; None for all sessions. If both arguments are
+                None, the blocks that belong to no session are removed, too.
+        """
+        if self._cache is None:
+            return 0
+        if client_id is None and prompt_cache_key is None:
+            return self._cache.drop_all() * self._block_size
+        keys = [key for key, _, _ in self._matching(client_id, prompt_cache_key)]
+        return sum(self._cache.drop_session(key) for key in keys) * self._block_size
+
+    def call(self, operation: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Make one of the calls above for a client.
+
+        Args:
+            operation: "statistics", "extend" or "drop".
+            values: the arguments of the method with this name.
+
+        Raises:
+            RequestError: the operation is unknown.
+        """
+        if operation == "statistics":
+            return self.statistics(values.get("client_id"))
+        client_id, key = values.get("client_id"), values.get("prompt_cache_key")
+        if operation == "drop":
+            return {"num_dropped_tokens": self.drop(client_id, key)}
+        if operation == "extend" and isinstance(key, str):
+            return {"num_sessions": self.extend(client_id, key, values["seconds"])}
+        raise RequestError(
+            "cache: the value must be statistics, drop, or extend with a prompt_cache_key, but it "
+            f"is {operation!r}."
+        )
+
+    def _matching(
+        self, client_id: str | None, prompt_cache_key: str | None
+    ) -> list[tuple[SessionKey, int, float]]:
+        """Return the sessions of a client with a key. None matches every client or every key."""
+        return [
+            session
+            for session in self._pool.idle.sessions()
+            if client_id in (None, session[0].client_id)
+            and prompt_cache_key in (None, session[0].prompt_cache_key)
+        ]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the loaded model of an engine by a model with other weights."""
+
+import gc
+from dataclasses import replace
+
+from nereid_backend.checkpoints.same_tensors import (
+    check_same_layout,
+    read_architecture,
+    read_layout,
+)
+from nereid_backend.checkpoints.same_tokenizer import (
+    TokenizerFiles,
+    check_same_tokenizer,
+    read_tokenizer_files,
+)
+from nereid_backend.config import EngineConfig
+from nereid_backend.engine.engine_parts import EngineParts, Report
+from nereid_backend.errors import EngineError, ModelError, NereidError, RequestError
+from nereid_backend.model.limits import available_memory
+
+
+class PartsOwner:
+    """The owner of the parts of an engine. It replaces the parts when the weights are reloaded.
+
+    Attributes:
+        parts: the parts of the engine. No other object may store a reference to the parts, because
+            `reload` frees their memory.
+    """
+
+    def __init__(self, config: EngineConfig, report: Report) -> None:
+        """Load a model; see `EngineParts` for the arguments and the errors."""
+        self.parts = EngineParts(config, report)
+        # The files of the first checkpoint, because later checkpoints may have no tokenizer. The
+        # files are read now, because new weights may come with other files in the same folder.
+        self._tokenizer_files = read_tokenizer_files(config.model)
+
+    def reload(self, path: str, report: Report) -> None:
+        """Replace the weights; see `Engine.reload` for the arguments and the errors."""
+        info = self.parts.info
+        old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
+        new_config = replace(
+            old_config, model=path or old_config.model, max_model_len=info.max_model_len
+        )
+        _check_reload(self.parts, new_config, self._tokenizer_files)
+        has_guides = self.parts.preparation.has_guides
+        needed_bytes = info.weights_bytes + info.kv_cache_bytes
+        if info.device == "cpu" and needed_bytes < available_memory():
+            self._load_then_release(new_config, report)
+        else:
+            self._release_then_load(new_config, old_config, report)
+        if has_guides:
+            self.parts.preparation.warm_up()
+
+    def _load_then_release(self, new_config: EngineConfig, report: Report) -> None:
+        """Load the new weights, and then free the old weights.
+
+        Raises:
+            RequestError: if the new weights cannot be loaded. The old weights stay in use.
+        """
+        try:
+            new_parts = EngineParts(new_config, report)
+        except Exception as error:
+            # The request for new weights ends here. Loading can raise any exception.
+            raise _load_error(error) from error
+        self._release()
+        self.parts = new_parts
+
+    def _release_then_load(
+        self, new_config: EngineConfig, old_config: EngineConfig, report: Report
+    ) -> None:
+        """Free the old weights, and then load the new weights.
+
+        Raises:
+            RequestError: if the new weights cannot be loaded. The old weights were loaded again.
+            EngineError: if the old weights could not be loaded again either.
+        """
+        self._release()
+        try:
+            self.parts = EngineParts(new_config, report)
+        except Exception as error:
+            # The request for new weights ends here. Loading can raise any exception.
+            self._restore(old_config, report)
+            raise _load_error(error) from error
+
+    def _release(self) -> None:
+        """Close the parts, and free the weights and the KV cache."""
+        self.parts.close()
+        del self.parts
+        # The modules of a model refer to each other in cycles, so only the garbage collector frees
+        # them.
+        gc.collect()
+
+    def _restore(self, old_config: EngineConfig, report: Report) -> None:
+        """Load the old weights again.
+
+        Raises:
+            EngineError: if the old weights cannot be loaded.
+        """
+        try:
+            self.parts = EngineParts(old_config, report)
+        except NereidError as error:
+            raise EngineError(f"the old weights cannot be loaded again: {error}") from error
+
+
+def _load_error(error: Exception) -> RequestError:
+    """Return the error for a client whose new weights cannot be loaded."""
+    return RequestError(f"path: the new weights cannot be loaded: {error}")
+
+
+def _check_reload(
+    parts: EngineParts, new_config: EngineConfig, tokenizer_files: TokenizerFiles
+) -> None:
+    """Check that a new checkpoint can replace the loaded model now.
+
+    Args:
+        parts: the loaded model.
+        new_config: the settings with the path of the new checkpoint.
+        tokenizer_files: the tokenizer files that the servers have loaded.
+
+    Raises:
+        RequestError: if the new checkpoint cannot replace the loaded model.
+    """
+    if parts.scheduler.has_work():
+        raise RequestError(
+            "path: the weights can be replaced only while no request runs. Wait until all "
+            "requests have ended."
+        )
+    if parts.ranks is not None:
+        raise RequestError(
+            "path: the weights cannot be replaced with tensor_parallel_size="
+            f"{new_config.tensor_parallel_size}. Restart the server."
+        )
+    if parts.layout is None or new_config.model.endswith(".gguf"):
+        raise RequestError(
+            "path: the present checkpoint and the new checkpoint must have safetensors files, "
+            "but one of the checkpoints has none. Restart the server with the new checkpoint."
+        )
+    try:
+        check_same_layout(parts.layout, read_layout(new_config.model))
+        architecture = read_architecture(new_config.model)
+        check_same_tokenizer(tokenizer_files, read_tokenizer_files(new_config.model))
+    except ModelError as error:
+        raise RequestError(f"path: {error}") from error
+    if architecture not in ("", parts.info.architecture):
+        raise RequestError(
+            f"path: the new checkpoint has the architecture {architecture}, but the served "
+            f"model has the architecture {parts.info.architecture}."
+        )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares requests for their first step: compiles grammars and reads cached prefixes from disk."""
+
+import time
+from typing import TYPE_CHECKING
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.engine.disk_tier import DiskTier
+from nereid_backend.engine.pending_grammars import PendingGrammars
+from nereid_backend.errors import RequestError
+
+if TYPE_CHECKING:
+    from nereid_backend.grammar import Guides
+
+# `wait` waits at most this long for a grammar. The time is short, because the engine receives no
+# new requests in the meantime.
+_GUIDE_WAIT_S = 0.02
+
+
+class RequestPreparation:
+    """The requests that wait for a grammar or for a prefix on disk.
+
+    Other threads compile the grammars and read the files. The scheduler starts a request only
+    after its preparation.
+
+    Attributes:
+        compiled: see `StepEngine.compiled`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, info: EngineInfo, scheduler: Scheduler, disk: DiskTier | None
+    ) -> None:
+        """Create an object without waiting requests. `disk` is the prefix cache on disk."""
+        self.compiled: list[tuple[str, float, float]] = []
+        self._config = config
+        self._info = info
+        self._scheduler = scheduler
+        self._disk = disk
+        # The factory of guides; None until a request needs a grammar.
+        self._guides: Guides | None = None
+        self._pending_grammars = PendingGrammars()
+
+    @property
+    def has_guides(self) -> bool:
+        """Whether the grammar libraries are loaded."""
+        return self._guides is not None
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a request to the scheduler, and begin to prepare the request.
+
+        `sequence` is the first sequence of the request.
+        """
+        is_reading = self._disk is not None and self._disk.begin(sequence)
+        needs_guide = _needs_guide(sequence.params)
+        if needs_guide:
+            future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
+            self._pending_grammars.add(sequence.request_id, future)
+        self._scheduler.add(sequence, is_prepared=not (needs_guide or is_reading))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the preparation of a request. Do nothing if the request is not being prepared."""
+        self._pending_grammars.drop(request_id)
+        if self._disk is not None:
+            self._disk.cancel(request_id)
+
+    def start_prepared(self) -> None:
+        """Start the requests whose grammar is compiled and whose cached prefix is read from disk.
+
+        End the requests whose grammar failed.
+        """
+        self.compiled = []
+        for request_id in self._disk.take_ready() if self._disk is not None else ():
+            if request_id not in self._pending_grammars:
+                self._scheduler.start(request_id, None)
+        for request_id, future, added in self._pending_grammars.take_done():
+            self.compiled.append((request_id, added, time.monotonic()))
+            if self._disk is not None:
+                self._disk.finish(request_id)
+            error = future.exception()
+            if error is None:
+                self._scheduler.start(request_id, future.result())
+            else:
+                is_refused = isinstance(error, RequestError)
+                self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
+
+    def wait(self) -> None:
+        """Wait a few milliseconds until a prefix is read from disk or a grammar is compiled."""
+        if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
+            self._pending_grammars.wait(_GUIDE_WAIT_S)
+
+    def warm_up(self) -> None:
+        """Load the grammar libraries in the background."""
+        self._load_guides().warm_up()
+
+    def close(self) -> None:
+        """Stop the threads that compile grammars."""
+        if self._guides is not None:
+            self._guides.close()
+
+    def _load_guides(self) -> "Guides":
+        """Return the factory of guides. The first call creates the factory."""
+        if self._guides is None:
+            # The grammar libraries are imported only when a request needs a grammar.
+            from nereid_backend.grammar import Guides
+
+            config = self._config
+            self._guides = Guides(
+                config.model,
+                vocab_size=self._info.vocab_size,
+                eos_token_ids=self._info.eos_token_ids,
+                num_threads=config.grammar_threads,
+                timeout_s=config.grammar_timeout,
+                cache_bytes=config.grammar_cache_bytes,
+                max_source_bytes=config.max_grammar_bytes,
+            )
+        return self._guides
+
+
+def _needs_guide(params: SamplingParams) -> bool:
+    """Return whether a request limits its tokens by a grammar or by a thinking budget."""
+    has_budget = params.thinking is not None and params.thinking.budget is not None
+    return has_budget or params.grammar is not None

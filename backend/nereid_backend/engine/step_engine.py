@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of an engine for the code that drives its steps."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestUpdate
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.engine.prefix_sessions import PrefixSessions
+
+
+class StepEngine(Protocol):
+    """The interface of `Engine`, and of the scripted engine that replaces it in tests."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the engine."""
+
+    @property
+    def compiled(self) -> list[tuple[str, float, float]]:
+        """The requests whose grammar was compiled before the last step.
+
+        Each item contains the request id, and the times by time.monotonic() at which the
+        compilation was requested and found to be finished.
+        """
+
+    @property
+    def sessions(self) -> PrefixSessions:
+        """The sessions of the prefix cache, which can be listed, extended and dropped."""
+
+    @property
+    def started(self) -> list[tuple[str, float]]:
+        """The requests that left the waiting queue in the last step.
+
+        Each item is a pair of request id and start time of the step (time.monotonic()).
+        """
+
+    def warm_up(self) -> None:
+        """Load the libraries for grammars in the background."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: ImageInputs | None = None,
+    ) -> None:
+        """Add a request to the waiting queue."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences."""
+
+    @property
+    def lora_names(self) -> list[str]:
+        """The names of the loaded LoRA adapters."""
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, or replace the adapter with this name."""
+
+    def unload_lora(self, name: str) -> None:
+        """Unload a LoRA adapter."""
+
+    def reload(self, path: str = "", progress: Callable[[str], None] | None = None) -> None:
+        """Replace the weights; see `Engine.reload`."""
+
+    def step(self) -> list[RequestUpdate]:
+        """Compute one step and return the updates of all requests."""
+
+    def has_work(self) -> bool:
+        """Return whether `step` has work to do."""
+
+    def is_swapping(self) -> bool:
+        """Return whether `step` must check or use a compiled forward pass.
+
+        This work belongs to no request; see `Engine.is_swapping`.
+        """
+
+    def stats(self) -> EngineStats:
+        """Return the present load of the engine, and its counters since the start."""

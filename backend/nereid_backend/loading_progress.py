@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports the progress of slow loops while a model is loaded."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+# The seconds between two lines. A loop that is faster causes no line.
+_INTERVAL_S = 5.0
+
+
+def report_items(
+    items: Collection[Item], what: str, progress: Callable[[str], None]
+) -> Iterator[Item]:
+    """Yield the items of a loop, and report every few seconds how many items were used.
+
+    Example of a line: "reading weights: 120 of 310".
+
+    Args:
+        items: the items.
+        what: the beginning of each line.
+        progress: called with each line.
+    """
+    last = time.monotonic()
+    for index, item in enumerate(items):
+        now = time.monotonic()
+        if now - last >= _INTERVAL_S:
+            last = now
+            progress(f"{what}: {index} of {len(items)}")
+        yield item
+
+
+def no_progress(line: str) -> None:
+    """Ignore a line of progress."""
+    del line

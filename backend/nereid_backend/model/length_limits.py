@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Determines the length up to which a model computes correct logits."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+# The length limit for models without position embeddings, whose config has no limit.
+_NO_MODEL_LIMIT = 2**17
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """The length limit of a sequence in tokens, and a clause that names its source."""
+
+    num_tokens: int
+    reason: str
+
+
+def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
+    """Return the length up to which the logits of sequences are correct.
+
+    The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
+    all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
+    count positions in the batch instead of the sequence. The logits of such batches are correct
+    only below the threshold.
+
+    Args:
+        config: the config of the decoder.
+        is_batched: whether several sequences share a forward pass.
+    """
+    own_limit = _own_limit(config)
+    if not is_batched:
+        return own_limit
+    limits = [own_limit, *_rope_limits(config, own_limit)]
+    if getattr(config, "attn_temperature_tuning", None):
+        num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
+        reason = "floor_scale, because the model counts longer positions in the batch"
+        limits.append(LengthLimit(num_tokens, reason))
+    return min(limits, key=lambda limit: limit.num_tokens)
+
+
+def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:
+    """Return the length limits that follow from the rotary embeddings of a model.
+
+    Some rotary embeddings depend on the longest sequence in a batch: if this sequence exceeds a
+    threshold, the embeddings of all sequences change. The threshold is then a limit.
+    """
+    limits = []
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            num_tokens = original if isinstance(original, int) else own_limit.num_tokens
+            reason = (
+                f"original_max_position_embeddings of {kind} position embeddings, because a longer "
+                "request would change the output of the other requests in its batch"
+            )
+            limits.append(LengthLimit(num_tokens, reason))
+    return limits
+
+
+def _own_limit(config: PretrainedConfig) -> LengthLimit:
+    """Return the length limit in a model's config, or the default if the config has no limit."""
+    for name in _LENGTH_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return LengthLimit(value, name)
+    return LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")
+
+
+def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Return the length up to which sparse attention attends to every token.
+
+    Return None for a model without sparse attention. Examples: a model that selects 2048 tokens
+    (index_topk 2048) attends to every token of a sequence of up to 2048 tokens. A model that
+    selects 16 blocks of 64 tokens (index_topk_blocks 16, index_block_size 64) attends to every
+    token of a sequence of up to 1024 tokens.
+    """
+    num_tokens = getattr(config, "index_topk", None)
+    if isinstance(num_tokens, int):
+        return LengthLimit(num_tokens, f"index_topk {num_tokens}")
+    num_blocks = getattr(config, "index_topk_blocks", None)
+    size = getattr(config, "index_block_size", None)
+    if isinstance(num_blocks, int) and isinstance(size, int):
+        return LengthLimit(num_blocks * size, f"index_topk_blocks {num_blocks} of {size}")
+    return None
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
+    """Return the dicts that describe the rotary embeddings in a config.
+
+    A config contains one dict for all layers, or one dict for each type of layer.
+
+    Example: {"full": {"rope_type": "default"}, "local": {"rope_type": "yarn"}} gives the two inner
+    dicts, and {"rope_type": "yarn"} gives itself.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divides the KV heads of a model among the ranks, also if there are fewer KV heads than ranks.
+
+The plans of transformers divide the rows of the layers k_proj and v_proj into equal parts. With
+fewer KV heads than ranks, each part would be only a piece of a head. Each rank then loads the whole
+layers and keeps the rows of one KV head, so several ranks compute the same KV head.
+
+Example with 8 query heads, 2 KV heads and 4 ranks:
+
+    rank            0      1      2      3
+    query heads     0, 1   2, 3   4, 5   6, 7
+    KV head         0      0      1      1
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from nereid_backend.parallel.process_group import Rank
+
+# The style of a layer whose weights are complete on every rank.
+_REPLICATE = "replicate"
+
+
+def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list[int]:
+    """Return the different numbers of KV heads of the attention layers that `plan` divides.
+
+    Attention layers without a layer k_proj are not counted.
+    """
+    layers = _divided_attention(model, plan)
+    return sorted({_num_kv_heads(attention) for _, attention in layers})
+
+
+def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
+    """Return rules that replace rules of `plan`, so that several ranks compute the same KV head.
+
+    Args:
+        model: the model without weights (on the device "meta").
+        plan: maps the names of layers to styles of division.
+        size: the number of ranks.
+
+    Returns:
+        The rules. They are empty if the KV heads can be divided among the ranks.
+
+    Example for a model with 2 KV heads and 4 ranks:
+    {"model.layers.*.self_attn.k_proj": "replicate", "model.layers.*.self_attn.v_proj": "replicate"}
+    """
+    if all(count % size == 0 for count in numbers_of_kv_heads(model, plan)):
+        return {}
+    return {
+        replace_layer_number_by_wildcard(f"{name}.{projection}"): _REPLICATE
+        for name, attention in _divided_attention(model, plan)
+        for projection, _ in _projections(attention)
+    }
+
+
+def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank) -> None:
+    """Remove the rows of other ranks' KV heads from the layers that `rules` replicate.
+
+    Args:
+        model: the loaded model.
+        rules: the result of `replication_rules`.
+        rank: this process.
+
+    Mutates: the layers k_proj and v_proj of `model`.
+    """
+    for _, attention in _divided_attention(model, rules, _REPLICATE):
+        count = _num_kv_heads(attention)
+        first = rank.number * count // rank.size
+        num_own = max(1, count // rank.size)
+        for _, layer in _projections(attention):
+            rows = layer.out_features // count
+            own = slice(first * rows, (first + num_own) * rows)
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                # Without the copy, the rows of the other heads would stay in memory.
+                kept = nn.Parameter(parameter.detach()[own].clone(), requires_grad=False)
+                setattr(layer, name, kept)
+            layer.out_features = num_own * rows
+
+
+def _divided_attention(
+    model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and the attention layers whose layer k_proj has the style `style`."""
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "k_proj", None), nn.Linear):
+            rule = replace_layer_number_by_wildcard(f"{name}.k_proj")
+            if plan.get(rule) == style:
+                yield name, layer
+
+
+def _projections(attention: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the names and the layers that compute keys and values.
+
+    Some models have no layer v_proj, because the keys are also the values.
+    """
+    for name in ("k_proj", "v_proj"):
+        layer = getattr(attention, name, None)
+        if isinstance(layer, nn.Linear):
+            yield name, layer
+
+
+def _num_kv_heads(attention: nn.Module) -> int:
+    """Return the number of KV heads that an undivided attention layer computes."""
+    key_layer: Any = attention.k_proj
+    head_dim: Any = attention.head_dim
+    return int(key_layer.out_features // head_dim)

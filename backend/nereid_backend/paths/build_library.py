@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces the code of a model, and compiles the trace into a library.
+
+torch.export traces the model's code in transformers once, for any number of tokens. Attention and
+linear layers are operators of this package in the trace. AOTInductor fuses the code between these
+operators, and compiles the trace into a library that runs without Python. The library does not
+contain the weights, but reads the weights of the loaded model.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.torch_operator import TracedForward
+from nereid_backend.errors import first_line
+from nereid_backend.paths.library_files import (
+    LIBRARY_FILE,
+    LITERALS_FILE,
+    TraceError,
+    save_literals,
+    shims_of,
+)
+from nereid_backend.paths.model_call import ModelCall, UnfitError
+
+# The smallest size that the traced code supports. torch.export treats the size 1 as a constant, so
+# a size that varies must be at least 2. Shorter inputs are extended to this size.
+MIN_ROWS = 2
+# The numbers of tokens and logits of the example with which the model is traced. The two numbers
+# must differ. Otherwise torch.export would assume that they are always equal.
+_EXAMPLE_TOKENS = 7
+_EXAMPLE_LOGITS = 3
+# Tensors that a model's code creates from constants are small. A tensor with more elements probably
+# depends on the checkpoint.
+MAX_LITERAL_ELEMENTS = 65536
+NO_PARAMETER = (
+    "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
+    "model"
+)
+
+
+class TracedModel(nn.Module):
+    """The module that torch.export traces. It computes the logits of a packed step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._selects_logits = ModelCall(model).takes("logits_to_keep")
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
+        """Return the logits of the selected tokens, [len(logits_index), vocab_size].
+
+        The class StepBatch describes the arguments.
+        """
+        selected = {"logits_to_keep": logits_index} if self._selects_logits else {}
+        output = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._selects_logits else logits[logits_index]
+
+
+def build_library(
+    model: PreTrainedModel, hook: AttentionHook, folder: Path, *, is_native: bool
+) -> None:
+    """Compile a model and store the library in `folder`.
+
+    The other arguments are those of `compile_forward`.
+
+    Raises:
+        TraceError: if torch cannot trace the model's code.
+        Exception: of any class, if torch cannot compile the trace.
+    """
+    traced = TracedModel(model)
+    num_tokens = torch.export.Dim("num_tokens", min=MIN_ROWS)
+    num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
+    tokens = torch.arange(_EXAMPLE_TOKENS, device=model.device)
+    example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
+    try:
+        with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
+            program = torch.export.export(
+                traced,
+                example,
+                dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
+                strict=False,
+            )
+    except Exception as error:
+        # The model's code and torch can raise any exception here.
+        raise TraceError(first_line(error)) from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The library is compiled in a temporary folder and then moved, because another process may
+    # compile the same model at the same time.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, _without_warnings():
+        finished = Path(temporary) / "library"
+        finished.mkdir()
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(finished / LIBRARY_FILE),
+            inductor_configs={
+                "aot_inductor.package_constants_in_so": False,
+                "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
+                # With more threads, torch would start a pool of processes, which would keep running
+                # after the compilation.
+                "compile_threads": 1,
+            },
+        )
+        literals = _literals(program.constants, tensors_of(traced))
+        save_literals(literals, finished / LITERALS_FILE)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        finished.rename(folder)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name.
+
+    Shared tensors appear under each name.
+    """
+    named: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    named.update(module.named_parameters(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that the traced code creates from constants.
+
+    Args:
+        constants: all constants of the trace, by name.
+        model_tensors: the model's parameters and buffers, by name.
+
+    Raises:
+        UnfitError: if a tensor is so large that it probably comes from the checkpoint.
+    """
+    literals = {}
+    for name, tensor in constants.items():
+        if name in model_tensors:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.numel() > MAX_LITERAL_ELEMENTS:
+            raise UnfitError(NO_PARAMETER.format(name=name))
+        literals[name] = tensor.detach().clone().contiguous()
+    return literals
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppress the warnings that torch gives about its own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a compiled library.
+
+The name of the folder is a hash of everything that the library depends on.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nereid_backend.attention.cpu.cpu_build import processor
+from nereid_backend.cache_folder import cache_folder
+from nereid_backend.linear import grouped_linear, native_linear
+from nereid_backend.paths.model_call import UnfitError
+
+Shims = dict[torch._ops.OpOverload, list[str]]
+
+LIBRARY_FILE = "model.pt2"
+LITERALS_FILE = "literals.safetensors"
+_TRACE_ERROR_FILE = "trace_error.txt"
+# The file has one byte for each check of the library that did not succeed.
+_CHECKS_FILE = "failed_checks"
+_MAX_FAILED_CHECKS = 3
+# torch's compiler writes the values of vectors with at most this number of elements into the
+# library. Two checkpoints can therefore share a library only if these values are equal in both
+# checkpoints.
+_MAX_INLINED_ELEMENTS = 8
+# The files of this package that a library depends on.
+_SOURCES = (
+    "paths/build_library.py",
+    "paths/library_files.py",
+    "linear/native_linear.py",
+    "linear/grouped_linear.py",
+    "attention/torch_operator.py",
+    "attention/cpu/cpu_shim.cpp",
+)
+
+
+class TraceError(UnfitError):
+    """torch cannot trace the model's code. Another attempt would fail for the same reason."""
+
+
+def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
+    """Return the folder for the library of a model. The folder may not exist yet.
+
+    The arguments are those of `compile_forward`.
+    """
+    return cache_folder() / "compiled" / _fingerprint(model, shims_of(model.device, is_native))
+
+
+def has_library(folder: Path) -> bool:
+    """Return whether a folder contains a complete library."""
+    return (folder / LIBRARY_FILE).is_file()
+
+
+def write_trace_error(folder: Path, error: TraceError) -> None:
+    """Store the error in the folder of a library, so that later starts do not trace the model."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
+
+
+def read_trace_error(folder: Path) -> str | None:
+    """Return the error that `write_trace_error` has recorded, or None."""
+    try:
+        return (folder / _TRACE_ERROR_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def count_check(folder: Path) -> None:
+    """Count a check of a library as failed. `confirm_check` deletes the count.
+
+    The check is counted before it begins, because a broken library could crash the process. The
+    server would then start the engine again, and the engine would load the same library again.
+
+    Raises:
+        UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
+    """
+    file = folder / _CHECKS_FILE
+    if file.is_file() and file.stat().st_size >= _MAX_FAILED_CHECKS:
+        raise UnfitError(
+            f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
+            "Delete this folder to compile the model again"
+        )
+    # If the folder belongs to another user, this process cannot write the file.
+    with contextlib.suppress(OSError), file.open("ab") as opened:
+        opened.write(b".")
+
+
+def confirm_check(folder: Path) -> None:
+    """Record that the logits of the library are correct; see `count_check`."""
+    with contextlib.suppress(OSError):
+        (folder / _CHECKS_FILE).unlink(missing_ok=True)
+
+
+def save_literals(literals: dict[str, Tensor], file: Path) -> None:
+    """Store the tensors of the traced code in a file, with their devices."""
+    # Some code creates small tensors on the CPU even if the model is on a GPU.
+    kinds = {name: tensor.device.type for name, tensor in literals.items()}
+    save_file(literals, file, metadata={"devices": json.dumps(kinds)})
+
+
+def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
+    """Load the tensors that `save_literals` stored.
+
+    Tensors that were on the CPU stay on the CPU. All other tensors are moved to `device`.
+    """
+    with safe_open(file, framework="pt") as opened:
+        kinds = json.loads(opened.metadata()["devices"])
+        return {
+            name: opened.get_tensor(name).to("cpu" if kind == "cpu" else device)
+            for name, kind in kinds.items()
+        }
+
+
+def shims_of(device: torch.device, is_native: bool) -> Shims:
+    """Return the operators that compiled code calls in C instead of Python.
+
+    Each operator is mapped to the C declaration of a function.
+
+    cpu_shim.cpp defines the functions. The CPU kernels for attention read their own layout of the
+    KV cache. Compiled code therefore calls them only if the cache has this layout (is_native);
+    otherwise, it calls the Python implementation of the operator.
+    """
+    if device.type != "cpu":
+        return {}
+    operators = torch.ops.nereid
+    handle = "AtenTensorHandle"
+    shims: Shims = {}
+    if native_linear.is_available():
+        shims[operators.packed_linear.default] = [
+            f"AOTITorchError aoti_torch_cpu_packed_linear({handle} x, {handle} packed, "
+            f"{handle}* bias, int64_t out_features, {handle}* out)"
+        ]
+    if grouped_linear.is_available():
+        shims[operators.grouped_linear.default] = [
+            f"AOTITorchError aoti_torch_cpu_grouped_linear({handle} x, {handle} values, "
+            f"{handle} scales, {handle}* zeros, {handle}* bias, int64_t bits, int64_t group_size, "
+            f"int64_t out_features, {handle}* out)"
+        ]
+    if is_native:
+        shims[operators.paged_attend.default] = [
+            f"AOTITorchError aoti_torch_cpu_paged_attend({handle} query, {handle} key, "
+            f"{handle} value, {handle}* sinks, int64_t layer, double scale, {handle}* out)"
+        ]
+    return shims
+
+
+def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
+    """Return a hash that changes whenever the library must be compiled again.
+
+    For example, the hash depends on the version of torch, the config of the model, and the CPU. It
+    includes the values of very short vectors, but not the values of other weights.
+    """
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_") and "attn_implementation" not in name
+    }
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    root = Path(__file__).parents[1]
+    parts = [
+        *(version(name) for name in ("torch", "transformers")),
+        *((root / source).read_text(encoding="utf-8") for source in _SOURCES),
+        Path(inspect.getfile(type(model))).read_text(encoding="utf-8"),
+        json.dumps(config, sort_keys=True, default=str),
+        repr([(name, type(module).__name__) for name, module in model.named_modules()]),
+        repr(tensors),
+        repr(sorted(map(str, shims.values()))),
+        str(torch.get_num_threads()),
+        *_target_hardware(model.device),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _inlined_values(tensor: Tensor) -> object:
+    """Return a tensor's values if torch's compiler writes them into the library; otherwise None."""
+    is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
+    return tensor.tolist() if is_inlined else None
+
+
+def _target_hardware(device: torch.device) -> list[str]:
+    """Return the hardware and the libraries that compiled code depends on."""
+    if device.type != "cuda":
+        return [processor()]
+    capability = torch.cuda.get_device_capability(device)
+    return [
+        *(processor(), version("triton"), str(torch.version.cuda)),
+        *(torch.cuda.get_device_name(device), str(capability)),
+    ]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Position embeddings that compute the positions of the tokens themselves.
+
+The decoders of some models (such as Bart) have no argument for positions. A module of the decoder
+computes the positions from the length of the cache. In a step with several sequences, the lengths
+differ, so these positions would be wrong. Such a module has the parameters `past_key_values_length`
+and `position_ids`. A hook replaces the second argument by the positions of the step.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
+
+
+class PositionEmbeddings:
+    """The modules of one model that compute the positions of the tokens themselves."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Find the modules of `model`."""
+        # Each module with the number of arguments before `position_ids`.
+        self._modules: list[tuple[torch.nn.Module, int]] = []
+        for module in model.modules():
+            if not isinstance(module, torch.nn.Embedding):
+                continue
+            names = list(inspect.signature(module.forward).parameters)
+            if _LENGTH in names and _POSITIONS in names:
+                self._modules.append((module, names.index(_POSITIONS)))
+
+    @contextmanager
+    def serving(self, position_ids: Tensor) -> Iterator[None]:
+        """Use the positions of a step, [batch, num_tokens] int64, until the context ends."""
+        with ExitStack() as hooks:
+            for module, num_before in self._modules:
+                before = partial(_replace_positions, position_ids, num_before)
+                after = partial(_restore_batch, position_ids)
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after).remove)
+            yield
+
+
+def _replace_positions(
+    position_ids: Tensor,
+    num_before: int,
+    module: torch.nn.Module,  # noqa: ARG001 - the signature of a hook
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module with the positions of a step.
+
+    The modules accept only positions with one dimension, so all sequences are joined.
+    """
+    return args[:num_before], {**kwargs, _POSITIONS: position_ids.flatten()}
+
+
+def _restore_batch(
+    position_ids: Tensor,
+    module: torch.nn.Module,  # noqa: ARG001 - the signature of a hook
+    args: tuple[Any, ...],  # noqa: ARG001
+    output: Tensor,
+) -> Tensor:
+    """Return the embeddings of joined sequences as [batch, num_tokens, dim]."""
+    if len(position_ids) == 1:
+        return output
+    return output.reshape(*position_ids.shape, -1)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads how a checkpoint with late interaction, such as ColBERT, treats queries and documents.
+
+Such a model returns one vector for each token. Three formats of files describe the differences
+between queries and documents:
+
+    sentence-transformers   the settings file of the transformers model, and a module
+                            MultiVectorMask in modules.json
+    PyLate                  config_sentence_transformers.json with the model_type "ColBERT"
+    Stanford's ColBERT      artifact.metadata, and the architecture HF_ColBERT in config.json
+"""
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.pooling.sentence_modules import ModuleSpec, find_config, read_json
+
+QUERY = "query"
+DOCUMENT = "document"
+# The architecture in the config.json of Stanford's checkpoints. transformers has no such class.
+STANFORD_ARCHITECTURE = "HF_ColBERT"
+# Stanford's checkpoints store the projection of token vectors next to the weights of the encoder.
+STANFORD_PROJECTION = "linear.weight"
+_STANFORD_FILE = "artifact.metadata"
+_PYLATE_TYPE = "ColBERT"
+# Each of these keys in config_sentence_transformers.json shows that PyLate wrote the file.
+_PYLATE_KEYS = {
+    *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
+    *("do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens"),
+}
+# The number of tokens to which ColBERT expands a query if the files contain no number.
+_DEFAULT_QUERY_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QueryExpansion:
+    """Mask tokens that are appended to short queries.
+
+    Attributes:
+        length: the number of tokens to which a query is expanded.
+        is_limit: whether a query may have at most `length` tokens.
+        is_attended: whether the other tokens attend to the mask tokens. If False, the mask tokens
+            attend to the query, but no token attends to a mask token.
+        token: the text of the appended token. None means the tokenizer's mask token.
+    """
+
+    length: int
+    is_limit: bool
+    is_attended: bool
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """The differences between the queries and the documents of a checkpoint.
+
+    Attributes:
+        query_length: the length limit of queries in tokens; None if queries have no separate limit.
+        document_length: the length limit of documents in tokens; None if documents have no separate
+            limit.
+        expansion: the mask tokens that are appended to short queries; None without them.
+        markers: the markers of queries and documents, by "query" and "document". A marker is one
+            token that precedes a text, such as "[unused0] ".
+        skip_words: tokens without a vector, such as punctuation.
+        skip_roles: the texts to which `skip_words` applies: "query", "document" or both.
+    """
+
+    query_length: int | None = None
+    document_length: int | None = None
+    expansion: QueryExpansion | None = None
+    markers: tuple[tuple[str, str], ...] = ()
+    skip_words: tuple[str, ...] = ()
+    skip_roles: tuple[str, ...] = (DOCUMENT,)
+
+    @property
+    def treats_queries(self) -> bool:
+        """Whether a query is treated differently from a document, apart from the prompts."""
+        skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
+        return self.query_length is not None or self.expansion is not None or skips_only_documents
+
+    def length(self, role: str) -> int | None:
+        """Return the length limit of queries or documents in tokens; None without one.
+
+        `role` is "query" or "document".
+        """
+        return self.query_length if role == QUERY else self.document_length
+
+    def longest(self, max_seq_length: int | None) -> int | None:
+        """Return the length limit of the longer kind of text: queries or documents.
+
+        Args:
+            max_seq_length: the limit for documents if there is no separate limit for them. None
+                means that the files have no limit for documents, so None is returned.
+        """
+        document_length = self.document_length or max_seq_length
+        if document_length is None:
+            return None
+        return max(document_length, self.query_length or 0)
+
+    def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
+        """Return the prompts of a checkpoint, by name, with the markers of queries and documents.
+
+        The name "query" is added if queries are treated differently, so that clients can select it.
+
+        Example: {"query": "find: "} and the marker "[Q] " of queries return
+        {"query": "[Q] find: "}.
+        """
+        marked = dict(prompts)
+        if self.treats_queries:
+            marked.setdefault(QUERY, "")
+        for role, marker in self.markers:
+            marked[role] = marker + marked.get(role, "").removeprefix(marker)
+        return marked
+
+
+def read_late_interaction(
+    root: Path,
+    architecture: str,
+    settings: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    modules: Sequence[ModuleSpec],
+) -> LateInteraction:
+    """Return the treatment of queries and documents that a checkpoint's files describe.
+
+    Args:
+        root: the folder of the checkpoint.
+        architecture: the name of the model's class in config.json.
+        settings: the content of the settings file of the transformers model.
+        saved: the content of config_sentence_transformers.json.
+        modules: the modules in modules.json.
+
+    Raises:
+        UnsupportedModelError: the files name a query expansion that is not supported.
+        ModelError: a value in the files has a wrong type.
+    """
+    if architecture == STANFORD_ARCHITECTURE:
+        values = _stanford_values(read_json(root / _STANFORD_FILE))
+    else:
+        values = _pylate_values(saved)
+    values |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
+    mask = find_config(modules, "MultiVectorMask")
+    if mask is not None:
+        values["skiplist_words"] = mask.get("skiplist_words")
+        values["skiplist_tasks"] = mask.get("skiplist_tasks")
+    expansion = _expansion(root, values.get("query_expansion"))
+    query_length = _length(root, "query_length", values.get("query_length"))
+    if expansion is not None:
+        query_length = expansion.length if expansion.is_limit else query_length
+    tasks = values.get("skiplist_tasks") or (DOCUMENT,)
+    return LateInteraction(
+        query_length=query_length,
+        document_length=_length(root, "document_length", values.get("document_length")),
+        expansion=expansion,
+        markers=tuple((role, text) for role, text in values.get("markers", ()) if text),
+        skip_words=tuple(values.get("skiplist_words") or ()),
+        skip_roles=(tasks,) if isinstance(tasks, str) else tuple(tasks),
+    )
+
+
+# The keys of the settings file. They override the values of PyLate's file.
+_SETTINGS = ("query_length", "document_length", "query_expansion")
+
+
+def is_pylate(saved: Mapping[str, Any]) -> bool:
+    """Return whether PyLate saved the checkpoint.
+
+    The modules.json of such a checkpoint names no MultiVectorMask and no Normalize, although the
+    model leaves out punctuation and scales its vectors to length 1.
+
+    Args:
+        saved: the content of config_sentence_transformers.json.
+    """
+    return saved.get("model_type") == _PYLATE_TYPE
+
+
+def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in PyLate's file, by the names that sentence-transformers uses."""
+    values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
+    if is_pylate(saved) and values["skiplist_words"] is None:
+        values["skiplist_words"] = list(string.punctuation)
+    if not _PYLATE_KEYS.isdisjoint(saved):
+        prefixes = ((QUERY, "query_prefix"), (DOCUMENT, "document_prefix"))
+        values["markers"] = [(role, saved.get(key) or "") for role, key in prefixes]
+        if "query_expansion" not in saved and saved.get("do_query_expansion") is not False:
+            values["query_expansion"] = {
+                "strategy": "fixed",
+                "attend": bool(
+                    saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
+                ),
+                "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
+            }
+    return values
+
+
+def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in Stanford's file, by the names that sentence-transformers uses."""
+    skips_punctuation = metadata.get("mask_punctuation", True)
+    return {
+        "document_length": metadata.get("doc_maxlen"),
+        "query_expansion": {
+            "strategy": "fixed",
+            "attend": bool(metadata.get("attend_to_mask_tokens")),
+            "length": metadata.get("query_maxlen") or _DEFAULT_QUERY_LENGTH,
+        },
+        "skiplist_words": list(string.punctuation) if skips_punctuation else [],
+        "markers": [
+            (QUERY, (metadata.get("query_token_id") or "[unused0]") + " "),
+            (DOCUMENT, (metadata.get("doc_token_id") or "[unused1]") + " "),
+        ],
+    }
+
+
+def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401 - JSON
+    """Return the query expansion that a JSON object of sentence-transformers describes.
+
+    Example: {"strategy": "fixed", "length": 32} returns QueryExpansion(length=32, is_limit=True,
+    is_attended=False).
+    """
+    if not value:
+        return None
+    strategy = value.get("strategy") if isinstance(value, dict) else None
+    if strategy not in ("fixed", "min"):
+        raise UnsupportedModelError(
+            f'{root}: the strategy of query_expansion must be "fixed" or "min", but it is '
+            f"{strategy!r}."
+        )
+    length = _length(root, "query_expansion.length", value.get("length"))
+    if length is None:
+        raise ModelError(
+            f"{root}: query_expansion must have the field length. Download the checkpoint again."
+        )
+    return QueryExpansion(
+        length=length,
+        is_limit=strategy == "fixed",
+        is_attended=bool(value.get("attend")),
+        token=value.get("token"),
+    )
+
+
+def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
+    """Return a number of tokens in the checkpoint's files; None if the files contain none."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(
+            f"{root}: {name} must be an integer of at least 1, but it is {value!r}. Download the "
+            "checkpoint again."
+        )
+    return value

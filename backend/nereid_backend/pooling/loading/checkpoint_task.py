@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the task of a pooling checkpoint from the settings and the checkpoint's files."""
+
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from nereid_backend.errors import ConfigError
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
+
+# The names of generative architectures end with one of these texts.
+_GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# The class name of a model with a classification head ends with this text.
+SEQUENCE_HEAD = "ForSequenceClassification"
+# The class name of a model that classifies single tokens ends with this text.
+TOKEN_HEAD = "ForTokenClassification"
+
+
+def choose_task(
+    settings: PoolingConfig,
+    architecture: str,
+    modules: list[ModuleSpec],
+    config: PretrainedConfig,
+    folder: Path,
+) -> str:
+    """Return the task of the checkpoint: "embed", "rerank" or "classify".
+
+    Args:
+        settings: the settings, of which `task` and `pooling` are read.
+        architecture: the name of the model's class in the config.
+        modules: the modules in modules.json; empty if the checkpoint has no such file.
+        config: the config of the transformers model.
+        folder: the folder of the transformers model, for error messages.
+
+    Raises:
+        ConfigError: the checkpoint does not support the task in the settings, or any task.
+    """
+    if settings.pooling is not None and settings.task in ("rerank", "classify"):
+        raise ConfigError(
+            f"pooling: this setting requires task=embed, but task is {settings.task}. Unset "
+            "pooling or task."
+        )
+    if settings.task == "embed" or settings.pooling is not None:
+        return "embed"
+    if settings.task == "auto":
+        return _task_from_files(architecture, modules, config, folder)
+    has_head = architecture.endswith(SEQUENCE_HEAD)
+    if settings.task == "classify":
+        if not (has_head or architecture.endswith(TOKEN_HEAD)):
+            raise ConfigError(
+                f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
+                f"architecture, but this one has {architecture}."
+            )
+        return "classify"
+    if has_head and config.num_labels != 1:
+        raise ConfigError(
+            f"task: reranking requires a head with 1 label, but {architecture} in {folder} has "
+            f"{config.num_labels}. Set task=classify."
+        )
+    if not (has_head or architecture.endswith(_GENERATIVE)):
+        raise ConfigError(
+            f"task: reranking requires a *{SEQUENCE_HEAD} checkpoint with 1 label, or a "
+            f"generative checkpoint that answers yes or no, but this one has {architecture}."
+        )
+    return "rerank"
+
+
+def _task_from_files(
+    architecture: str, modules: list[ModuleSpec], config: PretrainedConfig, folder: Path
+) -> str:
+    """Return the task of the checkpoint for task=auto, derived from its files.
+
+    Raises:
+        ConfigError: the files describe a generative checkpoint, whose task must be set.
+    """
+    if is_embedder(modules):
+        return "embed"
+    if any(module.kind == "LogitScore" for module in modules):
+        return "rerank"
+    if architecture.endswith(SEQUENCE_HEAD):
+        return "rerank" if config.num_labels == 1 else "classify"
+    if architecture.endswith(_GENERATIVE):
+        raise ConfigError(
+            f"task: {folder} is a generative checkpoint ({architecture}), and its files do not "
+            "name a task. Set task=embed (the vector of the last token) or task=rerank (the model "
+            "answers yes or no), or serve the checkpoint as the language model."
+        )
+    return "classify" if architecture.endswith(TOKEN_HEAD) else "embed"

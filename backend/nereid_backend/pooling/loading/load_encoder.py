@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the model and the tokenizer of an embedding, rerank or classification checkpoint."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from tokenizers.normalizers import Lowercase, Normalizer, Sequence
+from transformers import (
+    AddedToken,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from nereid_backend.checkpoint import check_files
+from nereid_backend.checkpoints.weight_arguments import weight_arguments
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANFORD_PROJECTION
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    BASE,
+    CAUSAL,
+    MASKED,
+    SEQUENCE,
+    TOKENS,
+    TOWERS,
+    CheckpointSpec,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The auto class of transformers for each kind of model.
+_AUTO: dict[str, Any] = {
+    BASE: AutoModel,
+    SEQUENCE: AutoModelForSequenceClassification,
+    TOKENS: AutoModelForTokenClassification,
+    MASKED: AutoModelForMaskedLM,
+    CAUSAL: AutoModelForCausalLM,
+    TOWERS: AutoModel,
+}
+# A tensor whose name ends with one of these texts is constant. A checkpoint may lack such a tensor,
+# or contain such a tensor although the model does not need it. Neither case is an error.
+_NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A loaded model.
+
+    Attributes:
+        model: the model with its head, on `device`, in eval mode.
+        base: the part of the model that computes token vectors. It is the model itself if there is
+            no head, and the text tower of a model with a text and an image tower.
+        tokenizer: the tokenizer of the checkpoint.
+        device: the device of the weights.
+        own_attention: the name of the attention implementation with which the model was loaded.
+        takes_hook: whether the model accepts Nereid's attention implementation. The model's code
+            may still ignore it.
+    """
+
+    model: PreTrainedModel
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    own_attention: str
+    takes_hook: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the weights."""
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of valid token ids."""
+        try:
+            weight = self.base.get_input_embeddings().weight
+        except (NotImplementedError, AttributeError):
+            return int(self.model.config.get_text_config().vocab_size)
+        assert isinstance(weight, torch.Tensor)
+        return int(weight.shape[0])
+
+
+def load_encoder(
+    spec: CheckpointSpec,
+    *,
+    dtype: str,
+    device: torch.device,
+    attention: str,
+    progress: Callable[[str], None],
+) -> Encoder:
+    """Load the weights and the tokenizer of a checkpoint.
+
+    Args:
+        spec: the description of the checkpoint.
+        dtype: the setting `dtype`.
+        device: the device for the weights.
+        attention: the name of Nereid's attention in transformers' attention interface.
+        progress: called with one line for each slow operation.
+
+    Raises:
+        ModelError: the checkpoint is broken.
+        UnsupportedModelError: transformers has no code for the model.
+    """
+    check_files(spec.folder)
+    torch_dtype = _choose_dtype(dtype, spec.config, device)
+    name = str(torch_dtype).removeprefix("torch.")
+    progress(f"loading {spec.architecture} from {spec.folder} as {name}")
+    model = _load_weights(spec, torch_dtype)
+    if device.type != "cpu":
+        progress(f"copying the weights to {device}")
+        model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
+    model.train(False)
+    text = model.config.get_text_config()
+    if spec.loader == SEQUENCE and text.pad_token_id is None:
+        # Some heads use the last token that is not padding, and fail if the config names no padding
+        # token. The id -1 occurs in no text, so these heads use the last token of each text.
+        text.pad_token_id = -1
+    own_attention = str(model.config._attn_implementation)
+    takes_hook = _accepts_attention(model, attention, own_attention)
+    return Encoder(
+        model=model,
+        base=_base_module(spec, model),
+        tokenizer=load_tokenizer(spec),
+        device=device,
+        own_attention=own_attention,
+        takes_hook=takes_hook,
+    )
+
+
+def _base_module(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
+    """Return the part of the model that computes token vectors (see Encoder.base)."""
+    if spec.loader == BASE:
+        return model
+    if spec.loader == TOWERS:
+        return getattr(model, "text_model", model)
+    return model.base_model
+
+
+def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the checkpoint.
+
+    Raises:
+        ModelError: the tokenizer is missing or broken.
+        UnsupportedModelError: the tokenizer cannot report the characters of each token, which a
+            classifier of single tokens needs.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            spec.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # The tokenizers library raises the class Exception itself for broken files.
+        raise ModelError(
+            f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if spec.lower_case and backend is not None:
+        parts: list[Normalizer] = [Lowercase()]
+        if backend.normalizer is not None:
+            parts.append(backend.normalizer)
+        backend.normalizer = Sequence(parts)
+    if spec.loader == TOKENS and not tokenizer.is_fast:
+        raise UnsupportedModelError(
+            f"{spec.architecture} requires a tokenizer that reports the characters of each token, "
+            f"but {type(tokenizer).__name__} does not. Add a tokenizer.json to {spec.folder}."
+        )
+    _register_markers(tokenizer, spec)
+    return tokenizer
+
+
+def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
+    """Make the tokenizer convert the marker of queries or documents to one token.
+
+    Without this function, a tokenizer may split the marker "[unused0]" into several tokens, because
+    the marker is an ordinary entry of the vocabulary. A marker that the vocabulary does not contain
+    stays ordinary text, as in sentence-transformers.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for _, marker in spec.late_interaction.markers:
+        # The vocabulary may contain the marker with the space at its end or without it.
+        known = next((text for text in (marker, marker.strip()) if text in vocabulary), None)
+        if known is not None and tokenizer.tokenize(known) != [known]:
+            token = AddedToken(known, normalized=False, special=True)
+            tokenizer.add_tokens([token], special_tokens=True)
+
+
+def accepts(function: Callable[..., object], name: str) -> bool:
+    """Return whether `function` has an argument `name` or accepts any keyword arguments."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the model with its weights on the CPU. `load_encoder` documents the errors."""
+    arguments = weight_arguments(spec.folder, spec.config, dtype)
+    try:
+        load, extra = _loader(
+            spec, has_folder=arguments["pretrained_model_name_or_path"] is not None
+        )
+        with quiet():
+            model, report = load(
+                **arguments,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                **extra,
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: {first_line(error)}"
+        ) from error
+    except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
+        # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
+        # contains values that the model's code cannot use.
+        raise ModelError(
+            f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
+            "checkpoint again."
+        ) from error
+    _check_report(spec, report)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the progress bars and the reports of transformers."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if was_shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: str) -> bool:
+    """Return whether the model accepts the attention implementation named `attention`.
+
+    The attention implementation `own_attention` is set again before the function returns.
+    """
+    with quiet():
+        try:
+            model.set_attn_implementation(attention)
+        except (ValueError, ImportError):
+            return False
+        is_accepted = bool(model.config._attn_implementation == attention)
+        model.set_attn_implementation(own_attention)
+    return is_accepted
+
+
+def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
+    """Raise an error if weights of the model are missing, or if weights of the file are unused.
+
+    Args:
+        spec: the description of the checkpoint.
+        report: transformers' report: lists of names in `missing_keys` and `unexpected_keys`.
+
+    Raises:
+        ModelError: weights are missing.
+        UnsupportedModelError: weights are unused, and the model has a class of its own.
+    """
+    missing = sorted(k for k in report["missing_keys"] if not k.endswith(_NOT_SAVED))
+    if missing:
+        raise ModelError(
+            f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
+            f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
+            "choose another task."
+        )
+    # The weights of a pooler may be unused, because the model is loaded without its pooler.
+    unused = sorted(
+        key
+        for key in report.get("unexpected_keys", ())
+        if "pooler." not in key and not key.endswith(_NOT_SAVED)
+    )
+    if spec.architecture == STANFORD_ARCHITECTURE and STANFORD_PROJECTION in unused:
+        unused.remove(STANFORD_PROJECTION)  # OutputLayers contains the projection
+    # A class of transformers has weights of a head that another task leaves out, so unused weights
+    # are normal. A class that transformers does not have may compute something else with them.
+    if unused and not hasattr(transformers, spec.architecture):
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: transformers has no such class, and the class "
+            f"for {spec.config.model_type} does not use {len(unused)} of the weights, such as "
+            f"{unused[0]}."
+        )
+
+
+def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a function that loads the model, and the keyword arguments for this function.
+
+    `has_folder` is whether transformers reads the weights from the folder of the checkpoint. The
+    auto classes cannot load a model without a folder.
+    """
+    auto = _AUTO[spec.loader]
+    load_with_auto_class = (auto.from_pretrained, {"trust_remote_code": False})
+    if has_folder and spec.loader != BASE:
+        return load_with_auto_class
+    model_class = _model_class(auto, spec)
+    if model_class is None:
+        return load_with_auto_class
+    if spec.loader != BASE:
+        return model_class.from_pretrained, {}
+    # Without a head, only the encoder of an encoder-decoder model computes the token vectors.
+    if getattr(spec.config, "is_encoder_decoder", False):
+        model_class = _encoder_alone(spec, model_class)
+    # The model's own pooler is not used, and its weights are often untrained.
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return model_class.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
+
+
+def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
+    """Return the class that the auto class `auto` has for a config; None if it has no class."""
+    try:
+        mapped = auto._model_mapping[type(spec.config)]
+    except KeyError:
+        return None
+    # Some configs belong to several classes.
+    classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
+    return next((c for c in classes if c.__name__ == spec.architecture), classes[0])
+
+
+def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
+    """Return the class of the encoder of an encoder-decoder model."""
+    name = whole.__name__.removesuffix("Model") + "EncoderModel"
+    encoder_class = getattr(transformers, name, None)
+    if encoder_class is None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: it has an encoder and a decoder, and "
+            f"transformers has no class {name} for the encoder alone."
+        )
+    return encoder_class
+
+
+def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the data type of the weights for the setting `dtype`."""
+    if name != "auto":
+        return _DTYPES[name]
+    dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype)
+    if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    return dtype  # type: ignore[no-any-return]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers between the token vectors of a model and its outputs."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANFORD_PROJECTION
+from nereid_backend.pooling.loading.checkpoint_spec import MASKED, CheckpointSpec
+from nereid_backend.pooling.loading.load_encoder import Encoder
+from nereid_backend.pooling.poolers import Layer, load_layer, load_linear, load_projection
+from nereid_backend.pooling.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
+
+# If a model has dense and sparse output, the sparse output contains no weights for these special
+# tokens. The names are attributes of the tokenizer.
+_TOKENS_WITHOUT_WEIGHT = (
+    *("cls_token_id", "eos_token_id", "sep_token_id"),
+    *("pad_token_id", "unk_token_id"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayers:
+    """The layers between token vectors and the outputs.
+
+    Attributes:
+        tokens: the layers that map token vectors, in order.
+        vector: the layers that map the pooled vector, in order.
+        sparse: the layer that maps a token vector to its weight, for models with dense and sparse
+            output.
+        multi_vector: the layer that maps token vectors, for models with dense and multi-vector
+            output.
+        skipped: the tokens without a weight in the sparse output, and without a vector in a
+            multi-vector output (see LateInteraction.skip_roles).
+    """
+
+    tokens: list[Layer] = field(default_factory=list)
+    vector: list[Layer] = field(default_factory=list)
+    sparse: Layer | None = None
+    multi_vector: Layer | None = None
+    skipped: frozenset[int] = frozenset()
+
+
+def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> OutputLayers:
+    """Load the layers between token vectors and the outputs.
+
+    Args:
+        root: the folder of the checkpoint.
+        spec: the description of the checkpoint.
+        encoder: the loaded model, which determines the device of the layers.
+
+    Raises:
+        ModelError: weights are missing or broken.
+        UnsupportedModelError: the activation of a layer is not supported.
+    """
+    device = encoder.device
+    token_layers = [load_layer(module, device) for module in spec.token_modules]
+    if spec.architecture == STANFORD_ARCHITECTURE:
+        token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
+    has_sparse_layer = "sparse" in spec.kinds and spec.loader != MASKED
+    has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
+    return OutputLayers(
+        tokens=token_layers,
+        vector=[load_layer(module, device) for module in spec.vector_modules],
+        sparse=load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None,
+        multi_vector=(
+            load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
+        ),
+        skipped=_skipped_tokens(spec, encoder, has_sparse_layer=has_sparse_layer),
+    )
+
+
+def _skipped_tokens(
+    spec: CheckpointSpec, encoder: Encoder, *, has_sparse_layer: bool
+) -> frozenset[int]:
+    """Return the ids of the tokens that the sparse and multi-vector outputs leave out.
+
+    With a sparse layer, these are special tokens. The files of a multi-vector model name further
+    tokens, such as punctuation.
+    """
+    skipped: set[int] = set()
+    if has_sparse_layer:
+        special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
+        skipped = {token_id for token_id in special_ids if token_id is not None}
+    words = spec.late_interaction.skip_words
+    vocabulary = encoder.tokenizer.get_vocab() if words else {}
+    return frozenset(skipped | {vocabulary[word] for word in words if word in vocabulary})

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies the rules of a checkpoint with late interaction to tokenised queries and documents."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
+from nereid_backend.pooling.late_interaction import DOCUMENT, QUERY, LateInteraction
+from nereid_backend.pooling.pooling_items import PoolingItem
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """The rules for the queries and the documents of a checkpoint.
+
+    A text with the prompt "query" is a query. Every other text is a document.
+
+    Attributes:
+        late: the rules in the files of the checkpoint.
+        max_model_len: the length limit of all inputs in tokens.
+        mask_id: the token that is appended to short queries; None if nothing is appended.
+    """
+
+    late: LateInteraction
+    max_model_len: int
+    mask_id: int | None
+
+    @classmethod
+    def of(
+        cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
+    ) -> "TextRules":
+        """Return the rules, and check that the loaded model can follow them.
+
+        Raises:
+            ConfigError: max_model_len is smaller than the length of an expanded query.
+            ModelError: the tokenizer has no token that can be appended to queries.
+            UnsupportedModelError: the tokenizer pads at the beginning of a text.
+        """
+        expansion = late.expansion
+        if expansion is None:
+            return cls(late, max_model_len, None)
+        if expansion.length > max_model_len:
+            raise ConfigError(
+                f"max_model_len: the checkpoint expands queries to {expansion.length} tokens "
+                f"(query_expansion), but the limit is {max_model_len}. Raise max_model_len."
+            )
+        if tokenizer.padding_side != "right":
+            raise UnsupportedModelError(
+                "query_expansion requires a tokenizer that pads at the end of a text, but the "
+                f"padding_side of this tokenizer is {tokenizer.padding_side}."
+            )
+        vocabulary = tokenizer.get_vocab()
+        token = expansion.token or tokenizer.mask_token or tokenizer.eos_token
+        if token not in vocabulary:
+            raise ModelError(
+                f"query_expansion appends the token {token!r} to queries, but the vocabulary of "
+                "the tokenizer does not contain this token. Download the checkpoint again."
+            )
+        return cls(late, max_model_len, vocabulary[token])
+
+    def limit(self, item: PoolingItem) -> tuple[int, str]:
+        """Return the length limit of an item's text in tokens, and the name of the limit."""
+        role = _role_of(item)
+        length = self.late.length(role)
+        if length is None or length > self.max_model_len:
+            return self.max_model_len, "max_model_len"
+        return length, f"{role}_length"
+
+    def skips_words(self, item: PoolingItem) -> bool:
+        """Return whether the output leaves out the vectors of tokens such as punctuation."""
+        return _role_of(item) in self.late.skip_roles
+
+    def expand(
+        self, item: PoolingItem, ids: list[int], types: list[int] | None
+    ) -> tuple[list[int], list[int] | None, int | None]:
+        """Append mask tokens to a short query. Other texts are returned unchanged.
+
+        Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask]. The number of
+        attended tokens is 3, unless the tokens attend to the mask tokens.
+
+        Args:
+            item: the item of the text.
+            ids: the tokens of the text.
+            types: the type ids of the tokens; None means the model's default.
+
+        Returns:
+            The tokens, their type ids, and the number of attended tokens (Prepared.num_attended).
+        """
+        expansion = self.late.expansion
+        if expansion is None or self.mask_id is None or _role_of(item) != QUERY:
+            return ids, types, None
+        num_masks = expansion.length - len(ids)
+        if num_masks <= 0:
+            return ids, types, None
+        num_attended = None if expansion.is_attended else len(ids)
+        expanded_types = None if types is None else [*types, *[0] * num_masks]
+        return [*ids, *[self.mask_id] * num_masks], expanded_types, num_attended
+
+
+def _role_of(item: PoolingItem) -> str:
+    """Return the role of an item's text: "query" or "document"."""
+    return QUERY if item.prompt_name == QUERY else DOCUMENT

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that read the statistics of the prefix cache, or extend or drop its sessions.
+
+A client calls the model `executor` with these request parameters:
+
+    cache=statistics                                             read the statistics
+    cache=extend prompt_cache_key=KEY seconds=NUMBER             retain a session for a longer time
+    cache=drop prompt_cache_key=KEY                              remove the blocks of a session
+    cache=drop                                                   remove all cached blocks
+
+The parameter `client_id` limits each call to the sessions of one client. Every engine process
+answers each call, and the output `state` of the response is JSON text with the sums.
+"""
+
+import contextlib
+import itertools
+import json
+import queue
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.serving import tensor_names
+from nereid_backend.serving.tensors import Tensors
+
+_CACHE, _CLIENT, _KEY, _SECONDS = "cache", "client_id", "prompt_cache_key", "seconds"
+_OPERATIONS = ("statistics", "extend", "drop")
+_MAX_SECONDS = 86400
+
+Answer = tuple[Any, Tensors | NereidError]
+"""The response sender of a request, and its response."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """An unanswered request.
+
+    Attributes:
+        sender: the response sender of the request.
+        missing: the numbers of the engine processes that have not answered yet.
+        answers: the answers of the other engine processes.
+        error: the error of an engine process that has refused the call or has died.
+    """
+
+    sender: Any
+    missing: set[int]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    error: NereidError | None = None
+
+
+class CacheCalls:
+    """Stores the unanswered requests about the prefix cache.
+
+    Any thread may call `put`. Only the loop's thread may call the other methods.
+    """
+
+    def __init__(self) -> None:
+        self._new: queue.SimpleQueue[tuple[list[Any], Any]] = queue.SimpleQueue()
+        self._ids = itertools.count(1)
+        self._waiting: dict[str, _Call] = {}
+
+    def put(self, parameters: Mapping[str, Any], sender: Any) -> None:  # noqa: ANN401
+        """Queue a request for `take_new`.
+
+        Raises:
+            RequestError: a parameter is missing or wrong.
+        """
+        self._new.put((_read_call(parameters), sender))
+
+    def take_new(self) -> list[tuple[list[Any], Any]]:
+        """Remove and return the queued requests as pairs of a message and a response sender.
+
+        A message without its id has the form `[operation, {name: value}]`.
+        """
+        requests = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                requests.append(self._new.get_nowait())
+        return requests
+
+    def add(self, message: list[Any], sender: Any, replicas: Iterable[int]) -> list[Any]:  # noqa: ANN401
+        """Store an unanswered request, and return the message to the engine processes.
+
+        Args:
+            message: the message without its id, from `take_new`.
+            sender: the response sender of the request.
+            replicas: the numbers of the engine processes that will get the message.
+        """
+        call_id = f"cache-{next(self._ids)}"
+        self._waiting[call_id] = _Call(sender, set(replicas))
+        return [_CACHE, call_id, *message]
+
+    def answer(self, call_id: str, replica: int, values: dict[str, Any]) -> Answer | None:
+        """Record the answer of an engine process.
+
+        Return the response to the client if all engine processes have answered now, else None.
+        """
+        call = self._waiting.get(call_id)
+        if call is None:
+            return None
+        call.answers.append(values)
+        return self._note_answer(call_id, call, replica)
+
+    def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
+        """Record that an engine process has refused a call; see `answer` for the result."""
+        call = self._waiting.get(call_id)
+        if call is None:
+            return None
+        call.error = error
+        return self._note_answer(call_id, call, replica)
+
+    def drop(self, replica: int, error: NereidError) -> list[Answer]:
+        """Record that an engine process has died, and return the responses that can now be sent."""
+        calls = [(one, call) for one, call in self._waiting.items() if replica in call.missing]
+        answers = [self.refuse(call_id, replica, error) for call_id, _ in calls]
+        return [answer for answer in answers if answer is not None]
+
+    def take_waiting(self) -> list[Any]:
+        """Remove all requests, and return their response senders."""
+        senders = [call.sender for call in self._waiting.values()]
+        senders += [sender for _, sender in self.take_new()]
+        self._waiting.clear()
+        return senders
+
+    def _note_answer(self, call_id: str, call: _Call, replica: int) -> Answer | None:
+        """Record that an engine process has answered. Return the response after the last answer."""
+        call.missing.discard(replica)
+        if call.missing:
+            return None
+        del self._waiting[call_id]
+        if not call.answers:
+            assert call.error is not None, "an engine process answers, refuses or dies"
+            return call.sender, call.error
+        text = json.dumps(_merge(call.answers)).encode()
+        return call.sender, {
+            tensor_names.TOKEN_IDS: np.zeros(0, np.int32),
+            tensor_names.STATE: np.frombuffer(text, np.uint8),
+        }
+
+
+def is_cache_call(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a request with these parameters is about the prefix cache."""
+    return _CACHE in parameters
+
+
+def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
+    """Return the message to the engine processes for a request, without its id.
+
+    Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return
+    `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
+
+    Raises:
+        RequestError: a parameter is missing or wrong.
+    """
+    operation = parameters[_CACHE]
+    if operation not in _OPERATIONS:
+        raise RequestError(
+            f"{_CACHE}: the value must be statistics, extend or drop, but it is {operation!r}."
+        )
+    values: dict[str, Any] = {
+        name: str(parameters[name]) for name in (_CLIENT, _KEY) if name in parameters
+    }
+    if operation == "extend":
+        if _KEY not in values:
+            raise RequestError(f"{_KEY}: the parameter is required if {_CACHE} is extend.")
+        values[_SECONDS] = _read_seconds(parameters.get(_SECONDS))
+    return [operation, values]
+
+
+def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request parameter
+    """Return the parameter `seconds` as a number. Raise a RequestError if it is wrong."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise RequestError(
+            f"{_SECONDS}: the value must be a number from 0 to {_MAX_SECONDS}, but it is {value!r}."
+        )
+    return seconds
+
+
+def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one answer for all engine processes.
+
+    Numbers are added. A session with blocks in several processes is listed once, with the sum of
+    its tokens and its latest time.
+    """
+    merged: dict[str, Any] = {}
+    sessions: dict[tuple[str, str], dict[str, Any]] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            if name != "sessions":
+                merged[name] = merged.get(name, 0) + value
+        for session in answer.get("sessions", ()):
+            place = sessions.setdefault(
+                (session[_CLIENT], session[_KEY]), session | {"num_tokens": 0}
+            )
+            place["num_tokens"] += session["num_tokens"]
+            place["expires_in_s"] = max(place["expires_in_s"], session["expires_in_s"])
+    if "sessions" in answers[0]:
+        merged["sessions"] = list(sessions.values())
+    return merged

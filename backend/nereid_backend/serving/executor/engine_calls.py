@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to all engine processes: about LoRA adapters, the weights and the prefix cache."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nereid_backend.errors import CapacityError, NereidError
+from nereid_backend.serving import tensors
+from nereid_backend.serving.executor import adapter_calls
+from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_call
+from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
+from nereid_backend.serving.tensors import Tensors
+
+Respond = Callable[[Any, Tensors | Exception], None]
+"""Sends a final response to a response sender."""
+
+
+class EngineCalls:
+    """Sends such requests to all running engine processes, and answers the clients.
+
+    Any thread may call `put`. Only the loop's thread may call the other methods.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[SupervisedProcess],
+        respond: Respond,
+        outage: Callable[[], str],
+    ) -> None:
+        """Create an object without requests.
+
+        Args:
+            processes: the engine processes.
+            respond: sends a final response.
+            outage: returns the reason why every request is refused, if no engine process runs.
+        """
+        self._processes = processes
+        self._respond = respond
+        self._outage = outage
+        self._adapter_calls = AdapterCalls()
+        self._cache_calls = CacheCalls()
+
+    def put(self, parameters: Mapping[str, Any], sender: Any) -> bool:  # noqa: ANN401 - the server's own type
+        """Queue a request to all engine processes.
+
+        Return False, and do nothing, if the parameters belong to another request.
+
+        Raises:
+            RequestError: a parameter is missing or wrong.
+        """
+        if is_adapter_call(parameters):
+            self._adapter_calls.put(parameters, sender)
+            return True
+        if is_cache_call(parameters):
+            self._cache_calls.put(parameters, sender)
+            return True
+        return False
+
+    def send_new(self) -> None:
+        """Send the queued requests to all engine processes that run.
+
+        A request that lists the adapters is answered without the engine processes.
+        """
+        running = [process for process in self._processes if process.is_running]
+        for calls in (self._adapter_calls, self._cache_calls):
+            for message, sender in calls.take_new():
+                if message is None:
+                    self._respond(sender, self._adapter_calls.listing())
+                elif not running:
+                    self._respond(sender, CapacityError(self._outage()))
+                else:
+                    with_id = calls.add(message, sender, [process.index for process in running])
+                    for process in running:
+                        process.child.send(with_id)
+
+    def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
+        """Record that an engine process has made a change of its adapters or weights.
+
+        If all engine processes have answered, answer the client's request. A new engine process
+        sends this message with the call id "". It then gets all earlier changes.
+        """
+        if answer := self._adapter_calls.answer(call_id, process.index, names):
+            self._respond(*answer)
+        if not call_id:
+            for message in self._adapter_calls.history(process.index):
+                process.child.send(message)
+
+    def note_cache_answer(
+        self, process: SupervisedProcess, call_id: str, values: dict[str, Any]
+    ) -> None:
+        """Record the answer of an engine process to a request about the prefix cache.
+
+        If all engine processes have answered, answer the client's request.
+        """
+        if answer := self._cache_calls.answer(call_id, process.index, values):
+            self._respond(*answer)
+
+    def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
+        """Record that an engine process refuses a request."""
+        for calls in (self._adapter_calls, self._cache_calls):
+            if answer := calls.refuse(call_id, process.index, error):
+                self._respond(*answer)
+        if call_id == adapter_calls.RESTORED:
+            tensors.log.error(
+                "after a restart of the engine, a change of its LoRA adapters or of its weights "
+                "could not be repeated: %s",
+                error,
+            )
+
+    def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
+        """Answer the requests that only waited for the answer of a process that has died."""
+        for calls in (self._adapter_calls, self._cache_calls):
+            for answer in calls.drop(process.index, error):
+                self._respond(*answer)
+
+    def end_all(self, error: NereidError) -> None:
+        """Answer all requests with `error`."""
+        for calls in (self._adapter_calls, self._cache_calls):
+            for sender in calls.take_waiting():
+                self._respond(sender, error)

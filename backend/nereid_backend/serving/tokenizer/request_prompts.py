@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the prompt of a request from a chat, a text or token ids, with or without images."""
+
+from typing import Any
+
+from nereid_backend.errors import RequestError
+from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving.tokenizer.image_prompts import (
+    ImagePrompts,
+    has_image_parts,
+    take_images,
+)
+from nereid_backend.serving.tokenizer.prompt_builder import Prompt, PromptBuilder, read_flag
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
+
+
+class RequestPrompts:
+    """Builds the prompts of requests to the model `tokenizer`."""
+
+    def __init__(self, prompts: PromptBuilder, images: ImagePrompts | None) -> None:
+        """Store the builders of prompts.
+
+        Args:
+            prompts: builds prompts from messages and from texts.
+            images: builds prompts with images; None if the checkpoint reads no images.
+        """
+        self._prompts = prompts
+        self._images = images
+
+    def take_images(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+    ) -> list[bytes]:
+        """Return the images in the messages of a chat, or else those in the tensor `image`.
+
+        Mutates: `body`. Placeholders replace the images in the messages.
+
+        Raises:
+            RequestError: the request has images, but the served model reads no images.
+        """
+        tensor = tensors.optional_array(request, tensor_names.IMAGE)
+        tensor_images = [] if tensor is None else [bytes(image) for image in tensor]
+        if self._images is not None:
+            message_images = [] if body is None else take_images(body)
+            return message_images or tensor_images
+        if tensor_images or has_image_parts(body):
+            field = "image" if tensor_images else "messages"
+            raise RequestError(f"{field}: the served model does not accept images. Send text only.")
+        return []
+
+    def with_images(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        images: list[bytes],
+    ) -> Prompt:
+        """Return the prompt of a request with images, from a chat or from a text.
+
+        A text must contain the placeholders of the images. `images` is the result of `take_images`.
+
+        Raises:
+            RequestError: an image is invalid, or the prompt exceeds a limit.
+        """
+        assert self._images is not None
+        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        if (text is None) == (body is None):
+            raise RequestError(
+                "image: a request with images must have exactly one of text_input and chat_request."
+            )
+        if body is not None:
+            text = self._prompts.render_chat(body)
+        assert text is not None
+        self._prompts.limits.check_text(text)
+        token_ids, packed = self._images.prepare(text, images)
+        self._prompts.limits.check_token_ids(len(token_ids))
+        return Prompt(token_ids, text, packed)
+
+    def without_images(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+    ) -> Prompt:
+        """Return the prompt of a request without images, from a chat, a text or token ids.
+
+        Args:
+            request: the server's request.
+            body: the body of a chat request; None for a completion.
+            fields: the request's fields (see `sampling_fields`).
+
+        Raises:
+            RequestError: the request has none or several of the three sources, the source is wrong,
+                or the prompt exceeds a limit.
+        """
+        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
+        ids = read_input_ids(request, self._prompts.limits, num_kept)
+        if sum(value is not None for value in (text, ids, body)) != 1:
+            raise RequestError(
+                "a request must have exactly one of text_input, input_ids and chat_request."
+            )
+        if body is not None:
+            # `from_chat` checks all limits of a chat, including the limits on nested values.
+            return self._prompts.from_chat(body, num_kept)
+        self._prompts.limits.check_members(fields)
+        if text is not None:
+            adds = read_flag(fields, "add_special_tokens", default=True)
+            return self._prompts.from_text(text, add_special_tokens=adds, num_kept=num_kept)
+        if not ids:
+            raise RequestError("input_ids: the list is empty. Send at least one token id.")
+        return Prompt(ids, None)
+
+
+def read_input_ids(
+    request: Any,  # noqa: ANN401 - the server's own type
+    limits: RequestLimits,
+    num_kept: int | None = None,
+) -> list[int] | None:
+    """Return the token ids of a request; None if it has no tensor with token ids.
+
+    If `num_kept` is set, return at most `num_kept` token ids from the end.
+
+    Raises:
+        RequestError: the request has more token ids than the limit.
+    """
+    ids = tensors.optional_array(request, tensor_names.INPUT_IDS)
+    if ids is None:
+        return None
+    if num_kept is not None:
+        ids = ids[-num_kept:]
+    # A list of Python integers needs much memory, so the limit is checked first.
+    limits.check_token_ids(ids.size)
+    token_ids: list[int] = ids.tolist()
+    return token_ids

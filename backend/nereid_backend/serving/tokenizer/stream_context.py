@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a checked request, and the fields that the postprocessor needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import RequestError
+from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving.tokenizer.prompt_builder import Prompt
+from nereid_backend.serving.tokenizer.read_sampling import RequestOptions
+from nereid_backend.serving.tokenizer.request_grammar import RequestGrammar
+from nereid_backend.serving.wire import StreamContext
+
+# Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
+# call.
+_PROMPT_TAIL_CHARS = 4096
+# The detokenizer decodes a completion's first token after the prompt's last tokens, because a
+# token's text can depend on the tokens before it.
+_NUM_SEED_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields have been checked.
+
+    Attributes:
+        body: the body of a chat request; None for a completion.
+        prompt: the prompt.
+        tools: the tools that the model may call; None without tools.
+        returns: the names of the optional outputs that the request asks for.
+        grammar: the grammar of the output.
+        params: the sampling parameters for the engine.
+        options: the other options of the request.
+    """
+
+    body: dict[str, Any] | None
+    prompt: Prompt
+    tools: list[dict[str, Any]] | None
+    returns: tuple[str, ...]
+    grammar: RequestGrammar
+    params: SamplingParams
+    options: RequestOptions
+
+
+def stream_context(
+    request: Any,  # noqa: ANN401 - the server's own type
+    checked: CheckedRequest,
+    traceparent: str,
+) -> StreamContext:
+    """Return the part of a request that the postprocessor needs.
+
+    Raises:
+        RequestError: the request is streaming and sets exclude_input_in_output to false.
+    """
+    body, prompt, options = checked.body, checked.prompt, checked.options
+    stream = tensors.optional_bool(request, tensor_names.STREAM) or False
+    excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
+    return StreamContext(
+        stream=stream,
+        num_prompt_tokens=len(prompt.token_ids),
+        n=checked.params.n,
+        seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
+        prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
+        stop=options.stop,
+        min_tokens=checked.params.min_tokens,
+        include_stop_str_in_output=options.include_stop_str_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+        returns=checked.returns,
+        prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+        tools=tuple(checked.tools or ()),
+        reads_calls=body is None or body.get("tool_choice") != "none",
+        prompt=prompt_tail(prompt) if body else None,
+        separate_reasoning=options.separate_reasoning,
+        include_reasoning=options.include_reasoning,
+        strict_schema=checked.grammar.strict_schema,
+        traceparent=traceparent,
+    )
+
+
+def prompt_tail(prompt: Prompt) -> str:
+    """Return the end of a prompt's text; "" if the request contained token ids."""
+    return (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
+
+
+def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
+    """Return the prompt's text if the output must begin with the prompt; else "".
+
+    As in the vLLM backend, a completion without streaming repeats its prompt by default.
+
+    Raises:
+        RequestError: the request is streaming and sets exclude_input_in_output to false.
+    """
+    if excluded is False and stream:
+        raise RequestError(
+            "exclude_input_in_output: the value false requires stream=false, but the request has "
+            "stream=true. Leave the field out or send true."
+        )
+    includes_prompt = not (stream or is_chat) if excluded is None else not excluded
+    return prompt.text or "" if includes_prompt else ""

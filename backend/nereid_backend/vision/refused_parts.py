@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The content parts of chat messages that are refused, with what a client can send instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_VIDEO = "videos are not supported. Send some frames of the video as image parts."
+_AUDIO = "audio is not supported. Send a transcript as a text part."
+_FILE = "files are not supported. Send the text of the file as a text part."
+_EMBEDS = "embeddings of images are not supported. Send the image as an image_url part."
+# The types of OpenAI, vLLM and SGLang, and of the templates of transformers.
+_REASONS = {
+    **dict.fromkeys(("video", "video_url", "input_video", "video_embeds"), _VIDEO),
+    **dict.fromkeys(("audio", "audio_url", "input_audio", "audio_embeds"), _AUDIO),
+    **dict.fromkeys(("file", "input_file", "file_url", "document"), _FILE),
+    "image_embeds": _EMBEDS,
+}
+
+
+def refused_part(part: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the type of a refused content part and the reason; None for any other part.
+
+    vLLM accepts parts without a type, so the type can also be the name of a field. Example: the
+    part {"video_url": {"url": "data:..."}} returns ("video_url", "videos are not supported. ...").
+    """
+    kind = part.get("type")
+    if kind is None:
+        kind = next((name for name in _REASONS if name in part), None)
+    reason = _REASONS.get(kind) if isinstance(kind, str) else None
+    return None if reason is None else (str(kind), reason)

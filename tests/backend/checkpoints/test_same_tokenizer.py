@@ -1,0 +1,54 @@
+import json
+
+import pytest
+from nereid_backend import ModelError
+from nereid_backend.checkpoints.same_tokenizer import check_same_tokenizer, read_tokenizer_files
+
+VOCABULARY = {"model": {"vocab": {"a": 0, "b": 1}}, "padding": {"length": 8}}
+
+
+def files(folder, contents):
+    folder.mkdir()
+    for name, content in contents.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text)
+    return read_tokenizer_files(str(folder))
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {},
+        {"config.json": {"other": 1}},
+        {"tokenizer.json": {"padding": None, "model": {"vocab": {"b": 1, "a": 0}}}},
+        {"tokenizer.json": VOCABULARY, "tokenizer_config.json": {"name_or_path": "x", "eos": "b"}},
+        {"chat_template.jinja": "{{ messages }}"},
+    ],
+)
+def test_an_equal_tokenizer_is_accepted(contents, tmp_path):
+    served = {
+        "tokenizer.json": VOCABULARY,
+        "tokenizer_config.json": {"eos": "b"},
+        "chat_template.jinja": "{{ messages }}",
+    }
+    check_same_tokenizer(files(tmp_path / "a", served), files(tmp_path / "b", contents))
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ({"tokenizer.json": {"model": {"vocab": {"a": 1, "b": 0}}}}, r"tokenizer\.json .* differs"),
+        ({"tokenizer_config.json": {"eos": "a"}}, r"tokenizer_config\.json .* differs"),
+        ({"chat_template.jinja": "other"}, r"chat_template\.jinja .* differs"),
+        ({"vocab.txt": "a"}, r"vocab\.txt, .* cannot be compared"),
+        ({"tokenizer.json": "{"}, r"tokenizer\.json .* differs"),
+    ],
+)
+def test_another_tokenizer_is_refused(contents, message, tmp_path):
+    served = {
+        "tokenizer.json": VOCABULARY,
+        "tokenizer_config.json": {"eos": "b"},
+        "chat_template.jinja": "{{ messages }}",
+    }
+    with pytest.raises(ModelError, match=message):
+        check_same_tokenizer(files(tmp_path / "a", served), files(tmp_path / "b", contents))

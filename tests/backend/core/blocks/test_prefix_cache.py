@@ -1,0 +1,142 @@
+import random
+
+import pytest
+from backend.scripted_model import BLOCK
+from nereid_backend import SamplingParams
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.blocks.prefix_cache import PrefixCache
+from nereid_backend.core.sequence import Sequence
+
+
+def make_sequence(tokens: list[int], salt: str = "") -> Sequence:
+    return Sequence("r", tokens, SamplingParams(cache_salt=salt), max_total_tokens=100)
+
+
+def computed(pool: BlockPool, cache: PrefixCache, sequence: Sequence) -> list[int]:
+    """Run a request to the end of what it knows and let it go; returns the blocks it had."""
+    found = cache.find(sequence)
+    pool.hold(found)
+    count = -(-len(sequence.token_ids) // BLOCK)
+    sequence.block_table = found + pool.allocate(count - len(found))
+    sequence.num_findable_blocks = len(found)
+    sequence.num_computed_tokens = len(sequence.token_ids)
+    cache.add(sequence)
+    blocks = list(sequence.block_table)
+    pool.release(sequence.block_table)
+    pool.check([])
+    cache.check()
+    return blocks
+
+
+@pytest.fixture
+def pool():
+    return BlockPool(8)
+
+
+@pytest.fixture
+def cache(pool):
+    return PrefixCache(pool, BLOCK)
+
+
+TOKENS = list(range(100, 110))
+
+
+def test_full_blocks_are_found_after_their_request_is_gone(pool, cache):
+    blocks = computed(pool, cache, make_sequence(TOKENS))
+    assert pool.num_free == 8
+    assert cache.find(make_sequence([*TOKENS, 5])) == blocks[:2]
+
+
+def test_the_last_token_is_left_to_compute(pool, cache):
+    blocks = computed(pool, cache, make_sequence(TOKENS[:8]))
+    assert cache.find(make_sequence(TOKENS[:8])) == blocks[:1]
+
+
+def test_a_block_is_found_only_behind_the_blocks_that_it_came_after(pool, cache):
+    computed(pool, cache, make_sequence(TOKENS))
+    assert cache.find(make_sequence([7, 7, 7, 7, *TOKENS[4:]])) == []
+    assert cache.find(make_sequence(TOKENS[4:])) == []
+
+
+def test_another_salt_finds_nothing(pool, cache):
+    computed(pool, cache, make_sequence(TOKENS, "one"))
+    assert cache.find(make_sequence(TOKENS, "two")) == []
+    assert len(cache.find(make_sequence(TOKENS, "one"))) == 2
+
+
+def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cache):
+    # With a digest as salt, the second block of the one would be the first of the other.
+    for start in range(10_000):
+        sequence = make_sequence([start] * 4 + TOKENS[:5])
+        cache.find(sequence)
+        try:
+            salt = sequence.block_hashes[0].decode()
+            break
+        except UnicodeDecodeError:
+            continue
+    computed(pool, cache, sequence)
+    assert cache.find(make_sequence(TOKENS[:5], salt)) == []
+
+
+def test_any_text_can_be_a_salt(pool, cache):
+    computed(pool, cache, make_sequence(TOKENS, "\ud800"))
+    assert len(cache.find(make_sequence(TOKENS, "\ud800"))) == 2
+
+
+def test_the_longest_unused_is_forgotten_first_and_a_tail_before_its_head(pool, cache):
+    old, new = list(range(200, 213)), list(range(300, 313))
+    computed(pool, cache, make_sequence(old))
+    computed(pool, cache, make_sequence(new))
+    # Each left 3 full blocks to be found, and 2 of the 8 are free.
+    pool.release(pool.allocate(4))
+    assert len(cache.find(make_sequence(old))) == 1
+    assert len(cache.find(make_sequence(new))) == 3
+    cache.check()
+
+
+def test_a_hit_keeps_a_prefix_from_being_the_next_to_go(pool, cache):
+    old, new = list(range(200, 213)), list(range(300, 313))
+    for tokens in (old, new, old):
+        computed(pool, cache, make_sequence(tokens))
+    pool.release(pool.allocate(4))
+    assert len(cache.find(make_sequence(old))) == 3
+    assert len(cache.find(make_sequence(new))) == 1
+
+
+def test_a_block_that_went_wrong_is_not_found(pool, cache):
+    blocks = computed(pool, cache, make_sequence(TOKENS))
+    cache.forget(blocks[1])
+    assert cache.find(make_sequence(TOKENS)) == blocks[:1]
+    pool.check([])
+    cache.check()
+
+
+def test_the_same_tokens_computed_twice_are_found_once(pool, cache):
+    first, second = make_sequence(TOKENS), make_sequence(TOKENS)
+    for sequence in (first, second):
+        sequence.block_table = pool.allocate(3)
+        sequence.num_computed_tokens = len(TOKENS)
+        cache.add(sequence)
+    assert cache.find(make_sequence(TOKENS)) == first.block_table[:2]
+    cache.check()
+
+
+def test_random_requests_find_exactly_what_a_search_through_all_of_the_past_finds():
+    rng = random.Random(1)
+    pool = BlockPool(400)
+    cache = PrefixCache(pool, BLOCK)
+    past: list[list[int]] = []
+    for _ in range(60):
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 20))]
+        longest = 0
+        for other in past:
+            full = len(other) // BLOCK * BLOCK
+            equal = next(
+                (i for i in range(min(full, len(tokens))) if other[i] != tokens[i]),
+                min(full, len(tokens)),
+            )
+            longest = max(longest, equal // BLOCK)
+        longest = min(longest, (len(tokens) - 1) // BLOCK)
+        assert len(cache.find(make_sequence(tokens))) == longest
+        computed(pool, cache, make_sequence(tokens))
+        past.append(tokens)

@@ -1,0 +1,137 @@
+"""A new engine finds the prefixes of an earlier engine on disk, and its answers stay the same."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from backend.exactness import PARAMS, open_engine
+from backend.tiny_models import VOCAB_SIZE
+from nereid_backend.engine import disk_tier
+from nereid_backend.errors import ConfigError
+
+from backend import shrink
+
+# One model of each forward path that has blocks, a model with windows, and a model without
+# attention.
+_MODELS = ["llama", "qwen3_next", "mistral", "bloom", "mamba2"]
+_USUAL = ("llama", "qwen3_next")
+PROMPT = [random.Random(1).randrange(3, VOCAB_SIZE) for _ in range(70)]
+
+
+def answer(engine, prompt=PROMPT, **params):
+    output = engine.generate([prompt], dataclasses.replace(PARAMS, **params))[0]
+    engine.check()
+    return [each.token_ids for each in output.outputs], output.num_cached_tokens
+
+
+def run_once(model, disk, prompt=PROMPT, **settings):
+    """Start an engine, answer one prompt, and close the engine."""
+    engine = open_engine(model, prefix_cache_disk=str(disk), **settings)
+    found = answer(engine, prompt)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=() if n in _USUAL else pytest.mark.long) for n in _MODELS],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_restarted_engine_continues_a_chat_from_the_disk(saved, tmp_path, model_type):
+    model = saved(model_type)
+    (first,), num_cached = run_once(model, tmp_path)
+    assert num_cached == 0
+    prompt = [*PROMPT, *first, 7, 8, 9]
+    uncached = open_engine(model, enable_prefix_caching=False)
+    expected, _ = answer(uncached, prompt)
+    uncached.close()
+    assert run_once(model, tmp_path, prompt) == (expected, 84)
+
+
+def test_damaged_files_are_computed_again(saved, tmp_path):
+    expected, _ = run_once(saved("llama"), tmp_path)
+    files = sorted(tmp_path.glob("*.prefix"))
+    assert len(files) == 21
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-3])
+    assert run_once(saved("llama"), tmp_path) == (expected, 0)
+    # The tokens that were computed again are on disk again.
+    assert run_once(saved("llama"), tmp_path) == (expected, 68)
+
+
+def test_a_prefix_that_is_missing_in_the_middle_is_used_up_to_the_gap(saved, tmp_path):
+    expected, _ = run_once(saved("llama"), tmp_path)
+    engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
+    tier, read = engine._parts.disk, engine._parts.disk._store.read
+    keys = []
+
+    def fail_at_the_sixth(key):
+        keys.append(key)
+        return None if len(keys) == 6 else read(key)
+
+    tier._store.read = fail_at_the_sixth
+    assert answer(engine) == (expected, 5 * engine.info.block_size)
+    engine.close()
+
+
+def test_a_slow_disk_does_not_stop_a_request(saved, tmp_path, monkeypatch):
+    expected, _ = run_once(saved("llama"), tmp_path)
+    monkeypatch.setattr(disk_tier, "_MAX_WAIT_S", 0.0)
+    engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
+    engine._parts.disk._readers.submit = lambda *_: disk_tier.Future()
+    assert answer(engine) == (expected, 0)
+    engine.close()
+
+
+def test_an_aborted_request_does_not_wait_for_the_disk(saved, tmp_path):
+    run_once(saved("llama"), tmp_path)
+    engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path))
+    engine.add_request("a", PROMPT, PARAMS)
+    engine.abort("a")
+    assert [update.finish_reason for update in engine.step()] == ["abort"]
+    assert not engine.has_work()
+    assert not engine._parts.disk._reads
+    engine.close()
+
+
+def test_blocks_that_leave_the_memory_are_found_on_disk(saved, tmp_path):
+    engine = open_engine(saved("llama"), prefix_cache_disk=str(tmp_path), max_model_len=96)
+    expected, _ = answer(engine)
+    pool = engine._parts.pool
+    pool.release(pool.allocate(pool.num_blocks))
+    assert pool.num_cached == 0
+    assert answer(engine) == (expected, 68)
+    assert answer(engine, n=2) == (expected * 2, 68)
+    engine.close()
+
+
+def test_models_of_other_weights_share_a_folder_but_no_files(saved, tmp_path):
+    run_once(saved("llama"), tmp_path / "disk")
+    other = shrink.save("llama", tmp_path / "model")
+    assert run_once(other, tmp_path / "disk")[1] == 0
+    assert run_once(saved("llama"), tmp_path / "disk", block_size=8)[1] == 0
+
+
+def test_a_folder_that_cannot_be_used_is_refused(saved, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"^prefix_cache_disk: the folder .* cannot be used: "):
+        open_engine(saved("llama"), prefix_cache_disk=str(file))
+
+
+def test_a_model_without_a_prefix_cache_says_that_the_disk_is_off(saved, tmp_path, caplog):
+    caplog.set_level("INFO", logger="nereid_backend")
+    engine = open_engine(
+        saved("llama"), prefix_cache_disk=str(tmp_path), enable_prefix_caching=False
+    )
+    engine.close()
+    assert "The prefix cache on disk (prefix_cache_disk) is off, because" in caplog.text
+
+
+@pytest.mark.long
+def test_the_answers_are_right_although_the_process_is_killed_again_and_again():
+    program = Path(__file__).with_name("disk_soak.py")
+    subprocess.run([sys.executable, program, "--seconds", "15"], check=True)

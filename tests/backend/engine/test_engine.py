@@ -1,0 +1,489 @@
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+from backend.exactness import bytes_for, make_prompts, open_engine
+from nereid_backend import CapacityError, ConfigError, RequestError, SamplingParams
+from nereid_backend.core.grammar import GrammarSpec
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64, max_num_waiting=3)
+    yield engine
+    assert not engine.has_work()
+    engine.check()
+    assert engine.stats().kv_cache_blocks_used == 0
+    engine.close()
+
+
+def drain(engine):
+    """All updates until the engine is idle, as request id -> list."""
+    found = {}
+    while engine.has_work():
+        for update in engine.step():
+            found.setdefault(update.request_id, []).append(update)
+        engine.check()
+    return found
+
+
+def ends(updates):
+    return [u.finish_reason for u in updates if u.finish_reason is not None]
+
+
+def test_info_says_what_was_loaded(engine):
+    info = engine.info
+    assert info.architecture == "LlamaForCausalLM"
+    assert (info.dtype, info.device, info.path) == ("float32", "cpu", "packed")
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (64, 320, (2,))
+    assert info.num_blocks * info.block_size >= info.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: the prompt is empty"),
+        ([5] * 90, r"prompt has 90 tokens; the limit is 64 \(max_model_len\)"),
+        ([5] * 64, "leaves no token for the answer"),
+        ([5, 320], r"token id 320 is outside the vocabulary \(0 to 319\)"),
+        ([-1], "token id -1 is outside"),
+        ([5, 1.5], "prompt: the value must be a list of token ids"),
+        (["5"], "prompt: the value must be a list of token ids"),
+        (None, "prompt: the value must be a list of token ids"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("bad", prompt, GREEDY)
+    assert not engine.has_work()
+
+
+def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
+    engine.add_request("a", [5, 6], GREEDY)
+    with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
+        engine.add_request("a", [5, 6], GREEDY)
+    drain(engine)
+    engine.add_request("a", [5, 6], GREEDY)
+    drain(engine)
+
+
+def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
+    engine.add_request("a", [5, 6], GREEDY)
+    engine.abort("a")
+    with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
+        engine.add_request("a", [5, 6], GREEDY)
+    assert ends(drain(engine)["a"]) == ["abort"]
+
+
+def test_a_full_queue_refuses_with_the_limit(engine):
+    for number in range(3):
+        engine.add_request(str(number), [5], GREEDY)
+    message = r"3 requests are waiting, and the limit is 3 \(max_num_waiting\)"
+    with pytest.raises(CapacityError, match=message):
+        engine.add_request("late", [5], GREEDY)
+    assert sorted(drain(engine)) == ["0", "1", "2"]
+
+
+def test_an_answer_ends_at_max_model_len_with_length(engine):
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    (output,) = engine.generate([[5] * 60], params)
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_updates_carry_each_token_once_and_one_end(engine):
+    prompts = make_prompts((4, 9, 20))
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, GREEDY)
+    found = drain(engine)
+    expected = engine.generate(prompts[:3], GREEDY)
+    for number, output in enumerate(expected):
+        updates = found[str(number)]
+        assert [t for u in updates for t in u.new_token_ids] == output.outputs[0].token_ids
+        assert ends(updates) == ["length"]
+        assert updates[-1].finish_reason == "length"
+
+
+def test_a_stop_token_of_the_request_is_included_and_named(engine):
+    (free,) = engine.generate([[5, 9]], GREEDY)
+    third = free.outputs[0].token_ids[2]
+    params = SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=[third])
+    (output,) = engine.generate([[5, 9]], params)
+    answer = output.outputs[0]
+    assert answer.token_ids == free.outputs[0].token_ids[: answer.token_ids.index(third) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", third)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_aborted_request_ends_once_and_frees_its_blocks(engine, steps):
+    engine.add_request("a", [5] * 20, GREEDY)
+    updates = [u for _ in range(steps) for u in engine.step()]
+    engine.abort("a")
+    engine.abort("a")
+    assert engine.stats().kv_cache_blocks_used == 0
+    updates += [u for many in drain(engine).values() for u in many]
+    assert ends(updates) == ["abort"]
+    engine.abort("a")
+    assert not engine.has_work()
+
+
+def test_the_cumulative_logprob_is_that_of_the_model(engine, checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    prompt = [5, 9, 77]
+    (output,) = engine.generate([prompt], GREEDY)
+    answer = output.outputs[0]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + answer.token_ids])).logits[0]
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    expected = logprobs.gather(1, torch.tensor(answer.token_ids)[:, None]).sum().item()
+    assert answer.cumulative_logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_preemption(checkpoint):
+    folder = checkpoint("qwen3")
+    roomy = open_engine(folder, max_model_len=64)
+    params = [
+        SamplingParams(temperature=1.3, top_p=0.9, seed=seed, max_tokens=20, ignore_eos=True)
+        for seed in range(6)
+    ]
+    prompts = make_prompts()
+    alone = [
+        roomy.generate([prompt], param)[0].outputs[0].token_ids
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    crowd = [output.outputs[0].token_ids for output in roomy.generate(prompts, params)]
+    tight = open_engine(
+        folder,
+        max_model_len=64,
+        max_num_batched_tokens=9,
+        kv_cache_memory=bytes_for(roomy, 72),
+    )
+    preempted = [output.outputs[0].token_ids for output in tight.generate(prompts, params)]
+    assert tight.stats().num_preemptions > 0
+    assert crowd == alone
+    assert preempted == alone
+    roomy.close()
+    tight.close()
+
+
+def test_requests_without_a_seed_differ_but_repeat_with_the_engines_seed(checkpoint):
+    params = SamplingParams(temperature=2.0, max_tokens=10, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        engine = open_engine(checkpoint("llama"), seed=seed)
+        runs.append([o.outputs[0].token_ids for o in engine.generate([[5], [5]], params)])
+        engine.close()
+    assert runs[0][0] != runs[0][1]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_generate_leaves_nothing_behind_when_a_prompt_is_wrong(engine):
+    with pytest.raises(RequestError, match="prompt: the prompt is empty"):
+        engine.generate([[5], [6], []], GREEDY)
+    assert not engine.has_work()
+
+
+def test_generate_takes_more_prompts_than_may_wait(engine):
+    outputs = engine.generate([[token] for token in range(3, 20)], GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [[t] for t in range(3, 20)]
+    assert all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+
+
+def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
+    with torch.no_grad():
+        embedding = engine._parts.runner._path._model.get_input_embeddings().weight
+        embedding[300] = float("nan")
+    engine.add_request("poisoned", [300, 5, 9], GREEDY)
+    engine.add_request("beside", [5, 9, 11], GREEDY)
+    found = drain(engine)
+    assert ends(found["poisoned"]) == ["error"]
+    assert "NaN or infinity" in found["poisoned"][-1].error
+    assert [t for u in found["beside"] for t in u.new_token_ids] == clean.outputs[0].token_ids
+    # Its blocks, NaN once, serve the next request.
+    outputs = engine.generate([[5, 9, 11]] * 4, GREEDY)
+    assert all(output.outputs[0].token_ids == clean.outputs[0].token_ids for output in outputs)
+    engine.close()
+
+
+def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((14,))[0]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
+    (clean,) = engine.generate([prompt], params)
+    with torch.no_grad():
+        engine._parts.runner._path._model.get_input_embeddings().weight[300] = float("nan")
+    engine.add_request("beside", prompt, params)
+    updates = engine.step() + engine.step() + engine.step()
+    engine.add_request("poisoned", [*prompt[:12], 300], params)
+    found = drain(engine)
+    assert ends(found["poisoned"]) == ["error", "error"]
+    assert found["poisoned"][0].num_cached_tokens == 12
+    assert engine.stats().num_preemptions > 0
+    for index, output in enumerate(clean.outputs):
+        answer = [u.new_token_ids for u in updates + found["beside"] if u.index == index]
+        assert [token for tokens in answer for token in tokens] == output.token_ids
+    again = outputs_alone(engine, prompt, params)
+    assert again == [output.token_ids for output in clean.outputs]
+    engine.close()
+
+
+def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_on(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
+    engine.add_request("a", [5, 9, 11], GREEDY)
+    engine.step()
+    engine.add_request("b", [8], GREEDY)
+
+    def fail(module, args):
+        raise RuntimeError("out of something")
+
+    hook = engine._parts.runner._path._model.register_forward_pre_hook(fail)
+    updates = engine.step()
+    hook.remove()
+    assert [(u.request_id, u.finish_reason) for u in updates] == [("a", "error"), ("b", "error")]
+    assert "RuntimeError: out of something" in updates[0].error
+    engine.check()
+    assert not engine.has_work()
+    assert engine.stats().kv_cache_blocks_used == 0
+    assert engine.generate([[5, 9, 11]], GREEDY)[0].outputs[0].token_ids == (
+        clean.outputs[0].token_ids
+    )
+    engine.close()
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
+    engines = [open_engine(checkpoint(name)) for name in ("llama", "qwen3")]
+    alone = [engine.generate([[5, 9]], GREEDY)[0].outputs[0].token_ids for engine in engines]
+    for engine in engines:
+        engine.add_request("x", [5, 9], GREEDY)
+    answers = [[], []]
+    while any(engine.has_work() for engine in engines):
+        for answer, engine in zip(answers, engines, strict=True):
+            for update in engine.step():
+                answer += update.new_token_ids
+    assert answers == alone
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"max_model_len": 9000},
+            r"max_model_len: the value must be at most 256 \(max_position_embeddings",
+        ),
+        ({"kv_cache_memory": 1000}, "kv_cache_memory: 1000 bytes is enough for 0 tokens"),
+        (
+            {"kv_cache_memory": "100KiB", "max_model_len": 256},
+            "Raise kv_cache_memory or lower max_model_len",
+        ),
+        ({"kv_cache_memory": "900TiB"}, "kv_cache_memory: the value is .*, but only .* are free"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_remedy(checkpoint, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        open_engine(checkpoint("llama"), **settings)
+
+
+def test_without_max_model_len_a_small_memory_shortens_requests(checkpoint):
+    lines = []
+    from nereid_backend import Engine, EngineConfig
+
+    engine = Engine(
+        EngineConfig(str(checkpoint("llama")), kv_cache_memory="60KiB", num_threads=1),
+        progress=lines.append,
+    )
+    assert 16 <= engine.info.max_model_len < 256
+    assert any(f"A request can have {engine.info.max_model_len} tokens" in line for line in lines)
+    engine.close()
+
+
+def outputs_alone(engine, prompt, params):
+    return [answer.token_ids for answer in engine.generate([prompt], params)[0].outputs]
+
+
+def test_the_first_of_n_answers_is_the_one_that_comes_alone_and_the_others_differ(engine):
+    prompt = make_prompts((21,))[0]
+    params = {"temperature": 2.0, "seed": 5, "max_tokens": 8, "ignore_eos": True}
+    (alone,) = outputs_alone(engine, prompt, SamplingParams(**params))
+    several = outputs_alone(engine, prompt, SamplingParams(**params, n=4))
+    assert several[0] == alone
+    assert len({tuple(tokens) for tokens in several}) == 4
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_n_greedy_answers_are_all_that_of_one_wherever_the_prompt_ends_in_a_block(engine, length):
+    prompt = make_prompts((length,))[0]
+    expected = outputs_alone(engine, prompt, GREEDY)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
+    assert outputs_alone(engine, prompt, params) == expected * 3
+    engine.check()
+
+
+def test_a_prompt_that_was_seen_before_is_not_computed_again_and_answered_the_same(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((30,))[0]
+    first, second = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    longer = prompt + first.outputs[0].token_ids[:5] + [7]
+    assert engine.generate([longer], GREEDY)[0].num_cached_tokens == 32
+    stats = engine.stats()
+    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (96, 60)
+    assert engine.stats().kv_cache_blocks_used == 0
+    engine.close()
+
+
+def test_requests_with_other_salts_do_not_share(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((30,))[0]
+    params = [SamplingParams(max_tokens=2, cache_salt=salt) for salt in ("a", "b", "a")]
+    found = [engine.generate([prompt], one)[0].num_cached_tokens for one in params]
+    assert found == [0, 0, 28]
+    engine.close()
+
+
+def test_the_prefix_cache_can_be_switched_off(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64, enable_prefix_caching=False)
+    prompt = make_prompts((30,))[0]
+    outputs = [engine.generate([prompt], GREEDY)[0] for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert engine.stats().num_prefix_cache_queries == 0
+    engine.close()
+
+
+def test_one_sequence_of_several_can_be_aborted(engine):
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
+    engine.add_request("a", [5] * 9, params)
+    updates = engine.step() + engine.step()
+    engine.abort("a", 1)
+    updates += drain(engine)["a"]
+    assert sorted((u.index, u.finish_reason) for u in updates if u.finish_reason) == [
+        (0, "length"),
+        (1, "abort"),
+        (2, "length"),
+    ]
+
+
+def test_prompt_logprobs_are_the_models_whole_or_in_chunks_and_never_from_the_cache(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint("llama")
+    prompt = make_prompts((21,))[0]
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([prompt])).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, n=2)
+    for budget in (64, 8):
+        engine = open_engine(folder, max_model_len=64, max_num_batched_tokens=budget)
+        for _ in range(2):
+            (output,) = engine.generate([prompt], params)
+            first, *others = output.prompt_logprobs
+            assert first is None
+            assert [one.token_ids[0] for one in others] == prompt[1:]
+            found = torch.tensor([one.logprobs[0] for one in others])
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        engine.close()
+
+
+def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(checkpoint):
+    # The tiny checkpoint has no tokenizer, without which no grammar can be compiled.
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    params = SamplingParams(grammar=GrammarSpec("regex", "a+"), n=2)
+    engine.add_request("a", [5, 9], params)
+    assert engine.stats().num_requests_waiting == 2
+    engine.add_request("beside", [5, 9], GREEDY)
+    found = drain(engine)
+    assert [(u.index, u.finish_reason, u.is_refused) for u in found["a"]] == [
+        (0, "error", True),
+        (1, "error", True),
+    ]
+    assert ends(found["beside"]) == ["length"]
+    with pytest.raises(RequestError, match="tokenizer cannot be loaded"):
+        engine.generate([[5, 9]], params)
+    assert not engine.has_work()
+    engine.close()
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
+    settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
+    plain = open_engine(checkpoint("llama"), **settings)
+    guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
+    # A bias makes the answers repeat themselves, as those of a trained model do.
+    params = SamplingParams(
+        temperature=temperature,
+        seed=3,
+        max_tokens=80,
+        ignore_eos=True,
+        n=2,
+        logit_bias={7: 6.0, 8: 6.0},
+        logprobs=1,
+    )
+    prompts = make_prompts((6, 20))
+    for expected, found in zip(
+        plain.generate(prompts, params), guessing.generate(prompts, params), strict=True
+    ):
+        for one, other in zip(expected.outputs, found.outputs, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-3)
+            assert len(other.logprobs) == len(other.token_ids)
+    assert guessing.stats().num_accepted_tokens > 20
+    guessing.check()
+    for engine in (plain, guessing):
+        engine.close()
+
+
+class Never:
+    """Makes guides that are never ready."""
+
+    def __init__(self):
+        self.futures = []
+
+    def prepare(self, params, stop_token_ids):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self):
+        pass
+
+
+def test_while_a_guide_is_made_steps_wait_a_little_and_the_request_can_be_aborted(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    engine._parts.preparation._guides = guides = Never()
+    params = SamplingParams(grammar=GrammarSpec("regex", "a+"))
+    engine.add_request("a", [5, 9], params)
+    start, before = time.monotonic(), time.thread_time()
+    for _ in range(5):
+        assert engine.step() == []
+    assert time.monotonic() - start > 0.08
+    assert time.thread_time() - before < 0.05
+    engine.abort("a")
+    assert [u.finish_reason for u in engine.step()] == ["abort"]
+    assert not engine.has_work()
+    assert guides.futures[0].cancelled()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logit_bias": {100_000: 1.0}},
+        {"allowed_token_ids": [100_000]},
+        {"bad_words_token_ids": [[100_000]]},
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused_when_a_request_comes(engine, values):
+    with pytest.raises(RequestError, match="100000"):
+        engine.add_request("a", [5], SamplingParams(**values))
+    assert not engine.has_work()

@@ -1,0 +1,531 @@
+"""Steps that overlap give what steps one after the other give, and leave nothing behind."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from backend.core.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
+from backend.exactness import bytes_for, open_engine
+from backend.scripted_model import BLOCK, ScriptedModel
+from backend.tiny_models import VOCAB_SIZE
+from fakes.modular_guide import ModularGuide
+from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams
+from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Sampled, StepPlan, StepResult
+from nereid_backend.engine.step_loop import StepLoop
+from nereid_backend.sampling import random_sampling, sampler
+
+from backend import shrink
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@dataclass
+class ScriptedFlight:
+    plan: StepPlan
+    result: StepResult | None = None
+
+
+class ScriptedRunner:
+    """What a runner does, in the order in which a device does it, with the scripted model.
+
+    Attributes:
+        wrong: share of the tokens that the next step is given wrongly.
+        faulty: share of the steps that fail when their sampling is begun, or when it is read.
+        num_ahead: steps that were begun while another one was under way.
+    """
+
+    def __init__(self, model: ScriptedModel, rng: random.Random, *, wrong=0.0, faulty=0.0):
+        self.model, self.rng, self.wrong, self.faulty = model, rng, wrong, faulty
+        self.num_ahead = 0
+        self.under_way: list[ScriptedFlight] = []
+
+    def start(self, plan, before=None):
+        assert [running.plan for running in self.under_way] == ([before.plan] if before else [])
+        _check_plan(plan)
+        self.model.compute(plan, before.result.device_token_ids if before else ())
+        running = ScriptedFlight(plan)
+        self.under_way.append(running)
+        self.num_ahead += before is not None
+        return running
+
+    def sample(self, running, plan):
+        running.plan = plan
+        self._maybe_fail(running)
+        result = self.model.answer(plan)
+        drawn = [
+            outcome.token_ids[0] if outcome.token_ids and self.rng.random() >= self.wrong else 39
+            for outcome in result.sampled
+        ]
+        running.result = replace(result, device_token_ids=drawn)
+
+    def finish(self, running):
+        self._maybe_fail(running)
+        self.under_way.remove(running)
+        self.model.clear_broken(running.plan, running.result)
+        return running.result
+
+    def _maybe_fail(self, running):
+        if self.rng.random() < self.faulty:
+            self.under_way.remove(running)
+            for chunk in running.plan.chunks:
+                self.model.clear(chunk.sequence)
+            raise RuntimeError("a fault made by the test")
+
+
+class CheckedLoop(StepLoop):
+    """A loop in which only steps that the test breaks may fail."""
+
+    def _fail(self, plan, error):
+        if "made by the test" not in str(error):
+            raise error
+        return super()._fail(plan, error)
+
+
+class OverlappedWorkload(Workload):
+    def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.runner = ScriptedRunner(self.model, self.rng, wrong=wrong, faulty=faulty)
+        self.loop = CheckedLoop(self.scheduler, self.runner, max_step_failures=1000, is_async=True)
+
+    def step(self):
+        self.take(self.loop.step())
+        if self.loop._running_step is None:
+            self.runner.under_way.clear()
+
+
+def _check_plan(plan):
+    assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
+    assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
+    assert all(plan.chunks[index].num_tokens == 1 for index, _ in plan.pending)
+
+
+SHARING = ["plain", "prefix cache", "windows", "chunks"]
+
+
+@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(10, 8), (16, 3), (60, 8)])
+@pytest.mark.parametrize("trouble", [0.0, 0.02])
+def test_random_workloads_end_each_sequence_once_with_the_right_answer(
+    kind, num_blocks, max_num_seqs, trouble
+):
+    scheduler = Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=13,
+        **KINDS[kind],
+    )
+    longest = min(num_blocks * BLOCK, 80) if scheduler.attention_window is None else 80
+    workload = OverlappedWorkload(
+        num_blocks, scheduler, longest, broken=trouble, wrong=trouble, faulty=trouble / 8
+    )
+    workload.run(NUM_REQUESTS, cancelled=0.04)
+    workload.check()
+    assert {"abort", "length", "stop"} <= set(workload.ends.values())
+    assert ("error" in workload.ends.values()) == (trouble > 0)
+    assert (
+        scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.attention_window is not None
+    )
+    assert workload.runner.num_ahead > NUM_REQUESTS / 2
+    if scheduler.cache is not None:
+        assert scheduler.cache.num_hit_tokens > 0
+    assert workload.model.num_copied > 0
+
+
+@dataclass
+class Answer:
+    """What was reported of one sequence."""
+
+    token_ids: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    end: tuple | None = None
+
+    def take(self, update):
+        assert self.end is None
+        self.token_ids += update.new_token_ids
+        self.logprobs += update.logprobs or []
+        self.prompt_logprobs += (update.prompt_logprobs or [])[1:]
+        self.cumulative_logprob = update.cumulative_logprob
+        if update.finish_reason is not None:
+            self.end = update.finish_reason, update.stop_reason, update.error
+
+    def check_same(self, other):
+        assert (self.token_ids, self.end) == (other.token_ids, other.end)
+        # Which tokens share a step may differ, and with that the rounding.
+        assert self.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+        for one, two in (
+            (self.logprobs, other.logprobs),
+            (self.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert [report.token_ids[0] for report in one] == [r.token_ids[0] for r in two]
+            assert [report.logprobs[0] for report in one] == pytest.approx(
+                [report.logprobs[0] for report in two], abs=1e-4
+            )
+
+
+def answers_of(engine, sequences, *, guided=(), aborts=()):
+    """Each sequence's answer, while requests arrive one by one.
+
+    Args:
+        engine: idle.
+        sequences: by name: prompt and parameters.
+        guided: names of requests with a guide.
+        aborts: by name, how many tokens of a request are reported before it is aborted.
+    """
+    aborts = dict(aborts)
+    answers = {}
+    pending = list(sequences.items())
+    while pending or engine.has_work():
+        if pending:
+            name, (prompt, params) = pending.pop()
+            engine.add_request(name, prompt, params)
+            if name in guided:
+                for sequence in engine._parts.scheduler._requests.sequences_of(name):
+                    sequence.guide = ModularGuide(VOCAB_SIZE)
+        for update in engine.step():
+            answer = answers.setdefault((update.request_id, update.index), Answer())
+            answer.take(update)
+            if len(answer.token_ids) == aborts.get(update.request_id):
+                engine.abort(update.request_id)
+        engine.check()
+    assert engine.stats()[:3] == (0, 0, 0)
+    return answers
+
+
+WISHES = [
+    {},
+    {},
+    {"top_p": 0.8},
+    {"top_k": 5, "min_p": 0.01},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"bad_words_token_ids": [[5, 6], [7]], "min_tokens": 3},
+    {"logit_bias": {9: 4.0}, "allowed_token_ids": list(range(0, VOCAB_SIZE, 3))},
+]
+
+
+def make_requests(rng, count):
+    sequences = {}
+    stem = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
+    for number in range(count):
+        prompt = stem[: rng.choice([0, 0, 9, 24])]
+        prompt += [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+        sequences[str(number)] = (
+            prompt,
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.0, 1.0, 1.5]),
+                max_tokens=rng.randint(4, 24),
+                seed=number,
+                n=rng.choice([1, 1, 1, 3]),
+                stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 40])),
+                logprobs=rng.choice([None, None, 3]),
+                prompt_logprobs=rng.choice([None, None, None, 1]),
+                priority=rng.choice([0, 0, 1]),
+                **rng.choice(WISHES),
+            ),
+        )
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("family", "num_tokens"), [("qwen2", 100), ("mistral, sliding window", 64)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, seed, monkeypatch):
+    monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 16)
+    rng = random.Random(seed)
+    sequences = make_requests(rng, 30)
+    guided = rng.sample(sorted(sequences), 6)
+    aborts = dict.fromkeys(rng.sample(sorted(sequences), 4), 3)
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 19, "max_model_len": 80}
+    size = open_engine(checkpoint(family), **settings)
+    settings["kv_cache_memory"] = bytes_for(size, num_tokens)
+    found, num_again = {}, []
+    again = sampler.Sampler.sample_again
+
+    def sample_again(self, part, rows):
+        num_again.append(len(rows))
+        return again(self, part, rows)
+
+    monkeypatch.setattr(sampler.Sampler, "sample_again", sample_again)
+    for is_on in (False, True):
+        engine = open_engine(checkpoint(family), async_scheduling=is_on, **settings)
+        if is_on:
+            # As on a GPU, so that some tokens are found to be wrong only afterwards.
+            engine._parts.runner._sampler.defers = True
+        found[is_on] = answers_of(engine, sequences, guided=guided, aborts=aborts)
+        assert engine.stats().num_preemptions > 0
+        assert engine.stats().num_prefix_cache_hits > 0 or family != "qwen2"
+        engine.close()
+    assert sum(num_again) > 10
+    on, off = found[True], found[False]
+    assert on.keys() == off.keys()
+    for (name, index), answer in on.items():
+        if name in aborts and answer.end[0] == "abort":
+            length = min(len(answer.token_ids), len(off[name, index].token_ids))
+            assert answer.token_ids[:length] == off[name, index].token_ids[:length]
+        else:
+            answer.check_same(off[name, index])
+    assert {answer.end[0] for answer in on.values()} >= {"stop", "length", "abort"}
+
+
+def scheduler_of(*sequences, num_blocks=20, **settings):
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 40, **settings}
+    scheduler = Scheduler(BlockPool(num_blocks), block_size=BLOCK, **settings)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return scheduler
+
+
+def request_of(name, prompt, max_tokens=9, **params):
+    params = SamplingParams(max_tokens=max_tokens, **params)
+    return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
+
+
+def result_of(plan, token=7, **others):
+    """One token for each chunk that samples, or what is given by the request's name."""
+    names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
+    sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]
+    return StepResult(sampled, device_token_ids=[token] * len(sampled))
+
+
+BROKEN = Sampled([], [], "not finite")
+
+
+def test_a_step_planned_ahead_takes_its_tokens_from_the_one_before():
+    scheduler = scheduler_of(
+        request_of("a", [1] * 3), request_of("b", [1] * 50), request_of("c", [2])
+    )
+    first = scheduler.plan()
+    assert [(c.sequence.request_id, c.samples) for c in first.chunks] == [("a", True), ("b", False)]
+    second = scheduler.plan_ahead(first)
+    assert [(c.sequence.request_id, c.start, c.num_tokens) for c in second.chunks] == [
+        ("a", 3, 1),
+        ("c", 0, 1),
+        ("b", 37, 13),
+    ]
+    assert second.pending == [(0, 0)]
+    assert [len(chunk.sequence.token_ids) for chunk in second.chunks] == [3, 1, 50]
+    scheduler.commit(first, result_of(first))
+    assert scheduler.settle(second, [7]) is second
+    third = scheduler.plan_ahead(second)
+    # In that order they sampled: a, c, b.
+    assert third.pending == [(0, 0), (1, 2), (2, 1)]
+
+
+def test_a_sequence_that_will_reach_its_length_is_not_planned_ahead():
+    scheduler = scheduler_of(request_of("a", [1], max_tokens=1), request_of("b", [1], max_tokens=2))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    assert [chunk.sequence.request_id for chunk in second.chunks] == ["b"]
+    scheduler.commit(first, result_of(first))
+    assert not scheduler.plan_ahead(scheduler.settle(second, [7, 7])).chunks
+
+
+def test_one_that_ends_under_way_keeps_row_and_blocks_until_the_step_is_committed():
+    scheduler = scheduler_of(request_of("a", [1] * 4), request_of("b", [2] * 4))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    scheduler.commit(first, result_of(first))
+    scheduler.settle(second, [7, 7])
+    scheduler.abort("a")
+    scheduler.abort("b")
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+    assert scheduler.pool.num_used == 4
+    assert scheduler.has_work()
+    scheduler.check()
+    ended = scheduler.commit(second, result_of(second))
+    assert [(u.request_id, u.finish_reason, u.new_token_ids) for u in ended] == [
+        ("a", "abort", []),
+        ("b", "abort", []),
+    ]
+    assert scheduler.pool.num_used == 0
+    assert not scheduler.has_work()
+    scheduler.check()
+
+
+def test_what_goes_wrong_with_an_aborted_sequence_still_ends_the_sharing_of_its_blocks():
+    shared = list(range(8))
+    scheduler = scheduler_of(request_of("a", [*shared, 1]))
+    plan = scheduler.plan()
+    scheduler.commit(plan, result_of(plan))
+    scheduler.add(request_of("b", [*shared, 2]))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    scheduler.commit(first, result_of(first))
+    scheduler.settle(second, [7, 7])
+    a, b = (chunk.sequence for chunk in second.chunks)
+    assert a.block_table[:2] == b.block_table[:2]
+    scheduler.abort("a")
+    scheduler.commit(second, result_of(second, a=BROKEN))
+    assert b.block_table == []
+    assert scheduler.num_preemptions == 1
+    assert not scheduler.cache.find(request_of("c", [*shared, 3]))
+    scheduler.check()
+
+
+def test_nothing_is_copied_ahead_of_a_step():
+    scheduler = scheduler_of(request_of("a", [1] * 6, n=3))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    scheduler.commit(first, result_of(first))
+    third = scheduler.plan_ahead(scheduler.settle(second, [7]))
+    # The others wait for blocks that the first one writes to.
+    assert [len(plan.chunks) for plan in (first, second, third)] == [1, 1, 1]
+    assert scheduler.is_held_up
+    for plan in (second, third):
+        scheduler.commit(plan, result_of(plan))
+    last = scheduler.plan()
+    assert len(last.chunks) == 3
+    assert len(last.copies) == 2
+    assert not scheduler.is_held_up
+
+
+def test_nobody_is_preempted_ahead_of_a_step():
+    scheduler = scheduler_of(request_of("a", [1] * 4), request_of("b", [2] * 8), num_blocks=4)
+    first = scheduler.plan()
+    scheduler.add(request_of("c", [3], priority=-1))
+    second = scheduler.plan_ahead(first)
+    # One block is left and goes to a, so b has to wait.
+    assert [chunk.sequence.request_id for chunk in second.chunks] == ["a"]
+    assert (scheduler.is_held_up, scheduler.num_preemptions) == (True, 0)
+    for plan in (first, second):
+        scheduler.commit(plan, result_of(plan))
+    third = scheduler.plan()
+    assert [chunk.sequence.request_id for chunk in third.chunks] == ["a", "c"]
+    assert scheduler.num_preemptions == 1
+    scheduler.check()
+
+
+def test_a_chunk_computed_with_a_wrong_token_is_computed_again():
+    scheduler = scheduler_of(request_of("a", [1] * 3), request_of("b", [2] * 3))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    scheduler.commit(first, result_of(first, b=Sampled([8], [-1.0])))
+    settled = scheduler.settle(second, [7, 7])
+    assert [(c.samples, c.num_tokens) for c in settled.chunks] == [(True, 1), (False, 0)]
+    third = scheduler.plan_ahead(settled)
+    assert third.pending == [(0, 0)]
+    assert [(c.start, c.num_tokens) for c in third.chunks] == [(4, 1), (3, 1)]
+
+
+def test_tokens_behind_the_expected_one_are_computed_before_the_next_is_sampled():
+    scheduler = scheduler_of(request_of("a", [1] * 3))
+    first = scheduler.plan()
+    second = scheduler.plan_ahead(first)
+    scheduler.commit(first, result_of(first, a=Sampled([7, 8, 9], [-1.0, 0.0, 0.0])))
+    settled = scheduler.settle(second, [7])
+    assert [(c.start, c.num_tokens, c.samples) for c in settled.chunks] == [(3, 1, False)]
+    third = scheduler.plan_ahead(settled)
+    assert third.pending == []
+    assert [(c.start, c.num_tokens, c.samples) for c in third.chunks] == [(4, 2, True)]
+
+
+def test_a_sequence_whose_logits_are_not_finite_harms_no_other(checkpoint):
+    sequences = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
+    found = {}
+    for is_on in (False, True):
+        engine = open_engine(
+            checkpoint("qwen2"), max_num_seqs=3, max_model_len=64, async_scheduling=is_on
+        )
+        with torch.inference_mode():
+            engine._parts.runner._path._model.get_input_embeddings().weight[301] = float("nan")
+        found[is_on] = answers_of(engine, sequences)
+        engine.close()
+    assert [answer.end[0] for answer in found[True].values()].count("error") == 4
+    for key, answer in found[True].items():
+        answer.check_same(found[False][key])
+
+
+@pytest.mark.parametrize("failing", range(1, 6))
+def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on(checkpoint, failing):
+    engine = open_engine(checkpoint("qwen2"), max_model_len=64, async_scheduling=True)
+    (clean,) = answers_of(engine, {"clean": ([5, 9, 11], GREEDY)}).values()
+    passes = iter(range(1, 99))
+
+    def fail(module, args):
+        if next(passes) == failing:
+            raise RuntimeError("out of something")
+
+    hook = engine._parts.runner._path._model.register_forward_pre_hook(fail)
+    (broken,) = answers_of(engine, {"broken": ([5, 9, 11], GREEDY)}).values()
+    hook.remove()
+    assert broken.end[0] == "error"
+    assert broken.token_ids == clean.token_ids[: failing - 1]
+    (again,) = answers_of(engine, {"again": ([5, 9, 11], GREEDY)}).values()
+    again.check_same(clean)
+    engine.close()
+
+
+def test_passes_that_fail_again_and_again_end_the_engine(checkpoint):
+    engine = open_engine(
+        checkpoint("qwen2"), max_model_len=64, async_scheduling=True, max_step_failures=2
+    )
+
+    def fail(module, args):
+        raise RuntimeError("out of something")
+
+    engine._parts.runner._path._model.register_forward_pre_hook(fail)
+    engine.add_request("a", [5], GREEDY)
+    assert engine.step()[0].finish_reason == "error"
+    engine.add_request("b", [5], GREEDY)
+    with pytest.raises(EngineError, match="2 consecutive steps have failed"):
+        engine.step()
+    engine.close()
+
+
+def test_the_next_pass_begins_before_tokens_are_read_and_updates_come_step_by_step(checkpoint):
+    engine = open_engine(checkpoint("qwen2"), max_model_len=64, async_scheduling=True)
+    events = []
+    runner = engine._parts.runner
+    for name in ("start", "sample", "finish"):
+        work = getattr(runner, name)
+
+        def note(*args, name=name, work=work):
+            events.append(name)
+            return work(*args)
+
+        setattr(runner, name, note)
+    engine.add_request("a", [5, 9, 11], replace(GREEDY, max_tokens=3))
+    seen = []
+    while engine.has_work():
+        events.clear()
+        updates = engine.step()
+        seen.append((list(events), [len(update.new_token_ids) for update in updates]))
+    assert seen == [
+        (["start", "sample", "start", "finish", "sample"], [1]),
+        (["start", "finish", "sample"], [1]),
+        (["finish"], [1]),
+    ]
+    engine.close()
+
+
+def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
+    lines = []
+    config = EngineConfig(
+        str(checkpoint("qwen2")),
+        async_scheduling=True,
+        num_speculative_tokens=2,
+        block_size=4,
+        max_model_len=64,
+        kv_cache_memory="1MiB",
+    )
+    engine = Engine(config, lines.append)
+    assert not engine._parts.loop._is_async
+    assert any(
+        line.startswith("Async scheduling is off, because speculative decoding") for line in lines
+    )
+    engine.close()
+
+
+def test_paths_with_more_state_than_blocks_begin_nothing_ahead(tmp_path):
+    engine = open_engine(shrink.save("qwen3_next", tmp_path), async_scheduling=True)
+    assert engine.info.path == "rows"
+    assert not engine._parts.loop._is_async
+    answers_of(engine, {"a": ([5, 6], GREEDY)})
+    engine.close()

@@ -1,0 +1,62 @@
+"""Embedding models and rerankers whose weights are stored as integers of 4 or 8 bits."""
+
+import numpy as np
+import pytest
+import torch
+from backend.pooling.tiny import BY_NAME
+from nereid_backend import ConfigError, Embedder, Reranker
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.pooling import integer_weights
+
+
+def cosines(first, second):
+    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    return (first * second).sum(1) / norms
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "float32") for name in sorted(BY_NAME)), ("bert", "bfloat16")]
+)
+def test_embeddings_with_8_bits_are_close_to_those_with_unrounded_weights(
+    family, dtype, encoder_of, texts
+):
+    folder = encoder_of(family)
+    plain = Embedder(folder, num_threads=1, dtype="float32").encode(texts)
+    rounded = Embedder(folder, num_threads=1, dtype=dtype, weight_dtype="int8")
+    assert cosines(plain, rounded.encode(texts)).min() > 0.995
+    layers = rounded._engine._model._encoder.model.modules()
+    assert any(isinstance(layer, GroupedLinear) for layer in layers)
+
+
+def test_4_bits_round_more_than_8_bits(encoder_of, texts):
+    folder = encoder_of("bert")
+    plain = Embedder(folder, num_threads=1).encode(texts)
+    rounded = {
+        dtype: Embedder(folder, num_threads=1, weight_dtype=dtype).encode(texts)
+        for dtype in ("int8", "int4")
+    }
+    least = {dtype: cosines(plain, vectors).min() for dtype, vectors in rounded.items()}
+    assert 0.9 < least["int4"] < least["int8"] < 1 - 1e-7
+
+
+def test_scores_with_8_bits_are_close_to_those_with_unrounded_weights(encoder_of, texts):
+    folder = encoder_of("bert", "sequence", num_labels=1)
+    pairs = [(texts[0], text) for text in texts]
+    plain = Reranker(folder, num_threads=1).score(pairs)
+    rounded = Reranker(folder, num_threads=1, weight_dtype="int8").score(pairs)
+    assert np.abs(plain - rounded).max() < 0.02
+    assert (plain != rounded).any()
+
+
+def test_a_gpu_is_refused_by_name(monkeypatch):
+    encoder = type("Encoder", (), {"device": torch.device("cuda:0")})()
+    with pytest.raises(ConfigError, match=r"weight_dtype: .* int8 requires device=cpu"):
+        integer_weights.store_as_integers(encoder, "int8", "BertModel", print)
+    integer_weights.store_as_integers(encoder, "auto", "BertModel", print)
+
+
+def test_a_model_without_linear_layers_is_refused_by_name():
+    model = torch.nn.Embedding(4, 4)
+    encoder = type("Encoder", (), {"device": torch.device("cpu"), "model": model})()
+    with pytest.raises(ConfigError, match="which Table does not have"):
+        integer_weights.store_as_integers(encoder, "int4", "Table", print)

@@ -1,0 +1,38 @@
+"""Videos, audio and files in chats are refused by name, in the shapes of all APIs."""
+
+import pytest
+from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.vision.messages import split_messages
+from nereid_backend.vision.read_image import ImageLimits
+from nereid_client.anthropic.content_blocks import _REFUSED_BLOCKS
+from nereid_client.responses.input_items import _REMEDIES
+
+URL = {"url": "data:video/mp4;base64,AAAA"}
+PARTS = [
+    ({"type": "video_url", "video_url": URL}, "video"),
+    ({"type": "video", "video": "a.mp4"}, "video"),
+    ({"video_url": URL}, "video"),
+    ({"type": "audio_url", "audio_url": URL}, "audio"),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
+    ({"type": "file", "file": {"file_id": "file-1"}}, "files"),
+    ({"type": "image_embeds", "image_embeds": "AAAA"}, "embeddings of images"),
+]
+
+
+@pytest.mark.parametrize(("part", "word"), PARTS)
+def test_each_shape_is_refused_by_name(part, word):
+    content = [{"type": "text", "text": "What happens here?"}, part]
+    messages = [{"role": "user", "content": content}]
+    for read in (
+        lambda: read_messages({"messages": messages}, RequestLimits.derive(4096, 8)),
+        lambda: split_messages(messages, ImageLimits()),
+    ):
+        with pytest.raises(RequestError, match=f"{word}.* supported. Send "):
+            read()
+
+
+def test_the_other_apis_name_videos_and_audio():
+    assert {"video", "audio"} <= _REFUSED_BLOCKS.keys()
+    assert {"input_video", "input_audio", "input_file"} <= _REMEDIES.keys()

@@ -72,10 +72,12 @@ class Adapters:
 
         Raises: BackendError.
         """
-        is_adapter = name not in (None, language_model) and (
-            name in self._names or name in await self.names()
-        )
-        current_adapter.set(name if is_adapter and name else "")
+        if name is None or name == language_model:
+            current_adapter.set("")
+            return False
+        # The server is queried for an unknown name, because the adapter may have been loaded since.
+        is_adapter = name in self._names or name in await self.names()
+        current_adapter.set(name if is_adapter else "")
         return is_adapter
 
     async def _update(self, parameters: Mapping[str, str]) -> list[str]:

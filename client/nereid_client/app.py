@@ -22,7 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
+from nereid_client import playground
 from nereid_client.batches.lifespan import batches_lifespan
+from nereid_client.database import Database
 from nereid_client.embeddings.model_choice import pooling_lifespan
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError, FrontendError, to_api_error
@@ -43,26 +45,25 @@ from nereid_client.responses.response_store import Limits
 from nereid_client.routes import (
     abort,
     batches,
+    cache,
     chat,
     classify,
     completions,
     embeddings,
     files,
     health,
-    lora,
     messages,
     metrics,
     model_control,
     models,
-    playground,
     pooling,
-    reload,
     rerank,
     responses,
     score,
     tei,
     template,
     tokenize,
+    weight_updates,
 )
 from nereid_client.settings import Settings
 from nereid_client.several_models.frontend_models import create_contexts
@@ -82,7 +83,17 @@ _ROUTERS = [
     for module in (
         *(chat, completions, responses, messages, tokenize, files, batches),
         *(embeddings, pooling, rerank, score, classify, tei),
-        *(models, model_control, lora, reload, health, metrics, abort, template, playground),
+        *(
+            models,
+            model_control,
+            weight_updates,
+            cache,
+            health,
+            metrics,
+            abort,
+            template,
+            playground,
+        ),
     )
 ]
 
@@ -126,6 +137,8 @@ def create_app(
             await contexts.control.close()
         for context in contexts.all:
             await context.backend.close()
+        if limits_database is not None:
+            limits_database.close()
 
     app = FastAPI(
         title="Nereid",
@@ -133,7 +146,8 @@ def create_app(
         description=_DESCRIPTION,
         lifespan=lifespan,
     )
-    running, usages = _limit_state(settings, worker)
+    limits_database = None if worker is None else open_database(worker.requests_path)
+    running, usages = _limit_state(settings, worker, limits_database)
     app.state.worker = worker
     gate = app.state.gate = Gate(running)
     app.state.running_requests = RunningRequests()
@@ -153,12 +167,16 @@ def create_app(
     return app
 
 
-def _limit_state(settings: Settings, worker: WorkerPlace | None) -> tuple[SharedBudget, Usages]:
-    """Return the counts of running requests, and the used amounts of the limits of API keys."""
+def _limit_state(
+    settings: Settings, worker: WorkerPlace | None, database: Database | None
+) -> tuple[SharedBudget, Usages]:
+    """Return the counts of running requests, and the used amounts of the limits of API keys.
+
+    Several frontend processes share them through `database`.
+    """
     limit = settings.max_concurrent_requests
-    if worker is None:
+    if worker is None or database is None:
         return SharedBudget(limit), Usages()
-    database = open_database(worker.requests_path)
     return RequestsOfWorkers(limit, database, worker.number), UsagesOfWorkers(database)
 
 

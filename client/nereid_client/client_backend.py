@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from nereid_client.adapters import current_adapter
 from nereid_client.middleware.client_keys import Client, current_client
@@ -69,6 +70,10 @@ class ClientBackend:
         """
         return await self._backend.change_adapters(parameters)
 
+    async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Read or change the prefix cache. See `Backend.call_cache`."""
+        return await self._backend.call_cache(parameters)
+
     async def is_live(self) -> bool:
         """Return whether the server answers."""
         return await self._backend.is_live()
@@ -85,7 +90,7 @@ class ClientBackend:
         self, deltas: AsyncGenerator[Delta], client: Client
     ) -> AsyncGenerator[Delta]:
         """Yield the deltas. Afterwards, add the request's tokens to the client's token counters."""
-        usages: dict[int, Usage] = {}
+        usages: dict[int, Usage] = {}  # by the index of the choice
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -93,6 +98,7 @@ class ClientBackend:
                         usages[delta.get("index", 0)] = delta["usage"]
                     yield delta
         finally:
+            # Each choice reports the tokens of the prompt, which count once.
             num_prompt = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
             num_generated = sum(usage["completion_tokens"] for usage in usages.values())
             client.count_tokens(num_prompt + num_generated)

@@ -46,6 +46,9 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
+    # WorkerPool starts a worker with SIGUSR1 blocked. A signal that has arrived during the start is
+    # handled now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     # The objects that exist now are needed until the process ends. `freeze` makes the garbage
     # collector ignore these objects. Garbage collections are then short and do not delay streams.
     gc.collect()

@@ -109,6 +109,19 @@ class TritonCalls:
         request.parameters["unload_dependents"].bool_param = True
         await self._control(self._stub.RepositoryModelUnload(request))
 
+    async def uses_memory(self, names: Sequence[str]) -> bool:
+        """Return whether one of the models is loaded, is being loaded or is being unloaded.
+
+        Raises: BackendError.
+        """
+        call = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest())
+        try:
+            index = await self._response(call)
+        except grpc.RpcError as error:
+            raise BackendError(error.code().name, error.details() or "no reason is known") from None
+        states = {model.name: model.state for model in index.models}
+        return any(states.get(name) in ("READY", "LOADING", "UNLOADING") for name in names)
+
     async def _control(self, call: Any) -> None:  # noqa: ANN401 - untyped library
         """Wait for the server's response to a request that loads or unloads a model.
 
@@ -177,7 +190,7 @@ class Stream:
         """
         while not self._responses:
             if self._reader.done():
-                return await self._reader
+                return await self._reader  # None, or raises the error that ended the stream
             self._changed.clear()
             await self._changed.wait()
         return self._responses.popleft()

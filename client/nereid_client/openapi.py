@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from nereid_client.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from nereid_client.protocol.abort_request import AbortRequest
 from nereid_client.protocol.batch_requests import CreateBatchRequest, UploadForm
+from nereid_client.protocol.cache_requests import ExtendSessionRequest
 from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -48,6 +49,7 @@ REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
     "/v1/reload": ReloadRequest,
+    "/v1/cache": ExtendSessionRequest,
     "/tokenize": TokenizeRequest,
     "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

@@ -17,8 +17,10 @@ from starlette.requests import ClientDisconnect
 from nereid_client.adapters import Adapters, current_adapter
 from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.fill_in_middle import FillInMiddle
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits
+from nereid_client.request_turns import RequestTurns
 from nereid_client.settings import Settings
 from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming.completion_frame import CompletionFrame
@@ -69,11 +71,13 @@ class Contexts:
     Attributes:
         all: the context of each language model. The first model is the default.
         control: loads and unloads models. None if all models are always loaded.
+        turns: the turns of the clients in starting requests.
         large_bodies: the lock that a request holds while its large body is parsed.
     """
 
     all: tuple[Context, ...]
     control: ModelControl | None = None
+    turns: RequestTurns = field(default_factory=RequestTurns)
     large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -187,7 +191,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         select_context(request, body.get("model"))
         limits = await context_of(request).limits.get()
         if limits is not None:
-            limits.check_size(len(raw), max_prompts)
+            limits.check_size(len(raw), _most_prompts(raw, max_prompts))
             limits.check_members(body)
         return body
     limits = await context_of(request).limits.get()
@@ -198,10 +202,22 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         limits.check_size(int(content_length), max_prompts)
     # A body without a Content-Length is checked after it is read.
     raw = await _read_bytes(request)
-    limits.check_size(len(raw), max_prompts)
+    limits.check_size(len(raw), _most_prompts(raw, max_prompts))
     body = await _parse_object(request, raw)
     limits.check_members(body)
     return body
+
+
+def _most_prompts(raw: bytes, max_prompts: int) -> int:
+    """Return an upper bound for the number of prompts in a body, without parsing the body.
+
+    Each prompt is a string, which needs two quotation marks, or a list, which needs a bracket. The
+    bound lets the frontend refuse a single prompt of many megabytes before it parses the body.
+
+    Example: the body b'{"prompt": "word word"}' has four quotation marks and no bracket, so it
+    has at most two prompts.
+    """
+    return min(max_prompts, raw.count(b'"') // 2 + raw.count(b"["))
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -222,16 +238,18 @@ async def _read_bytes(request: Request) -> bytes:
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in the body of a request.
+    """Return the JSON object in the body of a request, when it is the turn of the client.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, the event loop serves other requests for as long as the parser has taken.
 
     Raises: ApiError 400 if the body is not a JSON object.
     """
+    contexts = contexts_of(request)
+    await contexts.turns.wait(current_client.get().share)
     if len(raw) <= _LARGE_BODY_BYTES:
         return _json_object(raw)
-    async with contexts_of(request).large_bodies:
+    async with contexts.large_bodies:
         started = time.perf_counter()
         try:
             return _json_object(raw)
@@ -240,7 +258,10 @@ async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request, as `_parse_object` does, without a pause."""
+    """Return the JSON object in the body of a request. The event loop is blocked meanwhile.
+
+    Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
+    """
     try:
         body = json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:

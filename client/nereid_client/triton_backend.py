@@ -108,6 +108,18 @@ class Backend(Protocol):
         """
         ...
 
+    async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Read the statistics of the prefix cache, or extend or drop its sessions.
+
+        Args:
+            parameters: `{"cache": "statistics"}`, `{"cache": "extend", "prompt_cache_key": key,
+                "seconds": number}`, or `{"cache": "drop", "prompt_cache_key": key}`. A call with a
+                `client_id` reads or changes only the sessions of this client.
+
+        Raises: BackendError.
+        """
+        ...
+
     async def is_live(self) -> bool:
         """Return whether the server answers."""
         ...
@@ -218,16 +230,29 @@ class TritonBackend:
         return limits
 
     async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
-        """Change the adapters of the executor model, as described by `Backend.change_adapters`.
+        """Change the adapters of the executor model, as described by `Backend.change_adapters`."""
+        answer = await self._call_executor("adapters", parameters)
+        return list(map(str, answer["adapters"]))
+
+    async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Call the prefix cache of the executor model, as described by `Backend.call_cache`."""
+        return await self._call_executor("cache", parameters)
+
+    async def _call_executor(
+        self, request_id: str, parameters: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Send request parameters to the executor model, and return the JSON object of its answer.
 
         The executor model is decoupled, so the request needs a stream. Its input tensors are
-        required, but a request about adapters does not use them.
+        required, but a request without a prompt does not use them.
+
+        Raises: BackendError.
         """
         inputs: list[tuple[str, str, Sequence[Any]]] = [
             (_PROMPT_TOKEN_IDS, "INT32", [0]),
             (_ENVELOPE, "UINT8", [0]),
         ]
-        request = infer_request(self._executor, "adapters", inputs, [_STATE])
+        request = infer_request(self._executor, request_id, inputs, [_STATE])
         for name, value in parameters.items():
             request.parameters[name].string_param = value
         stream = self._calls.stream(request)
@@ -241,7 +266,8 @@ class TritonBackend:
         if message.error_message:
             raise read_error(message.error_message)
         (raw,) = message.infer_response.raw_output_contents
-        return list(map(str, json.loads(raw)["adapters"]))
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
 
     async def _infer(self, request: Any) -> bytes:
         """Send a request to a model, and return the bytes of the only requested output tensor."""

@@ -78,3 +78,35 @@ def test_broken_json_is_a_400_in_the_apis_shape(served):
     with caught.value as answer:
         assert answer.code == 400
         assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+
+
+def test_a_session_is_listed_extended_and_dropped(served, client, model):
+    def call(method, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(served.openai_url + path, data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())
+
+    def cached_tokens():
+        answer = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "Tell me about the sea. " * 12}],
+            max_tokens=4,
+            prompt_cache_key="e2e session",
+            extra_body={"prompt_cache_retention": "1h"},
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    def sessions():
+        return {one["prompt_cache_key"]: one for one in call("GET", "/cache")["sessions"]}
+
+    assert cached_tokens() == 0
+    assert sessions()["e2e session"]["num_tokens"] > 0
+    assert 3000 < sessions()["e2e session"]["expires_in_s"] <= 3600
+    assert cached_tokens() > 0
+    body = {"prompt_cache_key": "e2e session", "prompt_cache_retention": "24h"}
+    assert call("POST", "/cache", body) == {"object": "cache", **body}
+    assert sessions()["e2e session"]["expires_in_s"] > 80_000
+    assert call("DELETE", "/cache?prompt_cache_key=e2e%20session")["num_dropped_tokens"] > 0
+    assert "e2e session" not in sessions()
+    assert cached_tokens() == 0

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nereid_client.anthropic.cache_control import cache_retention
 from nereid_client.anthropic.messages_request import (
     REFUSED_IN_MESSAGES,
     CountTokensRequest,
     MessagesRequest,
 )
+from nereid_client.protocol.common_fields import MAX_CACHE_KEY_LENGTH
 from nereid_client.streaming.field_names import FieldNames
 
 Json = dict[str, Any]
@@ -52,9 +54,33 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
         chat["chat_template_kwargs"] = variables
     if request.thinking is not None and request.thinking.budget_tokens is not None:
         chat["thinking_token_budget"] = request.thinking.budget_tokens
+    chat |= _session_fields(body)
     if chat["messages"][-1]["role"] == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
+
+
+def _session_fields(body: Mapping[str, Any]) -> Json:
+    """Return the fields that retain the cached prefix of a request with a cache_control.
+
+    Requests with the same `metadata.user_id` belong to the same session. Agents send the id of the
+    conversation in this field. The fields prompt_cache_key and prompt_cache_retention take
+    precedence.
+
+    Example: {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "a"}, ...} returns
+    {"prompt_cache_retention": "5m", "prompt_cache_key": "a"}.
+
+    Raises: FieldError if a cache_control is wrong.
+    """
+    retention = cache_retention(body)
+    if retention is None:
+        return {}
+    fields: Json = {"prompt_cache_retention": retention}
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if isinstance(user, str) and len(user) <= MAX_CACHE_KEY_LENGTH:
+        fields["prompt_cache_key"] = user
+    return {name: value for name, value in fields.items() if body.get(name) is None}
 
 
 _TRANSLATED = MessagesRequest.fields_of_frontend() | MessagesRequest.__annotations__.keys()

@@ -21,6 +21,8 @@ _TEXT_ONLY = "the served model reads text only"
 _REFUSED_BLOCKS = {
     "image": "only messages of the user may contain images",
     "document": f"{_TEXT_ONLY}; send the document's text in a text block",
+    "video": "Nereid reads no videos; send some frames of the video as image blocks",
+    "audio": "Nereid reads no audio; send a transcript in a text block",
     "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
     "tool_reference": "Nereid has no tool search; send only tools to offer now",
 }
@@ -37,7 +39,7 @@ class _Block(RequestBody):
 
 
 class _TextBlock(_Block):
-    """A text. The field cache_control has no effect, because all prompts are cached."""
+    """A text. The module cache_control.py reads the field cache_control."""
 
     text: str
 
@@ -177,28 +179,31 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
 
 
 def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
-    """Return one block. Raise a FieldError if its type is not one of `kinds`."""
+    """Return one block of a message. The content of a tool result is a list of blocks itself.
+
+    Raises: FieldError if the type of the block is not one of `kinds`, or a field is wrong.
+    """
     name = block.get("type") if isinstance(block, dict) else None
     kind = kinds.get(name) if isinstance(name, str) else None
-    if kind is not None:
-        read = validated(kind, block, place)
-        if isinstance(read, _ImageBlock):
-            _image_url(read, place)
-        if isinstance(read, _ToolResultBlock):
-            content = _read_blocks(read.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
-            return read.model_copy(update={"content": content})
-        return read
     reason = _REFUSED_BLOCKS.get(str(name))
-    if reason is not None:
+    if kind is None and reason is not None:
         raise FieldError(
             place,
             f"{place} has the type {name}, which is not supported: {reason}. Remove this block.",
         )
-    raise FieldError(
-        place,
-        f"{place} must be a block of the type {' or '.join(kinds)}, but the request has "
-        f"{shown(block if name is None else name)}",
-    )
+    if kind is None:
+        raise FieldError(
+            place,
+            f"{place} must be a block of the type {' or '.join(kinds)}, but the request has "
+            f"{shown(block if name is None else name)}",
+        )
+    read = validated(kind, block, place)
+    if isinstance(read, _ImageBlock):
+        _image_url(read, place)  # raises a FieldError if the source is wrong
+    if isinstance(read, _ToolResultBlock):
+        content = _read_blocks(read.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
+        return read.model_copy(update={"content": content})
+    return read
 
 
 def _joined_text(blocks: Sequence[_Block]) -> str:

@@ -112,10 +112,15 @@ class MessageBuilder:
         return events + self._append(text)
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
-        """Append a piece of a tool call. The first piece of a call starts a block."""
+        """Append a piece of a tool call. The first piece of a call starts a block.
+
+        The calls of a message are numbered from 0, so the last call has the number
+        `_num_calls - 1`.
+        """
         events = []
-        is_current = self._block is not None and self._block.kind == "tool_use"
-        if not is_current or piece["index"] != self._num_calls - 1:
+        is_call_open = self._block is not None and self._block.kind == "tool_use"
+        continues_call = is_call_open and piece["index"] == self._num_calls - 1
+        if not continues_call:
             if piece["index"] < self._num_calls:
                 raise BackendError(
                     "INTERNAL",
@@ -173,7 +178,8 @@ class MessageBuilder:
         self._stop["stop_reason"] = _STOP_REASONS[finish_reason]
         if finish_reason == "stop" and isinstance(stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-        elif finish_reason == "stop" and self._num_calls:  # the request forced one function
+        elif finish_reason == "stop" and self._num_calls:
+            # The request forced one function. Chat completions then have the reason "stop".
             self._stop["stop_reason"] = "tool_use"
         message_delta = {
             "type": "message_delta",

@@ -64,7 +64,7 @@ the model reads, so the edit has no effect.
 
 
 class Tool(RequestBody):
-    """A tool that the client runs. Other fields, such as cache_control, have no effect."""
+    """A tool that the client runs. cache_control.py reads the field cache_control."""
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
@@ -124,9 +124,9 @@ class CountTokensRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     cache_control: Annotated[Any, FRONTEND_ONLY] = None
-    """Accepted without effect here and in all blocks, because all prompts are cached."""
+    """Here or in a block, `ttl` sets the field `prompt_cache_retention`. All prompts are cached."""
     metadata: Annotated[Any, FRONTEND_ONLY] = None
-    """Accepted without effect."""
+    """With a `cache_control`, `user_id` sets the field `prompt_cache_key`."""
     diagnostics: Annotated[Any, FRONTEND_ONLY] = None
     """Accepted without effect."""
     inference_geo: Annotated[Any, FRONTEND_ONLY] = None

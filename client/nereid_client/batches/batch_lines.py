@@ -56,10 +56,10 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | No
     while line := file.readline(max_bytes + 1):
         number += 1
         is_too_long = len(line) > max_bytes and not line.endswith(b"\n")
-        rest = line
-        while is_too_long and rest and not rest.endswith(b"\n"):
-            rest = file.readline(max_bytes + 1)
         if is_too_long:
+            rest = line
+            while rest and not rest.endswith(b"\n"):  # skip the rest of this line
+                rest = file.readline(max_bytes + 1)
             yield number, None
         elif line.strip():
             yield number, line
@@ -185,9 +185,10 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Read the numbers in an existing file, up to its first incomplete line."""
         self._path = path
-        self._file: BinaryIO | None = None
-        self._num_bytes = 0
+        self._file: BinaryIO | None = None  # opened for the first line
+        self._num_bytes = 0  # the size of the complete lines
         self.answered: set[int] = set()
         if path.exists():
             with path.open("rb") as file:
@@ -215,7 +216,8 @@ class ResultFile:
         file = self._file or self._open()
         try:
             num_written = file.write(line)
-            if num_written < len(line):  # the disk is full
+            if num_written < len(line):
+                # The disk is full. The second call raises the error that says so.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)

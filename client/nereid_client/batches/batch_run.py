@@ -56,6 +56,7 @@ class BatchRun:
         client: Client,
         max_line_bytes: int,
     ) -> None:
+        """Create the run of a batch. See the class for the arguments. `run` starts to work."""
         self._batch = batch
         self._store = store
         self._sender = sender
@@ -63,10 +64,10 @@ class BatchRun:
         self._client = client
         self._max_line_bytes = max_line_bytes
         self._folder = store.folder(batch.id)
-        self._timeout: asyncio.Timeout | None = None
+        self._timeout: asyncio.Timeout | None = None  # ends when the batch expires
         self._is_cancelled = False
-        self._save_due = 0.0
-        self._is_answered: set[int] = set()
+        self._save_due = 0.0  # the time from which on the counts are saved again
+        self._recorded: set[int] = set()  # the numbers of the lines that have a result
 
     def cancel(self) -> None:
         """Stop the running requests of the batch, and let the batch end as "cancelled"."""
@@ -125,13 +126,13 @@ class BatchRun:
             ResultFile(self._folder / "output" / "content") as output,
             ResultFile(self._folder / "errors" / "content") as errors,
         ):
-            self._is_answered = output.answered | errors.answered
+            self._recorded = output.answered | errors.answered
             batch.request_counts.completed = len(output.answered)
             batch.request_counts.failed = len(errors.answered)
             left_s = 0.0 if self._is_cancelled else max(batch.expires_at - time.time(), 0.0)
             try:
                 async with asyncio.timeout(left_s) as timeout:
-                    self._timeout = timeout
+                    self._timeout = timeout  # the method `cancel` lets this timeout expire at once
                     await self._send_all(output, errors)
             except TimeoutError:
                 if not timeout.expired():
@@ -145,9 +146,9 @@ class BatchRun:
         self._store.save(batch)
 
     async def _send_all(self, output: ResultFile, errors: ResultFile) -> None:
-        """Send all lines that have no result yet.
+        """Send all lines that have no result yet, several at the same time.
 
-        Raises: OSError.
+        Raises: OSError if a result cannot be stored. The running requests are then cancelled.
         """
         storage_error: OSError | None = None
         parser = LineParser(self._batch.endpoint, self._max_line_bytes)
@@ -155,20 +156,26 @@ class BatchRun:
             with (self._folder / "input").open("rb") as file:
                 lines = read_lines(file, self._max_line_bytes)
                 async with asyncio.TaskGroup() as group:
+                    # A thread reads the file, so that a slow disk does not delay other requests.
                     while (item := await asyncio.to_thread(next, lines, None)) is not None:
-                        number, line = item
-                        try:
-                            request = parser.parse(number, line)
-                        except LineError as error:
-                            self._record_error(errors, number, custom_id_in(line), error)
-                            continue
-                        if number not in self._is_answered:
+                        request = self._parse(parser, *item, errors)
+                        if request is not None and request.number not in self._recorded:
                             await self._slots.acquire()
                             group.create_task(self._send(request, output, errors))
         except* OSError as group_error:
             storage_error = _first_leaf(group_error)
         if storage_error is not None:
             raise storage_error
+
+    def _parse(
+        self, parser: LineParser, number: int, line: bytes | None, errors: ResultFile
+    ) -> LineRequest | None:
+        """Return the request in a line. If the line is wrong, store an error and return None."""
+        try:
+            return parser.parse(number, line)
+        except LineError as error:
+            self._record_error(errors, number, custom_id_in(line), error)
+            return None
 
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
         """Send one line, and store its result.
@@ -200,7 +207,7 @@ class BatchRun:
         self, errors: ResultFile, number: int, custom_id: str | None, error: LineError
     ) -> None:
         """Store an error for a line. If the line has a result already, do nothing."""
-        if number in self._is_answered:
+        if number in self._recorded:
             return
         fields = {"code": error.code, "message": str(error), "param": None, "line": number}
         line = result_line(self._batch.id, number, custom_id, error=fields)
@@ -212,7 +219,7 @@ class BatchRun:
         Raises: OSError.
         """
         file.append(line)
-        self._is_answered.add(number)
+        self._recorded.add(number)
         counts = self._batch.request_counts
         if is_success:
             counts.completed += 1

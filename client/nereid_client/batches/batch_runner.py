@@ -47,17 +47,18 @@ class BatchRunner:
         key_file: KeyFile | None,
         max_line_bytes: int,
     ) -> None:
+        """Start the task that runs the batches. See the class for the arguments."""
         self._store = store
         self._sender = sender
         self._slots = slots
         self._gate = gate
         self._key_file = key_file
         self._max_line_bytes = max_line_bytes
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._ended: set[str] = set()
-        self._clients: dict[str, Client] = {}
-        self._lock: BinaryIO | None = None
-        self._clean_due = 0.0
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}  # by the id of the batch
+        self._ended: set[str] = set()  # the ids of the batches that this process has ended
+        self._clients: dict[str, Client] = {}  # by the name of the client
+        self._lock: BinaryIO | None = None  # the locked file, once this process has the lock
+        self._clean_due = 0.0  # the time from which on expired files are deleted again
         self._wake_up = asyncio.Event()
         self._loop_task = asyncio.create_task(self._run())
 
@@ -119,6 +120,7 @@ class BatchRunner:
                 run.cancel()
 
     def _start(self, batch: Batch) -> BatchRun:
+        """Run a batch in a new task, and return the run. `_on_end` is called at its end."""
         run = BatchRun(
             batch,
             self._store,

@@ -123,8 +123,8 @@ class LineSender:
     async def send(self, path: str, body: bytes, client: Client) -> LineResponse:
         """Send a request and return the response. If the server is overloaded, try again.
 
-        If the server fails during the request, the request is repeated only a few times. The
-        request itself may be the cause of the failure.
+        The waits between the attempts become longer. If the server fails during the request, the
+        request is repeated only a few times, because the request itself may be the cause.
 
         Args:
             path: the path of the route.
@@ -143,9 +143,10 @@ class LineSender:
                     return _line_response(status, headers, raw)
                 while not await self._is_ready():
                     await asyncio.sleep(_READY_CHECK_EVERY_S)
-            else:
-                await asyncio.sleep(max(wait_s, float(headers.get("retry-after", "0"))))
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                continue
+            requested_s = float(headers.get("retry-after", "0"))
+            await asyncio.sleep(max(wait_s, requested_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _call(self, path: str, body: bytes, client: Client) -> tuple[int, Headers, bytes]:
         """Send one request to the application. Return the response's status, headers and body."""

@@ -32,6 +32,7 @@ class FormReader:
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
+        """Create a parser that calls the methods below. See the class for the arguments."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -43,11 +44,15 @@ class FormReader:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._write = write
-        self._header_name = self._header_value = b""
-        self._disposition = b""
+        # The header that is being parsed.
+        self._header_name = b""
+        self._header_value = b""
+        # The part of the form that is being parsed.
+        self._disposition = b""  # the value of its header Content-Disposition
         self._name = ""
         self._is_file = False
         self._text = b""
+
         self._num_parts = 0
         self._is_complete = False
         self._parser = MultipartParser(

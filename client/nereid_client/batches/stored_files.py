@@ -222,22 +222,27 @@ class Upload:
         """
         self._unchecked_bytes += len(data)
         self.num_bytes += len(data)
-        limit = self._store.limits.num_bytes
-        if self._unchecked_bytes >= self._CHECK_EVERY_BYTES or self.num_bytes > limit:
+        is_check_due = self._unchecked_bytes >= self._CHECK_EVERY_BYTES
+        if is_check_due or self.num_bytes > self._store.limits.num_bytes:
             self._unchecked_bytes = 0
-            self._file.flush()
-            num_stored = self._store.num_bytes() + len(data)
-            if num_stored > limit:
-                raise ApiError(
-                    413,
-                    f"With this file, the server would store {num_stored} bytes or more, but the "
-                    f"limit is {limit} (max_stored_file_bytes). Delete files that are no longer "
-                    "needed, or send a smaller file.",
-                    code="request_too_large",
-                    limit="max_stored_file_bytes",
-                )
+            self._check_folder_size(len(data))
         with disk_errors(self._store.folder):
             self._file.write(data)
+
+    def _check_folder_size(self, num_new_bytes: int) -> None:
+        """Raise an ApiError 413 if the folder is too small for `num_new_bytes` more bytes."""
+        self._file.flush()
+        num_stored = self._store.num_bytes() + num_new_bytes
+        limit = self._store.limits.num_bytes
+        if num_stored > limit:
+            raise ApiError(
+                413,
+                f"With this file, the server would store {num_stored} bytes or more, but the "
+                f"limit is {limit} (max_stored_file_bytes). Delete files that are no longer "
+                "needed, or send a smaller file.",
+                code="request_too_large",
+                limit="max_stored_file_bytes",
+            )
 
     def finish(self, owner: str, filename: str, purpose: str, keep_s: int) -> StoredFile:
         """Add the complete file to the store, and return its file object.
@@ -246,7 +251,13 @@ class Upload:
         """
         now = int(time.time())
         file = StoredFile(
-            self._id, owner, self.num_bytes, now, now + keep_s, filename[:255], purpose
+            id=self._id,
+            owner=owner,
+            bytes=self.num_bytes,
+            created_at=now,
+            expires_at=now + keep_s,
+            filename=filename[:255],
+            purpose=purpose,
         )
         with disk_errors(self._store.folder):
             self._file.flush()

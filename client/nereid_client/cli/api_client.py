@@ -43,9 +43,10 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
         with error:
             text = error.read().decode(errors="replace")
         try:
-            raise CliError(json.loads(text)["error"]["message"]) from None
+            message = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            raise CliError(f"{url} answered with the status {error.code}: {text[:200]}") from None
+            message = f"{url} answered with the status {error.code}: {text[:200]}"
+        raise CliError(message) from None
     except (OSError, ValueError) as error:
         raise CliError(
             f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "

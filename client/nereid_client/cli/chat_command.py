@@ -99,9 +99,9 @@ def _converse(url: str, fields: Json, opening: list[Json]) -> int:
 
 
 def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bool:
-    """Send a message and print the response.
+    """Send a message and print the response. With Ctrl-C, the user stops the response.
 
-    Mutates: messages, unless the request failed.
+    Mutates: messages. The message and the response are appended, unless the request failed.
 
     Returns: whether the request succeeded.
     """

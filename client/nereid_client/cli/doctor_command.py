@@ -95,15 +95,18 @@ def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
         variable = VARIABLES[name]
         is_set = bool(environment.get(variable))
         value = str(getattr(settings, name))
-        rows.append(_row(variable, "***" if name in _SECRET_SETTINGS and value else value, is_set))
-    frontend = set(VARIABLES.values())
+        if value and name in _SECRET_SETTINGS:
+            value = "***"
+        rows.append(_row(variable, value, is_set=is_set))
+    # The remaining variables are settings of the models, whose defaults the frontend does not know.
+    frontend_variables = set(VARIABLES.values())
     for variable in sorted(environment):
-        if variable.startswith("NEREID_") and variable not in frontend:
-            rows.append(_row(variable, environment[variable], True))
+        if variable.startswith("NEREID_") and variable not in frontend_variables:
+            rows.append(_row(variable, environment[variable], is_set=True))
     return rows
 
 
-def _row(variable: str, value: str, is_set: bool) -> dict[str, str]:
+def _row(variable: str, value: str, *, is_set: bool) -> dict[str, str]:
     source = "environment" if is_set else "default"
     return {"variable": variable, "value": value, "source": source}
 

@@ -39,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (serve_command, chat_command, template_command, install_server_command):
         command.add_parser(commands)
-        command_parser = commands.choices[list(commands.choices)[-1]]
+    for command_parser in commands.choices.values():
+        # `_explain_unknown` compares an unknown flag with these names.
         command_parser.set_defaults(flags=list(command_parser._option_string_actions))
     return parser
 

@@ -1,6 +1,5 @@
 """`nereid complete`, `embed`, `rerank` and `models`: one request to a running server."""
 
-import itertools
 import sys
 from typing import Annotated
 
@@ -68,12 +67,11 @@ def embed(
         return
     vectors = np.array([item["embedding"] for item in answer["data"]], dtype=np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    columns = ["", "text", *(str(number + 1) for number in range(len(given)))]
+    numbers = range(1, len(given) + 1)
+    similarities = (vectors @ vectors.T).tolist()
+    columns = ["", "text", *map(str, numbers)]
     rows = [
-        [number + 1, text, *similarities]
-        for number, (text, similarities) in enumerate(
-            zip(given, (vectors @ vectors.T).tolist(), strict=True)
-        )
+        [number, text, *row] for number, text, row in zip(numbers, given, similarities, strict=True)
     ]
     title = f"Cosine similarities, {vectors.shape[1]} dimensions, model {answer['model']}"
     print_table(columns, rows, title)
@@ -95,10 +93,9 @@ def rerank(
     if as_json:
         print_json(answer)
         return
-    ranks = itertools.count(1)
     rows = [
-        [next(ranks), float(result["relevance_score"]), given[result["index"]]]
-        for result in answer["results"]
+        [rank, float(result["relevance_score"]), given[result["index"]]]
+        for rank, result in enumerate(answer["results"], start=1)
     ]
     print_table(["rank", "score", "document"], rows, f"Model {answer['model']}")
 

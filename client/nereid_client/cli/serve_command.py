@@ -149,7 +149,7 @@ class _OneLanguageModel:
         path = path or repository.parent / "demo" / "chat"
         self.path: Path = path.expanduser().absolute()
         startup_checks.check_checkpoint(self.path)
-        self.pooling_models = pooling_models.choose(args, repository)
+        self.pooling_models = pooling_models.choose_pooling_models(args, repository)
         name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
         self.name: str = name or self.path.resolve().name
 
@@ -195,12 +195,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
     if args.lora:
         environment["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
-    if os.environ.get("NEREID_GRPC_URL") not in (None, "", grpc_url):
-        complain(
-            f"nereid: NEREID_GRPC_URL={os.environ['NEREID_GRPC_URL']} has no effect, because "
-            f"`nereid serve` starts its own Triton server, whose gRPC endpoint is {grpc_url}. "
-            "`python -m nereid_client` runs the frontend for another server."
-        )
+    _warn_about_other_server(grpc_url)
     return environment | {
         "NEREID_MODEL": str(model),
         "NEREID_SERVED_MODEL_NAME": name,
@@ -208,6 +203,17 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         "NEREID_METRICS_URL": _metrics_url(args),
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
+
+
+def _warn_about_other_server(grpc_url: str) -> None:
+    """Print a warning if the environment names a Triton server other than the own one."""
+    other_url = os.environ.get("NEREID_GRPC_URL")
+    if other_url not in (None, "", grpc_url):
+        complain(
+            f"nereid: NEREID_GRPC_URL={other_url} has no effect, because `nereid serve` starts its "
+            f"own Triton server, whose gRPC endpoint is {grpc_url}. `python -m nereid_client` runs "
+            "the frontend for another server."
+        )
 
 
 def _absolute_adapter(value: str) -> str:

@@ -58,6 +58,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_flags(model: "argparse._ArgumentGroup") -> None:
+    """Add the flags that describe the language model, such as --model and --max-model-len.
+
+    The descriptions of the engine's flags come from the schema of the backend's settings.
+    """
     model.add_argument(
         "--model",
         type=Path,
@@ -92,6 +96,7 @@ def _add_model_flags(model: "argparse._ArgumentGroup") -> None:
 
 
 def _add_endpoint_flags(endpoints: "argparse._ArgumentGroup") -> None:
+    """Add the flags of the addresses, of the ports and of the frontend's settings."""
     endpoints.add_argument(
         "--host",
         help="The address on which all servers listen. The default is 127.0.0.1. The variable "

@@ -5,6 +5,7 @@ all tokens of the document are computed, and the largest dot product is selected
 document is the sum of the selected dot products (MaxSim).
 """
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,10 +22,11 @@ from nereid_client.embeddings.pooling_backend import (
 from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
-_PROMPTS = {"query": "query", "documents": "document"}
-"""Maps each input tensor of a reranker to the name of the prompt for the texts in the tensor.
+_PROMPTS = {"query": ("query",), "documents": ("document", "passage", "corpus")}
+"""Maps each input tensor of a reranker to the possible names of the prompt for its texts.
 
-A prompt is a text that the embedding model puts before each text.
+A prompt is a text that the embedding model puts before each text. The first name for which the
+model has a prompt is used. With the prompt "query", a model such as ColBERT also adds mask tokens.
 """
 
 
@@ -46,7 +48,9 @@ async def choose_scorer(request: Request, name: str | None) -> ServedModel:
     except ApiError:
         try:
             served = await choose_model(request, name, (EMBEDDING,))
-        except ApiError:
+        except ApiError as error:
+            if error.status == 503:  # the model exists, but cannot be used now
+                raise
             served = None
         if served is None or not uses_late_interaction(served):
             raise
@@ -69,15 +73,19 @@ async def late_interaction(
     """
     vectors: list[list[Floats]] = []
     counts = []
-    for tensor, prompt in _PROMPTS.items():
+    prompts = served.info.get("prompts", {})
+    for tensor, names in _PROMPTS.items():
         texts = ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
-        prompt_name = prompt if prompt in served.info.get("prompts", {}) else None
+        prompt_name = next((name for name in names if name in prompts), None)
         options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
         outputs = await call_model(request, served, texts, options)
         vectors.append(rows_of(outputs))
         counts.append(outputs.arrays["num_tokens"])
     queries, documents = vectors
-    scores = max_sim(queries * len(documents) if len(queries) == 1 else queries, documents)
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    # A thousand documents take a tenth of a second or more, in which other requests must run.
+    scores = await asyncio.to_thread(max_sim, queries, documents)
     return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(counts)}, {})
 
 
@@ -85,12 +93,15 @@ def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:
     """Return the score of each pair of a query and a document.
 
     Example: for the query vectors [[1, 0], [0, 1]] and the document vectors [[0.5, 0], [0, 0.25]],
-    the score is 0.5 + 0.25 = 0.75.
+    the score is 0.5 + 0.25 = 0.75. A document without vectors has the score 0.
 
     Args:
         queries: for each pair, the vectors of the query, [num_tokens, dimension].
         documents: for each pair, the vectors of the document, [num_tokens, dimension].
     """
     pairs = zip(queries, documents, strict=True)
-    scores = [(query @ document.T).max(axis=1, initial=-np.inf).sum() for query, document in pairs]
+    scores = [
+        (query @ document.T).max(axis=1).sum() if len(document) else 0.0
+        for query, document in pairs
+    ]
     return np.array(scores, dtype=np.float32)

@@ -47,6 +47,7 @@ _OUTPUTS = {
     "sparse": "sparse weights",
     "score": "scores of pairs of texts",
     "classify": "the probabilities of labels",
+    "token_classify": "the probabilities of labels for each token",
 }
 """Descriptions of the kinds of output, for error messages."""
 _CHAT_ROUTE = "POST /v1/chat/completions"
@@ -101,9 +102,11 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     candidates: list[str] = []
     problems: list[ApiError] = []
     models = pooling_models_of(request)
-    for target in [target for kind in kinds for target in models.targets if target.kind == kind]:
+    targets = [target for kind in kinds for target in models.targets if target.kind == kind]
+    for target in targets:
         if name is not None and target.names and name not in target.names:
-            candidates.append(target.names[0])  # the model does not have to be loaded to know this
+            # The names are known, so a model that cannot match is not loaded.
+            candidates.append(target.names[0])
             continue
         try:
             model = await models.find(target)
@@ -139,7 +142,9 @@ async def check_language_model(request: Request, name: str | None) -> None:
         await context_of(request).adapters.select(None, context_of(request).settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    for context in contexts.all if name not in pooling_names else ():
+    # For the name of a pooling model, the server need not be queried for its adapters.
+    possible_contexts = contexts.all if name not in pooling_names else ()
+    for context in possible_contexts:
         if await context.adapters.select(name, context.settings.model_name):
             request.state.context = context
             return
@@ -179,7 +184,7 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
     Args:
         served: the model.
-        kind: "dense", "sparse", "multi_vector", "score" or "classify".
+        kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
 
     Raises: ApiError 400 that names the kinds of output that the model can compute.
     """
@@ -229,10 +234,10 @@ async def call_model(
 
     Raises: ApiError, BackendError. The error names a request field instead of a tensor.
     """
-    for values in (*inputs.tensors.values(), options.values()):
-        for value in values:
-            if isinstance(value, str):
-                check_unicode(value)
+    values = [value for tensor in inputs.tensors.values() for value in tensor]
+    for value in (*values, *options.values()):
+        if isinstance(value, str):
+            check_unicode(value)
     call = PoolingCall(served.model, unique_request_id(request), inputs.tensors, options)
     try:
         outputs = await sse.unless_disconnected(

@@ -193,7 +193,10 @@ class PoolingModels:
         return self._known[model]
 
     async def all(self) -> list[ServedModel]:
-        """Return all pooling models that are served. Models that do not answer are left out."""
+        """Return all pooling models that are served. Models that do not answer are left out.
+
+        The models that are not loaded stay unloaded. They are returned without properties.
+        """
         models = []
         for target in self.targets:
             if self._residence is not None and not await self._residence.is_loaded(target.model):
@@ -219,8 +222,9 @@ def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArr
     inputs = []
     for name, values in tensors.items():
         datatype = _INPUT_TYPES.get(name, "BYTES")
-        strings = [value.encode() for value in values] if datatype == "BYTES" else None
-        inputs.append((name, datatype, values if strings is None else strings))
+        if datatype == "BYTES":
+            values = [value.encode() for value in values]
+        inputs.append((name, datatype, values))
     return inputs
 
 

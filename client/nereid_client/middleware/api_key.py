@@ -76,14 +76,19 @@ class ApiKey:
             current_client.reset(token)
 
     def _client(self, headers: Headers) -> Client | None:
-        """Return the client that sent a request, or None if the API key is missing or wrong."""
+        """Return the client that sent a request, or None if the API key is missing or wrong.
+
+        A key in the key file belongs to a client with a name. The client has no name if it sent the
+        key in the setting api_key, or if the server requires no key. The header X-Client-Id can
+        then give the client's share.
+        """
         key = _key_in(headers)
         client_of_key = self._key_file.find(key) if self._key_file is not None else None
         if client_of_key is not None:
             return client_of_key
-        needs_key = bool(self._key) or self._key_file is not None
-        is_own_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
-        if needs_key and not is_own_key:
+        requires_key = bool(self._key) or self._key_file is not None
+        is_main_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
+        if requires_key and not is_main_key:
             return None
         share = headers.get(CLIENT_HEADER, "")
         return Client(share=share) if share else ANONYMOUS

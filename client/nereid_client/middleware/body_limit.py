@@ -40,10 +40,11 @@ class BodyLimit:
         timeout_s: float,
         metrics: RequestMetrics,
     ) -> None:
+        """Create the middleware. See the class for the arguments."""
         self._app = app
         self._max_bytes = max_bytes
         self._total = SharedBudget(max_total_bytes)
-        self._timeout_s = timeout_s or None
+        self._timeout_s = timeout_s or None  # None means no limit
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,12 +61,14 @@ class BodyLimit:
         num_received = 0
         is_complete = False
         loop = asyncio.get_running_loop()
-        deadline = self._timeout_s and loop.time() + self._timeout_s
+        deadline = None if self._timeout_s is None else loop.time() + self._timeout_s
 
         # The exception handler of the application sends the errors and counts them in the metric.
         async def receive_counted() -> Message:
             nonlocal num_received, is_complete
             try:
+                # After the body, the next message reports that the client has disconnected. The
+                # wait for this message has no limit.
                 async with asyncio.timeout_at(None if is_complete else deadline) as timeout:
                     message = await receive()
             except TimeoutError:

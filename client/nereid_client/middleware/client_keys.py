@@ -121,9 +121,11 @@ class Client:
         priority: int | None = None,
         usages: Usages | None = None,
     ) -> None:
+        """Create a client. See the class for the arguments. Without `entry`, it has no limits."""
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
+        # Both buckets have no limit (0) until `update` sets the limits of the entry.
         self._requests = Bucket(0, usages, f"requests of {name}")
         self._tokens = Bucket(0, usages, f"tokens of {name}")
         self.update(entry or KeyEntry(key="unused"), now=0.0)
@@ -198,11 +200,12 @@ class KeyFile:
         clock: Callable[[], float] = time.monotonic,
         usages: Usages | None = None,
     ) -> None:
+        """Read the key file. See the class for the arguments."""
         self._path = path
         self._clock = clock
         self._usages = usages
-        self._clients: dict[str, Client] = {}
-        self._digests: list[tuple[bytes, Client]] = []
+        self._clients: dict[str, Client] = {}  # by name
+        self._digests: list[tuple[bytes, Client]] = []  # the hash of each client's key
         self._version = self._current_version()
         self._check_due = clock() + _CHECK_EVERY_S
         self._load()

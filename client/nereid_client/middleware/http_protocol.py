@@ -26,9 +26,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     timeout_s: float = 0.0
 
+    # The timer closes the connection, unless the headers of a request arrive in time.
     _timer: asyncio.TimerHandle | None = None
+    # Whether the headers of the current request are complete.
     _has_headers = False
+    # The bytes that were received since the last complete headers.
     _num_header_bytes = 0
+    # Whether the bytes that were received last completed the headers or the body of a request.
     _has_progress = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
@@ -46,7 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_progress = False
-        super().data_received(data)
+        super().data_received(data)  # calls the methods below, which change the attributes
         if self._has_headers or self._has_progress:
             return
         self._num_header_bytes += len(data)

@@ -177,6 +177,7 @@ class CountRequests:
             status = status or 500  # Starlette sends this response after all middleware
             raise
         finally:
+            # If no response has started, the client closed the connection.
             status = status or _CLIENT_CLOSED_REQUEST
             duration_s = time.monotonic() - arrived
             route = self._path(scope)

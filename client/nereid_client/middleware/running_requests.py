@@ -59,7 +59,7 @@ class RunningRequests:
             is_own = caller.client in ("", request.client)
             if is_named and is_own and not request.timeout.expired():
                 request.is_aborted = True
-                request.timeout.reschedule(now)
+                request.timeout.reschedule(now)  # the middleware Timeouts then ends the request
                 num_aborted += 1
         return num_aborted
 

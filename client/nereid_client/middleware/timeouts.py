@@ -45,6 +45,7 @@ class Timeouts:
         metrics: RequestMetrics,
         running: RunningRequests,
     ) -> None:
+        """Create the middleware. See the class for the arguments."""
         self._app = app
         self._running = running
         self._limit_s = limit_s
@@ -61,7 +62,8 @@ class Timeouts:
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
             return
-        limit_s = min(filter(None, (self._limit_s, requested_s)), default=None)
+        limits_s = [limit for limit in (self._limit_s, requested_s) if limit]  # 0 means no limit
+        limit_s = min(limits_s, default=None)
         response = _ObservedResponse(send)
         state = scope.setdefault("state", {})
         try:

@@ -12,7 +12,10 @@ import base64
 import hashlib
 from importlib import resources
 
+from fastapi import APIRouter
 from starlette.responses import HTMLResponse
+
+router = APIRouter()
 
 PATH = "/"
 
@@ -72,7 +75,9 @@ _HEADERS = {
 }
 
 
-def playground_page() -> HTMLResponse:
+@router.get(PATH, include_in_schema=False)
+@router.head(PATH, include_in_schema=False)
+async def playground_page() -> HTMLResponse:
     """Return the playground."""
     return HTMLResponse(_PLAYGROUND, headers=_HEADERS)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.cache_requests import Retention
 from nereid_client.protocol.field_checks import (
     check_logit_bias,
     check_response_format,
@@ -37,6 +38,7 @@ FRONTEND_ONLY = "frontend only"
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
+MAX_CACHE_KEY_LENGTH = 256
 SERVICE_TIER = "default"
 """The service tier of every response."""
 INT64_LIMIT = 2**63
@@ -186,8 +188,12 @@ class GenerationRequest(RequestBody):
     """Accepted without effect."""
     safety_identifier: Annotated[Any, FRONTEND_ONLY] = None
     """Accepted without effect."""
-    prompt_cache_key: Annotated[Any, FRONTEND_ONLY] = None
-    """Accepted without effect."""
+    prompt_cache_key: Annotated[str | None, Field(max_length=MAX_CACHE_KEY_LENGTH)] = None
+    """The name of a session. Its cached prefixes are evicted last until 5 minutes after its last
+    request. Among sessions, the largest loses blocks first."""
+    prompt_cache_retention: Retention | None = None
+    """The time of a session: `in_memory` (5 minutes with a `prompt_cache_key`, otherwise none),
+    `5m`, `1h` or `24h`."""
 
     @classmethod
     def fields_of_frontend(cls) -> frozenset[str]:

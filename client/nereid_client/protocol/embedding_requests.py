@@ -170,10 +170,11 @@ class EmbeddingRequest(EmbeddingOptions):
                 input_type selects one. Its value "passage" also selects the prompt "document".
         """
         options = self.options()
+        if options["prompt_name"] or options["prompt"]:
+            return options
         input_type = self.input_type or ""
-        names = (input_type, {"passage": "document"}.get(input_type, ""))
-        if not options["prompt_name"] and not options["prompt"]:
-            options["prompt_name"] = next((name for name in names if name in prompts), None)
+        names = [input_type, "document"] if input_type == "passage" else [input_type]
+        options["prompt_name"] = next((name for name in names if name in prompts), None)
         return options
 
     @field_validator("input")
@@ -185,8 +186,17 @@ class EmbeddingRequest(EmbeddingOptions):
 class VectorsRequest(EmbeddingRequest):
     """The body of `POST /pooling`, in vLLM's format."""
 
-    task: Literal["embed", "token_embed"] | None = None
-    """Whether to return one vector for each text or one for each token."""
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+    """Whether to return one vector for each text or one for each token, or the probabilities of
+    labels for each text or for each token. By default, the model determines the task."""
+    use_activation: bool | None = None
+    """False returns logits instead of probabilities."""
+
+    @property
+    def classifier_options(self) -> dict[str, Any]:
+        """The JSON object for the input `options` of a classifier."""
+        activation = "none" if self.use_activation is False else None
+        return {"activation": activation, "truncate": self.truncates}
 
 
 class TeiEmbedRequest(EmbeddingOptions):

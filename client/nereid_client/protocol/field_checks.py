@@ -127,7 +127,7 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
         names = [_function_name(choice)]
     elif isinstance(choice, Mapping) and kind == "allowed_tools":
         names = _allowed_names(choice.get("allowed_tools"))
-    if names and all(names):
+    if names and all(names):  # the choice names at least one function, and none without a name
         return names
     raise FieldError(
         "tool_choice",

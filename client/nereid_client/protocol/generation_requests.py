@@ -216,11 +216,14 @@ class CompletionRequest(GenerationRequest):
     def sampling_parameters(self) -> dict[str, Any]:
         """Return the JSON object for the ensemble's input `sampling_parameters`.
 
+        The engine generates `n` choices and does not know `best_of`. The object therefore has the
+        larger of both numbers as `n`, and the frontend later selects the best choices.
+
         Example: {"prompt": "a", "max_tokens": 5, "best_of": 3} returns {"max_tokens": 5, "n": 3}.
         """
+        names = PASSED_ON - {"n"}
         given = self.model_dump(exclude_none=True)
-        fields = {name: value for name, value in given.items() if name in PASSED_ON}
-        fields.pop("n", None)
+        fields = {name: value for name, value in given.items() if name in names}
         if self.num_generated > 1:
             fields["n"] = self.num_generated
         if self.only_prompt:

@@ -76,7 +76,6 @@ REFUSED_IN_CHAT = {
     "verbosity": Refusal(
         "chat templates have no such variable; ask for the desired length in a message", ("medium",)
     ),
-    "prompt_cache_retention": Refusal(_CACHE_EVICTION, ("in_memory",)),
     "prompt_cache_options": Refusal(_CACHE_EVICTION),
     # SGLang
     "input_ids": Refusal("only /v1/completions accepts token ids, in its field prompt"),

@@ -51,7 +51,7 @@ class RequestLimits:
             raise self._error(
                 f"the size of the request body is {num_bytes} bytes, but the limit is {limit} "
                 "bytes (max_request_bytes)",
-                None,
+                param=None,
             )
 
     def check_members(self, body: Mapping[str, Any]) -> None:
@@ -59,14 +59,15 @@ class RequestLimits:
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
-        for name, limit in (
-            ("messages", self.max_messages),
-            ("input", _ITEMS_PER_MESSAGE * self.max_messages),
-        ):
+        max_items = {
+            "messages": self.max_messages,
+            "input": _ITEMS_PER_MESSAGE * self.max_messages,
+        }
+        for name, limit in max_items.items():
             items = body.get(name)
             if isinstance(items, list) and len(items) > limit:
                 raise self._error(
-                    f"{name} has {len(items)} items, but at most {limit} items fit", name
+                    f"{name} has {len(items)} items, but at most {limit} items fit", param=name
                 )
         prompt = body.get("prompt")
         prompts = prompt if isinstance(prompt, list) else [prompt]
@@ -74,9 +75,9 @@ class RequestLimits:
             prompts = [prompts]
         is_truncated = body.get("truncate_prompt_tokens") is not None
         for item in prompts:
-            self._check_prompt(item, is_truncated)
+            self._check_prompt(item, is_truncated=is_truncated)
 
-    def _check_prompt(self, prompt: object, is_truncated: bool) -> None:
+    def _check_prompt(self, prompt: object, *, is_truncated: bool) -> None:
         """Check the length of one prompt, which is a text or a list of token ids.
 
         Args:
@@ -87,12 +88,12 @@ class RequestLimits:
             raise self._error(
                 f"the prompt has at least {len(prompt)} bytes, but the limit is "
                 f"{self.max_prompt_bytes} bytes (max_prompt_bytes)",
-                "prompt",
+                param="prompt",
             )
         if isinstance(prompt, list) and len(prompt) > self.max_model_len and not is_truncated:
-            raise self._error(f"prompt has {len(prompt)} tokens", "prompt")
+            raise self._error(f"prompt has {len(prompt)} tokens", param="prompt")
 
-    def _error(self, problem: str, param: str | None) -> ApiError:
+    def _error(self, problem: str, *, param: str | None) -> ApiError:
         return ApiError(
             400,
             f"Input tokens exceed the configured limit: {problem}. The limit is "

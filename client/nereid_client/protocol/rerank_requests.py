@@ -59,6 +59,7 @@ class RerankRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_ranked_texts(self) -> Self:
+        """Check that the request has either documents or texts, and that the list is not empty."""
         if (self.documents is None) == (self.texts is None):
             given = "neither of them" if self.documents is None else "both of them"
             raise FieldError(

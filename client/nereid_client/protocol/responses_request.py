@@ -215,6 +215,8 @@ class ResponsesRequest(GenerationRequest):
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools
         names = [tool["function"]["name"] for tool in tools or ()]
+        # A call of the model has only the joined name. If two tools had the same joined name, the
+        # namespace of the call would be unknown.
         for name in functions_in_namespaces(self.tools or ()):
             if names.count(name) > 1:
                 raise FieldError(

@@ -1,6 +1,6 @@
 """Request bodies of `POST /predict` and `POST /decode`, in TEI's format."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -16,9 +16,13 @@ class PredictRequest(PoolingRequest):
     """A text, or a list of lists that each contain one text."""
     raw_scores: bool | None = None
     """Whether scores are returned without the activation function."""
+    aggregation_strategy: Literal["none", "simple"] | None = None
+    """For classifiers of tokens: `simple`, the default, joins neighbouring tokens with the same
+    label. `none` returns each labelled token."""
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
+        """Check that `inputs` is a text, or a list of lists that each contain one text."""
         items = self.inputs if self.is_batch else [self.inputs]
         for item in items:
             text = item[0] if isinstance(item, list) and len(item) == 1 else item

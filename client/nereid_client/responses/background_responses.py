@@ -78,7 +78,10 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            changed = self._changed  # `record` sets this event, and then replaces it
+            # The order of these three lines matters. `changed` is read before the events, so that
+            # events which are recorded later end the wait below: `record` sets this object, and
+            # then replaces it. `is_over` is read before the events, so that no last event is lost.
+            changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
             position += len(new_events)
@@ -111,14 +114,15 @@ class Responses:
         metrics: RequestMetrics,
         worker: WorkerPlace | None = None,
     ) -> None:
+        """Open the store of the responses. See the class for the arguments."""
         if worker is None:
             self.store = Store(limits)
         else:
             self.store = Store(limits, path=worker.responses_path, worker=worker.number)
         self._gate = gate
-        self._limit_s = limit_s or None
+        self._limit_s = limit_s or None  # None means no limit
         self._metrics = metrics
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the id of the running response
 
     def start(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Start to generate a response in the background.

@@ -17,6 +17,18 @@ FindItem = Callable[[str], Json | None]
 """A function that returns the output item with this id, or None if no stored response has it."""
 
 _ROLES = ("user", "assistant", "system", "developer")
+_REMEDIES = {
+    **dict.fromkeys(
+        ("input_audio", "audio", "audio_url"),
+        "Nereid reads no audio. Send a transcript as input_text.",
+    ),
+    **dict.fromkeys(
+        ("input_video", "video", "video_url"),
+        "Nereid reads no videos. Send some frames of the video as input_image.",
+    ),
+    "input_file": "Nereid reads no files. Send the text of the file as input_text.",
+}
+"""What a client can send instead of a part of a type that is refused."""
 _TEXTS = ("input_text", "output_text", "text")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
@@ -232,12 +244,8 @@ def _text(part: object, place: str) -> str:
     if kind == "refusal":
         return _string(part, "refusal", place, may_be_empty=True)
     if kind not in _TEXTS:
-        raise _wrong(
-            f"{place}.type",
-            "input_text, output_text, text or refusal",
-            kind,
-            "Only messages of the user may contain images.",
-        )
+        remedy = _REMEDIES.get(str(kind), "Only messages of the user may contain images.")
+        raise _wrong(f"{place}.type", "input_text, output_text, text or refusal", kind, remedy)
     return _string(part, "text", place, may_be_empty=True)
 
 

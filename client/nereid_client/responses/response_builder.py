@@ -43,6 +43,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, request_fields: Json, *, is_queued: bool = False) -> None:
+        """Create a response without output. See the class for the arguments."""
         self._request_fields = request_fields
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
@@ -50,13 +51,14 @@ class ResponseBuilder:
         self._current_item: TextItem | CallItem | None = None
         self._num_calls = 0
         self._logprobs = LogprobMatcher()
+        # If the request asks for a summary, the reasoning is sent as the summary.
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
         self._reasoning_kind = SUMMARY if has_summary else REASONING
         self._usage: Usage | None = None
         self._error: Json | None = None
-        self._incomplete: Json | None = None
-        self._completed_at: int | None = None
-        self._sequence_number = 0
+        self._incomplete: Json | None = None  # the reason if the response is incomplete
+        self._completed_at: int | None = None  # the Unix time in seconds
+        self._sequence_number = 0  # of the next event
 
     @property
     def id(self) -> str:

@@ -32,6 +32,8 @@ def request_fields(
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
+        "prompt_cache_key": request.prompt_cache_key,
+        "prompt_cache_retention": request.prompt_cache_retention,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.effort, "summary": request.summary},
         "service_tier": SERVICE_TIER,

@@ -167,11 +167,12 @@ class Store:
         path: str = ":memory:",
         worker: int = 0,
     ) -> None:
+        """Open the database. See the class for the arguments."""
         self._limits = limits
         self._now = now
         self._worker = worker
-        self._running: dict[str, Running] = {}  # by id; only those of this process
-        self._timer: asyncio.TimerHandle | None = None
+        self._running: dict[str, Running] = {}  # the running responses of this process, by id
+        self._timer: asyncio.TimerHandle | None = None  # deletes the responses that expire
         self._database = Database(path, _SCHEMA)
 
     def __len__(self) -> int:
@@ -284,10 +285,12 @@ class Store:
             "WHERE id = ? AND (worker IS NOT NULL OR expires_at > ?)",
             (response_id, self._now()),
         )
-        if row is None or row[0] != current_client_name():
+        if row is None:
             return None
         owner, worker, is_background, response, context, events = row
-        if worker is not None:
+        if owner != current_client_name():
+            return None
+        if worker is not None:  # the response still runs, in the process with this number
             return self._running.get(response_id) or RunningElsewhere(worker)
         items = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
         return StoredResponse(
@@ -320,6 +323,7 @@ class Store:
         self._database.close()
 
     def _insert(self, record: StoredResponse) -> None:
+        """Add a response that has ended, and the ids of its items, to the database."""
         self._database.execute(
             "INSERT INTO responses (id, owner, num_bytes, expires_at, is_background, response, "
             "context, events) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

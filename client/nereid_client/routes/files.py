@@ -126,10 +126,20 @@ def _upload_fields(fields: dict[str, str]) -> Json:
 
     Example: {"expires_after[anchor]": "created_at"} returns {"expires_after": {"anchor":
     "created_at"}}.
+
+    Raises: ApiError 400 if the form has the same field as a text and as an object.
     """
     parsed: Json = {}
     for name, text in fields.items():
         outer, bracket, inner = name.removesuffix("]").partition("[")
+        is_object = isinstance(parsed.get(outer, {} if bracket else ""), dict)
+        if is_object != bool(bracket):
+            raise ApiError(
+                400,
+                f"{outer} must occur once, but the form has {outer} and fields such as "
+                f"{outer}[name].",
+                param=outer,
+            )
         if bracket:
             parsed.setdefault(outer, {})[inner] = text
         else:

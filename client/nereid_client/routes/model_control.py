@@ -52,6 +52,7 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
             "`nereid serve --config FILE` serves the models of a file.",
             code="model_updates_disabled",
         )
+    # Only clients with a key of the key file have a name. The key in NEREID_API_KEY has no name.
     if current_client.get().name:
         raise ApiError(
             403,

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
+    Floats,
     encode_list,
     envelope,
     json_response,
@@ -16,36 +17,80 @@ from nereid_client.embeddings.model_choice import (
     read_request,
     require_kind,
 )
-from nereid_client.embeddings.pooling_backend import EMBEDDING
+from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
+from nereid_client.embeddings.token_labels import tokens_of
+from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import VectorsRequest
 from nereid_client.request_context import request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
-_KINDS = {"embed": "dense", "token_embed": "multi_vector"}
-"""Maps the field `task` to a kind of output."""
+_TASKS = {
+    "embed": (EMBEDDING, "dense"),
+    "token_embed": (EMBEDDING, "multi_vector"),
+    "classify": (RERANK, "classify"),
+    "token_classify": (RERANK, "token_classify"),
+}
+"""Maps the field `task` to a kind of model and a kind of output."""
 
 
-@router.post("/pooling", summary="Compute vectors (vLLM's format)")
+@router.post("/pooling", summary="Compute vectors or labels (vLLM's format)")
 async def pooling(request: Request) -> Response:
-    """Return the vectors of the texts, as vLLM does.
+    """Return vectors of the texts, or the probabilities of labels, as vLLM does.
 
     With task="embed", each text has one vector. With task="token_embed", each token has one vector.
-    The default depends on the model.
+    With task="classify", each text has one probability for each label. With task="token_classify",
+    each token does. The default depends on the model.
     """
     body = await read_request(request, VectorsRequest)
-    served = await choose_model(request, body.model, (EMBEDDING,))
-    default_kind = served.info["kinds"][0]
-    if default_kind == "sparse":  # the route /embed_sparse returns sparse weights
-        default_kind = "dense"
-    kind = _KINDS[body.task] if body.task else default_kind
+    models = (EMBEDDING, RERANK) if body.task is None else (_TASKS[body.task][0],)
+    served = await choose_model(request, body.model, models)
+    kind = _TASKS[body.task][1] if body.task else _default_kind(served)
     require_kind(served, kind)
-    outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
+    if served.kind == RERANK:
+        outputs = await _classify(request, served, body)
+        rows = _rows_of_classifier(outputs, kind)
+    else:
+        outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
+        rows = rows_of(outputs)
     write = WRITERS[body.vector_type]
     items = (
         f'{{"index":{index},"object":"pooling","data":{write(row)}}}'
-        for index, row in enumerate(rows_of(outputs))
+        for index, row in enumerate(rows)
     )
     members = envelope("pool", request_id_of(request), served.name)
     members["usage"] = usage_of(outputs)
     return json_response(members, "data", await encode_list(items))
+
+
+def _default_kind(served: ServedModel) -> str:
+    """Return the kind of output of a model for a request without `task`."""
+    default: str = served.info["kinds"][0]
+    # The route /embed_sparse returns sparse weights, and a reranker's scores need pairs of texts.
+    return {"sparse": "dense", "score": "classify"}.get(default, default)
+
+
+async def _classify(request: Request, served: ServedModel, body: VectorsRequest) -> PoolingOutputs:
+    """Return the outputs of a classifier.
+
+    Raises: ApiError 400 if the inputs are not texts.
+    """
+    if set(body.input.tensors) != {"texts"}:
+        raise ApiError(
+            400,
+            "input must be a text or a list of texts for a classifier, but the request has token "
+            "ids or content parts.",
+            param="input",
+        )
+    return await call_model(request, served, body.input, body.classifier_options)
+
+
+def _rows_of_classifier(outputs: PoolingOutputs, kind: str) -> list[Floats]:
+    """Split the outputs of a classifier into one float32 array for each text.
+
+    The shape of an array is [num_labels] for the kind "classify", and [num_tokens, num_labels] for
+    the kind "token_classify".
+    """
+    if kind == "token_classify":
+        return [probabilities for probabilities, _ in tokens_of(outputs)]
+    return list(outputs.arrays["probabilities"])

@@ -33,6 +33,7 @@ from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
 from nereid_client.responses.response_store import RunningElsewhere, Store, StoredResponse
 from nereid_client.responses.truncation import generate_truncated
+from nereid_client.routes.files import page
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
 from nereid_client.triton_backend import Generation
@@ -176,25 +177,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
     items: list[Json] = json.loads(found.context)
     if query.order == "desc":
         items.reverse()
-    begin = 0
-    if query.after is not None:
-        ids = [item["id"] for item in items]
-        if query.after not in ids:
-            raise ApiError(
-                404,
-                f"The field `after` must be the id of an input item of {response_id}, but it is "
-                f"{shown(query.after)}",
-                param="after",
-            )
-        begin = ids.index(query.after) + 1
-    page = items[begin : begin + query.limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": begin + query.limit < len(items),
-    }
+    return page(items, query.limit, query.after)
 
 
 def _responses(request: Request) -> Responses:

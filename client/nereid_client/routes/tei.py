@@ -12,8 +12,14 @@ from nereid_client.embeddings.model_choice import (
     read_request,
     require_kind,
 )
-from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, ServedModel
-from nereid_client.errors import BackendError
+from nereid_client.embeddings.pooling_backend import (
+    EMBEDDING,
+    RERANK,
+    PoolingOutputs,
+    ServedModel,
+)
+from nereid_client.embeddings.token_labels import labelled_groups, labelled_tokens, tokens_of
+from nereid_client.errors import ApiError, BackendError
 from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
 from nereid_client.request_context import (
     context_of,
@@ -34,15 +40,46 @@ _DECODE_NAMES = FieldNames({"prompt": "ids"})
 async def predict(request: Request) -> list[Any]:
     """Return the labels of a text and their scores. The label with the highest score is first.
 
+    A classifier of tokens returns the labelled parts of the text instead, with their characters.
     If the request has a list of texts, return such a list for each text.
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
-    require_kind(served, "classify")
+    labels_tokens = "token_classify" in served.info.get("kinds", ())
+    if not labels_tokens:
+        require_kind(served, "classify")
+        _check_no_aggregation(body)
     options = {"activation": "none" if body.raw_scores else None, "truncate": body.truncates}
     outputs = await call_model(request, served, body.model_inputs, options)
-    results = [_predictions(row, served) for row in outputs.arrays["probabilities"].tolist()]
+    if labels_tokens:
+        results = _labelled_parts(body, outputs, served)
+    else:
+        results = [_predictions(row, served) for row in outputs.arrays["probabilities"].tolist()]
     return results if body.is_batch else results[0]
+
+
+def _check_no_aggregation(body: PredictRequest) -> None:
+    """Raise an error if a request to a classifier of whole texts has aggregation_strategy."""
+    if body.aggregation_strategy is not None:
+        raise ApiError(
+            400,
+            "aggregation_strategy requires a model that classifies single tokens, but the served "
+            "model classifies whole texts. Leave the field out.",
+            param="aggregation_strategy",
+        )
+
+
+def _labelled_parts(
+    body: PredictRequest, outputs: PoolingOutputs, served: ServedModel
+) -> list[list[dict[str, Any]]]:
+    """Return the labelled parts of each text."""
+    label_parts = labelled_tokens if body.aggregation_strategy == "none" else labelled_groups
+    labels = labels_of(served, outputs.arrays["probabilities"].shape[1])
+    texts = body.model_inputs.tensors["texts"]
+    return [
+        label_parts(text, probabilities, offsets, labels)
+        for text, (probabilities, offsets) in zip(texts, tokens_of(outputs), strict=True)
+    ]
 
 
 @router.post("/decode", summary="Convert token ids to texts (TEI's format)")

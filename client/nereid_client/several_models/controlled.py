@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from nereid_client.embeddings.pooling_backend import PoolingBackend, PoolingCall, PoolingOutputs
 from nereid_client.errors import BackendError
@@ -68,6 +69,17 @@ class ControlledBackend:
         if self._control.is_unloaded(self._name):
             raise BackendError("UNAVAILABLE", "The model is not loaded.")
         return await self._backend.change_adapters(parameters)
+
+    async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Read or change the prefix cache. See `Backend.call_cache`.
+
+        This call does not load the model.
+
+        Raises: BackendError.
+        """
+        if self._control.is_unloaded(self._name):
+            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        return await self._backend.call_cache(parameters)
 
     async def is_live(self) -> bool:
         """Return whether the server answers."""

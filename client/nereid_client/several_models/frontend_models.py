@@ -34,9 +34,10 @@ def create_contexts(
     if make_backend is not None or not settings.models_file:
         backend = make_backend() if make_backend else TritonBackend(url, settings.ensemble)
         return Contexts((Context(settings, ClientBackend(backend, metrics)),))
-    specs = read_models_file(Path(settings.models_file))
-    control = ModelControl(specs, TritonCalls(url))
-    contexts = [_context(settings, metrics, spec, control) for spec in specs if spec.kind == "llm"]
+    models = read_models_file(Path(settings.models_file))
+    control = ModelControl(models.specs, TritonCalls(url), models.memory_budget)
+    llms = [spec for spec in models.specs if spec.kind == "llm"]
+    contexts = [_context(settings, metrics, spec, control) for spec in llms]
     return Contexts(tuple(contexts), control)
 
 

@@ -10,10 +10,13 @@ from typing import Protocol
 
 from nereid_client.embeddings.pooling_backend import PoolingTarget
 from nereid_client.errors import ApiError, BackendError
+from nereid_client.several_models.model_memory import format_bytes
 from nereid_client.several_models.models_file import ModelSpec
 
 _IDLE_CHECK_EVERY_S = 0.5
 _UNLOAD_CHECK_EVERY_S = 0.05
+# A model that uses memory for longer than this time after it was unloaded is not waited for.
+_UNLOAD_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +42,13 @@ class Repository(Protocol):
         """Return whether a model accepts requests."""
         ...
 
+    async def uses_memory(self, names: Sequence[str]) -> bool:
+        """Return whether one of the models is loaded, is being loaded or is being unloaded.
+
+        Raises: BackendError.
+        """
+        ...
+
 
 @dataclass
 class ModelState:
@@ -47,6 +57,7 @@ class ModelState:
     Attributes:
         is_loaded: whether the model is loaded. None means that the frontend does not know, for
             example after a request failed because the server was not available.
+        is_loading: whether the model is being loaded. Its memory is then reserved.
         is_unloaded_by_client: whether a client has unloaded the model. Requests then do not load
             the model again.
         num_requests: the number of requests that use the model now.
@@ -56,6 +67,7 @@ class ModelState:
 
     spec: ModelSpec
     is_loaded: bool | None = None
+    is_loading: bool = False
     is_unloaded_by_client: bool = False
     num_requests: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -70,10 +82,15 @@ class ModelControl:
     Args:
         specs: the models.
         repository: the model repository of the Triton server.
+        memory_budget: the memory of all loaded models together in bytes. None means no limit.
     """
 
-    def __init__(self, specs: Sequence[ModelSpec], repository: Repository) -> None:
+    def __init__(
+        self, specs: Sequence[ModelSpec], repository: Repository, memory_budget: int | None = None
+    ) -> None:
         self._repository = repository
+        self._memory_budget = memory_budget
+        self._memory_lock = asyncio.Lock()  # held while models are unloaded for another model
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None
         if any(spec.entry.idle_unload_s for spec in specs):
@@ -179,9 +196,9 @@ class ModelControl:
                 )
             if state.is_loaded:
                 return
-            if state.is_loaded is None and await self._repository.is_model_ready(
-                state.spec.triton_name
-            ):
+            name = state.spec.triton_name
+            # None: the frontend does not know whether the model is loaded, so it asks the server.
+            if state.is_loaded is None and await self._repository.is_model_ready(name):
                 state.is_loaded = True
                 return
             try:
@@ -195,8 +212,20 @@ class ModelControl:
                 ) from None
 
     async def _load(self, state: ModelState) -> None:
+        """Load a model. If the memory budget requires it, unload idle models first.
+
+        Raises: BackendError if the model cannot be loaded.
+        """
         started = time.monotonic()
-        await self._repository.load_model(state.spec.triton_name)
+        if self._memory_budget is not None and state.is_loaded is not True:
+            await self._make_room(state, self._memory_budget)
+        try:
+            await self._repository.load_model(state.spec.triton_name)
+        except asyncio.CancelledError:
+            state.is_loaded = None  # the server may still finish loading
+            raise
+        finally:
+            state.is_loading = False
         state.is_loaded = True
         state.last_used = time.monotonic()
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
@@ -206,14 +235,42 @@ class ModelControl:
         await self._repository.unload_model(state.spec.triton_name)
         _log.info("Unloaded the model %s", state.spec.name)
 
+    async def _make_room(self, state: ModelState, budget: int) -> None:
+        """Unload idle models until a model fits into the memory budget, and reserve its memory.
+
+        The model whose last request ended first is unloaded first.
+
+        Raises: BackendError if the models with running requests leave too little memory.
+        """
+        needed = _memory_of(state)
+        async with self._memory_lock:
+            others = [other for other in self._states.values() if other is not state]
+            for other in others:
+                if other.is_loaded is None and not other.lock.locked():
+                    other.is_loaded = await self._repository.is_model_ready(other.spec.triton_name)
+            while sum(map(_memory_of, filter(_uses_memory, others))) + needed > budget:
+                candidates = [other for other in others if _can_be_unloaded(other)]
+                if not candidates:
+                    raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
+                await self._unload_for_memory(min(candidates, key=lambda other: other.last_used))
+            state.is_loading = True
+
+    async def _unload_for_memory(self, state: ModelState) -> None:
+        """Unload an idle model, and wait until its processes have ended."""
+        # Nothing holds the lock, so no other task runs before this task holds the lock.
+        async with state.lock:
+            await self._unload(state)
+            names = [state.spec.triton_name, *state.spec.steps.values()]
+            deadline = time.monotonic() + _UNLOAD_TIMEOUT_S
+            while await self._repository.uses_memory(names) and time.monotonic() < deadline:
+                await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
+
     async def _unload_idle_models(self) -> None:
         """Unload each model that has been idle for longer than its setting `idle_unload_s`."""
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():
-                limit_s = state.spec.entry.idle_unload_s
-                is_idle = state.num_requests == 0 and time.monotonic() > state.last_used + limit_s
-                if not (limit_s and is_idle) or state.is_loaded is False or state.lock.locked():
+                if not _is_idle(state):
                     continue
                 async with state.lock:
                     try:
@@ -222,3 +279,42 @@ class ModelControl:
                         _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
                         state.is_loaded = None
                         state.last_used = time.monotonic()
+
+
+def _memory_of(state: ModelState) -> int:
+    """Return the memory of a model in bytes."""
+    return state.spec.memory.total if state.spec.memory is not None else 0
+
+
+def _uses_memory(state: ModelState) -> bool:
+    """Return whether the memory of a model counts towards the memory budget now."""
+    return state.is_loading or state.is_loaded is not False
+
+
+def _can_be_unloaded(state: ModelState) -> bool:
+    """Return whether a model can be unloaded at once, because no request uses the model."""
+    return bool(state.is_loaded) and not state.num_requests and not state.lock.locked()
+
+
+def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: int) -> str:
+    """Return the error message for a model that does not fit into the memory budget."""
+    used = [other.spec for other in others if _uses_memory(other)]
+    sizes = ", ".join(f"{spec.name} {spec.memory.describe()}" for spec in used if spec.memory)
+    memory = state.spec.memory
+    assert memory is not None  # every model has an estimate if there is a budget
+    return (
+        f"The model needs {memory.describe()}, but memory_budget is {format_bytes(budget)}, and "
+        f"models with running requests use {sizes}. Try again later, or raise memory_budget."
+    )
+
+
+def _is_idle(state: ModelState) -> bool:
+    """Return whether a model has been idle for longer than its setting `idle_unload_s`.
+
+    A model without this setting is never idle, and neither is a model that is unloaded or that is
+    being loaded or unloaded.
+    """
+    limit_s = state.spec.entry.idle_unload_s
+    if not limit_s or state.num_requests > 0 or state.is_loaded is False or state.lock.locked():
+        return False
+    return time.monotonic() > state.last_used + limit_s

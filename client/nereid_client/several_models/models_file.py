@@ -1,5 +1,7 @@
 """Reads the file models.toml. Each table of this file describes one model.
 
+    memory_budget = "12GiB"          # optional: the memory of all loaded models together
+
     [chat]                           # the name of the model in requests
     model = "/models/chat"           # the folder of the checkpoint
     aliases = ["gpt-4o"]             # more names
@@ -16,13 +18,22 @@ Requests without the field `model` use the first language model.
 
 import re
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from nereid_client.settings import SettingsError
+from nereid_client.several_models.model_memory import (
+    ModelMemory,
+    default_kv_cache,
+    estimate_memory,
+    format_bytes,
+    parse_size,
+)
 
+_BUDGET = "memory_budget"
 Kind = Literal["llm", "embedding", "rerank"]
 _STEPS = ("tokenizer", "executor", "postprocessor")
 
@@ -56,6 +67,7 @@ class ModelSpec(BaseModel):
             the name of the ensemble.
         path: the absolute path of the checkpoint.
         entry: the table of the file.
+        memory: the estimated memory of the model. None without a memory budget.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,6 +76,7 @@ class ModelSpec(BaseModel):
     triton_name: str
     path: Path
     entry: ModelEntry
+    memory: ModelMemory | None = None
 
     @property
     def kind(self) -> Kind:
@@ -84,10 +97,28 @@ class ModelSpec(BaseModel):
         return {step: f"{self.triton_name}-{step}" for step in _STEPS}
 
 
-def read_models_file(path: Path) -> list[ModelSpec]:
-    """Return the models in a file, in the order of the file.
+@dataclass(frozen=True)
+class ModelsFile:
+    """The content of a file models.toml.
 
-    The first language model is the default model.
+    Attributes:
+        specs: the models, in the order of the file. The first language model is the default model.
+        memory_budget: the memory of all loaded models together in bytes. None means that the file
+            sets no limit.
+    """
+
+    specs: list[ModelSpec]
+    memory_budget: int | None = None
+
+    @property
+    def specs_at_start(self) -> list[ModelSpec]:
+        """The models that the server loads when it starts: the default model and others."""
+        default = next(spec for spec in self.specs if spec.kind == "llm")
+        return [spec for spec in self.specs if spec.entry.load_at_start or spec is default]
+
+
+def read_models_file(path: Path) -> ModelsFile:
+    """Return the content of a file.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
@@ -95,6 +126,12 @@ def read_models_file(path: Path) -> list[ModelSpec]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"models_file: the file {path} cannot be read ({error}).") from None
+    budget = None
+    if _BUDGET in tables and not isinstance(tables[_BUDGET], dict):
+        try:
+            budget = parse_size(_BUDGET, tables.pop(_BUDGET))
+        except SettingsError as error:
+            raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
     specs = []
     for name, table in tables.items():
         try:
@@ -110,7 +147,44 @@ def read_models_file(path: Path) -> list[ModelSpec]:
             ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
         )
     _check_names(specs, path)
-    return specs
+    models = ModelsFile(specs)
+    return models if budget is None else _with_memory(models, budget, path)
+
+
+def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
+    """Return the models with their memory, and with a size of the KV cache of language models.
+
+    Raises: SettingsError if a model, or the models that are loaded at the start, need more memory
+        than the budget.
+    """
+    specs = []
+    for spec in models.specs:
+        extra = dict(spec.entry.model_extra or {})
+        if spec.kind == "llm":
+            extra.setdefault("kv_cache_memory", str(default_kv_cache(budget)))
+        entry = ModelEntry.model_validate(spec.entry.model_dump() | extra)
+        try:
+            memory = estimate_memory(spec.path, entry.settings)
+        except SettingsError as error:
+            raise SettingsError(f"models_file: [{spec.name}] in the file {path}: {error}") from None
+        if memory.total > budget:
+            raise SettingsError(
+                f"models_file: [{spec.name}] in the file {path} needs {memory.describe()}, but "
+                f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
+                "kv_cache_memory of the model."
+            )
+        specs.append(spec.model_copy(update={"entry": entry, "memory": memory}))
+    models = ModelsFile(specs, budget)
+    loaded = [(spec.name, spec.memory) for spec in models.specs_at_start if spec.memory]
+    total = sum(memory.total for _, memory in loaded)
+    if total > budget:
+        sizes = ", ".join(f"{name} {memory.describe()}" for name, memory in loaded)
+        raise SettingsError(
+            f"models_file: the models that the file {path} loads at the start need "
+            f"{format_bytes(total)} together ({sizes}), but memory_budget is "
+            f"{format_bytes(budget)}. Set load_at_start = false for some of them."
+        )
+    return models
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:

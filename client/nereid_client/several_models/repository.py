@@ -30,25 +30,26 @@ def write_repository(
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
         if spec.kind == "llm":
-            steps = spec.steps
-            _copy(folder / spec.triton_name, source / "llm", {}, steps)
-            for step, name in steps.items():
-                _copy(folder / name, source / step, settings, {})
+            # The ensemble has no settings of its own. Its steps have the settings of the model.
+            _copy(folder / spec.triton_name, source / "llm", settings={}, steps=spec.steps)
+            for step, name in spec.steps.items():
+                _copy(folder / name, source / step, settings=settings, steps={})
         else:
             settings["served_model_name"] = spec.name
-            _copy(folder / spec.triton_name, source / spec.kind, settings, {})
+            _copy(folder / spec.triton_name, source / spec.kind, settings=settings, steps={})
 
 
 def _copy(
-    folder: Path, source: Path, settings: Mapping[str, str], steps: Mapping[str, str]
+    folder: Path, source: Path, *, settings: Mapping[str, str], steps: Mapping[str, str]
 ) -> None:
     """Copy one model of the repository.
 
     Args:
         folder: the folder of the copy. Its name is the name of the model.
         source: the folder of the original.
-        settings: the settings of the copy. They replace all settings of the original.
-        steps: maps the name of each step of an ensemble to the new name.
+        settings: the settings of the copy. They replace all settings of the original. If empty, the
+            settings of the original are copied.
+        steps: maps the name of each step of an ensemble to the new name. Empty for other models.
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())

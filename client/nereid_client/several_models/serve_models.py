@@ -38,10 +38,16 @@ class ServedModels:
     """
 
     def __init__(self, file: Path) -> None:
+        """Read the file, and check the checkpoint of each model.
+
+        The messages of errors name the flag --config and the table of the model instead of the
+        setting models_file and the flag --model.
+        """
         try:
-            self.specs = read_models_file(file)
+            models = read_models_file(file)
         except SettingsError as error:
             raise CliError(str(error).replace("models_file", "--config", 1)) from None
+        self.specs = models.specs
         for spec in self.specs:
             try:
                 startup_checks.check_checkpoint(spec.path)
@@ -51,10 +57,9 @@ class ServedModels:
         self._file = file
 
         default = next(spec for spec in self.specs if spec.kind == "llm")
-        self.path, self.name = default.path, default.name
-        self._specs_at_start = [
-            spec for spec in self.specs if spec.entry.load_at_start or spec is default
-        ]
+        self.path = default.path
+        self.name = default.name
+        self._specs_at_start = models.specs_at_start
 
     @property
     def pooling_models(self) -> list[PoolingModel]:
@@ -103,6 +108,8 @@ class ServedModels:
             variables = {
                 f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
             }
+            # The check covers all models of the repository, also if only the settings of a pooling
+            # model are given here. The language model then needs a checkpoint, too.
             variables.setdefault("NEREID_MODEL", str(self.path))
             try:
                 startup_checks.check_model_settings(

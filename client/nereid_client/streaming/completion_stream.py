@@ -90,7 +90,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
             is_last = "finish_reason" in delta
             part = self._logprobs[number].add(text, entries, is_last=is_last)
             choice["logprobs"] = part if entries else None
-        return [self.chunk(choice | _token_ids(self._options, delta, delta))]
+        return [self.chunk(choice | _token_ids(self._options, first=delta, delta=delta))]
 
 
 _CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
@@ -169,7 +169,7 @@ def _whole_choice(
         choice["logprobs"] = joined(parts)
     if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(first.get("prompt_logprobs", []))
-    return choice | _token_ids(options, first, total)
+    return choice | _token_ids(options, first=first, delta=total)
 
 
 def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
@@ -186,7 +186,7 @@ def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
     return prompt_usage
 
 
-def _token_ids(options: CompletionOptions, first: Delta, delta: Delta) -> Json:
+def _token_ids(options: CompletionOptions, *, first: Delta, delta: Delta) -> Json:
     """Return the fields with token ids.
 
     Args:

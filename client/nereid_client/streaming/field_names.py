@@ -32,11 +32,13 @@ class FieldNames:
         api_error = to_api_error(error)
         if api_error.status != 400:
             return api_error
-        message, param = (
-            text and self._pattern.sub(lambda match: self._names[match[1]], text)
-            for text in (api_error.message, api_error.param)
-        )
-        return ApiError(400, message or "", param=param, code=api_error.code)
+        message = self._rename_start(api_error.message)
+        param = None if api_error.param is None else self._rename_start(api_error.param)
+        return ApiError(400, message, param=param, code=api_error.code)
+
+    def _rename_start(self, text: str) -> str:
+        """Replace the field's name at the start of a text, if there is one."""
+        return self._pattern.sub(lambda match: self._names[match[1]], text)
 
     async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
         """Yield deltas unchanged, and rename the fields in an error of the backend.

@@ -22,15 +22,13 @@ def chat_logprobs(entries: Iterable[TokenLogprob], *, tokens_as_ids: bool = Fals
         entries: the log-probabilities of the generated tokens.
         tokens_as_ids: whether a token is named by its id, such as "token_id:17".
     """
-    content = [
-        _chat_entry(entry, tokens_as_ids=tokens_as_ids)
-        | {
-            "top_logprobs": [
-                _chat_entry(top, tokens_as_ids=tokens_as_ids) for top in entry["top_logprobs"]
-            ]
-        }
-        for entry in entries
-    ]
+    content = []
+    for entry in entries:
+        chat_entry = _chat_entry(entry, tokens_as_ids=tokens_as_ids)
+        chat_entry["top_logprobs"] = [
+            _chat_entry(top, tokens_as_ids=tokens_as_ids) for top in entry["top_logprobs"]
+        ]
+        content.append(chat_entry)
     return {"content": content, "refusal": None}
 
 
@@ -78,10 +76,11 @@ class CompletionLogprobs:
             logprobs: the log-probabilities of these tokens. The first token has no entry. Its text
                 is the text of the prompt before the second token.
         """
-        tokens = [""]
-        for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
-            tokens.append((entries or {})[str(token_id)]["decoded_token"] or "")
-        tokens[0] = _first_token(self._text, tokens[1:])
+        later_tokens = [
+            (entries or {})[str(token_id)]["decoded_token"] or ""
+            for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True)
+        ]
+        tokens = [_first_token(self._text, later_tokens), *later_tokens]
         part = _empty()
         for token, token_id, entries in zip(tokens, token_ids, logprobs, strict=True):
             part["tokens"].append(self._token_name(token, token_id))
@@ -91,15 +90,12 @@ class CompletionLogprobs:
                 part["top_logprobs"].append(None)
                 continue
             part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
-            part["top_logprobs"].append(
-                {
-                    self._token_name(top["decoded_token"] or "", int(top_id)): _finite(
-                        top["logprob"]
-                    )
-                    for top_id, top in entries.items()
-                }
-            )
-        self._position = self._base + len(self._text)
+            likely_tokens = {}
+            for likely_id, likely in entries.items():
+                name = self._token_name(likely["decoded_token"] or "", int(likely_id))
+                likely_tokens[name] = _finite(likely["logprob"])
+            part["top_logprobs"].append(likely_tokens)
+        self._position = self._base + len(self._text)  # the text of the deltas follows the prompt
         return part
 
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:

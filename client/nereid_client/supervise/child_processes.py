@@ -147,18 +147,19 @@ class ChildProcess:
         self._process.kill()
         self._process.wait()
 
-    def stop(self, grace_s: float, hurry: Waiter) -> None:
+    def stop(self, grace_s: float, wait: Waiter) -> None:
         """End the program with SIGTERM, or with SIGKILL if it still runs after `grace_s` seconds.
 
         Args:
             grace_s: the seconds between SIGTERM and SIGKILL.
-            hurry: returns True to kill the program at once.
+            wait: waits between two checks. If it returns True, the program is killed at once.
         """
         if self._process.poll() is None:
             self._process.terminate()
         deadline = time.monotonic() + grace_s
         while self._process.poll() is None and time.monotonic() < deadline:
-            if hurry(0.05):
+            must_hurry = wait(0.05)
+            if must_hurry:
                 break
         if self._process.poll() is None:
             self._process.kill()
@@ -198,25 +199,28 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants(grace_s: float, hurry: Waiter, keep: Collection[int] = ()) -> list[str]:
-    """End all descendants of this process.
+def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) -> list[str]:
+    """End all descendants of this process: first with SIGTERM, and then with SIGKILL.
 
     Args:
         grace_s: the seconds between SIGTERM and SIGKILL.
-        hurry: returns True to send SIGKILL at once.
+        wait: waits between two checks. If it returns True, SIGKILL is sent at once.
         keep: ids of processes that continue to run, with their descendants.
 
     Returns: the names and ids of the processes that were running, such as "python3 (17)".
     """
-    found = _descendants(keep)
-    names = [f"{_command(pid)} ({pid})" for pid in found]
-    _signal_all(found, signal.SIGTERM)
+    running = _descendants(keep)
+    names = [f"{_command(pid)} ({pid})" for pid in running]
+    _signal_all(running, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while (found := _descendants(keep)) and time.monotonic() < deadline:
-        if hurry(0.05):
+    while _descendants(keep) and time.monotonic() < deadline:
+        must_hurry = wait(0.05)
+        if must_hurry:
             break
-    while found := _descendants(keep):  # a process may have started another one in the meantime
-        _signal_all(found, signal.SIGKILL)
+    # A process may start another one before it is killed. The loop therefore ends only when no
+    # process is left, and no process can survive SIGKILL.
+    while running := _descendants(keep):
+        _signal_all(running, signal.SIGKILL)
         time.sleep(0.02)
     return names
 

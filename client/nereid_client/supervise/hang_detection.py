@@ -80,6 +80,7 @@ class HangWatch(threading.Thread):
         probe: Probe,
         limit_s: float,
     ) -> None:
+        """Create the thread. See the class for the arguments. `start` starts the thread."""
         super().__init__(daemon=True)
         self.finding: str | None = None
         self._frontend = frontend

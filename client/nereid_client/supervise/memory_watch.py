@@ -79,6 +79,7 @@ class MemoryWatch:
         kill: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Compute the limits. See the class for the arguments. Only tests give the functions."""
         self._processes = processes or read_processes
         self._memory = memory or read_memory
         self._kill = kill or _kill
@@ -86,22 +87,24 @@ class MemoryWatch:
         self._clock = clock
         total = self._memory().total
         self._budget = budget or int(total * _DEFAULT_SHARE)
+        # If fewer bytes are available, the largest process is killed.
         self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
+        # The time at which each process above the budget was found, by process id.
         self._over_since: dict[int, float] = {}
-        self._due = 0.0
+        self._check_due = 0.0  # the time of the next check
 
     def check(self) -> None:
         """Kill a process that uses too much memory. Check the memory at most once a second."""
         now = self._clock()
-        if now < self._due:
+        if now < self._check_due:
             return
-        self._due = now + _CHECK_EVERY_S
+        self._check_due = now + _CHECK_EVERY_S
         found = self._processes()
         over = {process.pid: process for process in found if process.num_bytes > self._budget}
         self._over_since = {pid: self._over_since.get(pid, now) for pid in over}
         for pid, since in self._over_since.items():
             process = over[pid]
-            if since == now:
+            if since == now:  # the process was below the budget at the last check
                 self._complain(
                     f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but "
                     f"the budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
@@ -127,7 +130,7 @@ class MemoryWatch:
         self._over_since.pop(process.pid, None)
         self._kill(process.pid)
         # The kernel needs time to free the memory, and the process needs time to start again.
-        self._due = self._clock() + _TOLERATED_S
+        self._check_due = self._clock() + _TOLERATED_S
 
 
 def read_processes() -> list[ProcessMemory]:
@@ -145,24 +148,41 @@ def read_processes() -> list[ProcessMemory]:
 def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
     """Return the memory of the machine, or of the container if its limit is smaller."""
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
-    total, available = 1024 * meminfo["MemTotal"], 1024 * meminfo["MemAvailable"]
-    for folder, names in (
-        (cgroup, ("memory.max", "memory.current", "inactive_file")),
-        (
+    total = 1024 * meminfo["MemTotal"]
+    available = 1024 * meminfo["MemAvailable"]
+    for container in (
+        _container_memory(cgroup, "memory.max", "memory.current", "inactive_file"),
+        _container_memory(
             cgroup / "memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
         ),
     ):
+        if container is not None and container.total < total:
+            total = container.total
+            available = min(available, container.available)
+    return Memory(total, available)
+
+
+def _container_memory(folder: Path, limit: str, used: str, cached: str) -> Memory | None:
+    """Return the memory of a container, or None if it has no limit.
+
+    Args:
+        folder: the folder of the control group.
+        limit: the name of the file with the limit.
+        used: the name of the file with the used bytes.
+        cached: the entry of memory.stat with the bytes of files that can be freed at once.
+    """
+    try:
         # Outside of a container, the file is missing. In a container without a memory limit, the
         # file contains "max".
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / names[0]).read_text())
-            used = int((folder / names[1]).read_text())
-            stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")
-            if limit < total:
-                total = limit
-                available = min(available, limit - used + stat.get(names[2], 0))
-    return Memory(total, available)
+        limit_bytes = int((folder / limit).read_text())
+        used_bytes = int((folder / used).read_text())
+        stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")
+    except (OSError, ValueError):
+        return None
+    return Memory(limit_bytes, limit_bytes - used_bytes + stat.get(cached, 0))
 
 
 def _numbers(text: str, pattern: str) -> dict[str, int]:
@@ -178,8 +198,9 @@ def _describe(pid: int) -> str:
     words = command_line(pid)
     if "-m" in words[:-1]:
         return f"the process {words[words.index('-m') + 1].rpartition('.')[2]}"
-    if words and words[0].endswith("triton_python_backend_stub"):
-        return f"the process of the model {Path(*words[1:2]).parent.parent.name}"
+    if len(words) > 1 and words[0].endswith("triton_python_backend_stub"):
+        model_file = Path(words[1])  # MODEL/VERSION/model.py
+        return f"the process of the model {model_file.parent.parent.name}"
     return f"the process {Path(words[0]).name}" if words else f"process {pid}"
 
 

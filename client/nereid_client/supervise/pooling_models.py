@@ -70,22 +70,28 @@ def add_flags(group: "argparse._ArgumentGroup") -> None:
         )
 
 
-def choose(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
+def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
     """Return the pooling models to serve.
 
     The checkpoint of a model is that of the flag, else that of the environment variable, else that
-    of the demo, if it exists.
+    of the demo, if it exists. Without a checkpoint, or with the value "none", the model is not
+    served.
+
+    Args:
+        args: the flags of `nereid serve`.
+        repository: the model repository. A demo is served only if it has the model.
 
     Raises: CliError if a path is not a checkpoint, or the model repository lacks the model.
     """
     models = []
     for flag, (kind, demo_folder, _) in _FLAGS.items():
-        given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-        given = given or os.environ.get(_variable(kind, "MODEL"))
+        attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
+        given = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
+        if given == NOT_SERVED:
+            continue
         has_model = (repository / kind / "config.pbtxt").is_file()
         demo = repository.parent / "demo" / demo_folder
-        has_demo = has_model and demo.is_dir()
-        if given == NOT_SERVED or not (given or has_demo):
+        if not given and not (has_model and demo.is_dir()):
             continue
         if not has_model:
             raise CliError(

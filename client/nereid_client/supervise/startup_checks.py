@@ -14,7 +14,7 @@ from nereid_client.settings import Settings, SettingsError, settings_from_enviro
 from nereid_client.supervise import weight_files
 from nereid_client.workers.worker_pool import check_settings
 
-_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 # A module of the backend that checks the backend's settings. The module runs as a separate program,
 # because the client package must not import the backend package.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
@@ -30,8 +30,8 @@ def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> Non
     """
     if not _OLDEST_PYTHON <= running <= _NEWEST_PYTHON:
         raise CliError(
-            f"Nereid requires Python 3.11 or 3.12, but this is Python {running[0]}.{running[1]}. "
-            "Create the virtual environment again with one of them."
+            f"Nereid requires Python 3.11, 3.12 or 3.13, but this is Python {running[0]}."
+            f"{running[1]}. Create the virtual environment again with one of these versions."
         )
 
 
@@ -47,7 +47,8 @@ def check_embedded_numpy(installed: str | None = None) -> None:
     if int(installed.split(".")[0]) >= 2:
         raise CliError(
             f"The embedded Triton server requires numpy 1, but numpy {installed} is installed. "
-            "Run: pip install 'numpy<2'"
+            "Run: pip install 'numpy<2'. There are no wheels of numpy 1 for Python 3.13, so use "
+            "Python 3.11 or 3.12 with this server."
         )
 
 

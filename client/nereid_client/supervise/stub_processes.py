@@ -53,18 +53,20 @@ class StubWatch:
         self,
         server: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
         can_unload: bool = False,
     ) -> None:
+        """Start to observe without any known stub. See the class for the arguments."""
+        self.are_models_loaded = False
+        self.has_crashed = False
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
-        self.are_models_loaded = False
-        self._models: dict[int, str] = {}
-        self._dead_since: dict[int, float] = {}
-        self._rescan_due = 0.0
-        self._check_due = 0.0
-        self._waiting_since: float | None = None
-        self.has_crashed = False
+        self._models: dict[int, str] = {}  # the model of each known stub, by process id
+        self._dead_since: dict[int, float] = {}  # by the process id of a dead stub
+        self._rescan_due = 0.0  # the time of the next search for new stubs
+        self._check_due = 0.0  # the time of the next check whether the server waits for a stub
+        self._waiting_since: float | None = None  # None while the server waits for no stub
 
     def dead_model(self) -> str | None:
         """Return the name of a model whose stub has died, or None if all are alive."""

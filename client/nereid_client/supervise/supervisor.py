@@ -41,20 +41,25 @@ class Supervisor:
     """
 
     def __init__(self, plan: ServePlan) -> None:
+        """Create a supervisor for the programs in `plan`. `run` starts the programs."""
         self._plan = plan
-        self._stop = threading.Event()
-        self._hurry = threading.Event()
+        self._stop = threading.Event()  # set by the first signal
+        self._hurry = threading.Event()  # set by the second signal
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
-        self._is_announced = False
+        self._is_announced = False  # whether all programs have been ready once
         self._hang_watches: list[HangWatch] = []
         self._memory = MemoryWatch(plan.max_process_memory, complain)
-        self._programs: list[SupervisedProgram] = []
+        self._programs: list[SupervisedProgram] = []  # the Triton server, then the frontend
         self._fork_server: ChildProcess | None = None
 
     @property
     def _server(self) -> SupervisedProgram:
         return self._programs[0]
+
+    @property
+    def _frontend(self) -> SupervisedProgram:
+        return self._programs[1]
 
     def run(self) -> int:
         """Run the programs until the end, and remove all their processes and shared memory.
@@ -252,7 +257,7 @@ class Supervisor:
     def _drain(self) -> None:
         """Tell the frontend to accept no new requests, and wait until the running ones end."""
         limit_s = self._plan.drain_timeout_s
-        frontend = self._programs[-1].child
+        frontend = self._frontend.child
         if limit_s <= 0 or frontend.exit_code is not None:
             return
         frontend.signal(signal.SIGUSR1)

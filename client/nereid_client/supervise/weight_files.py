@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_LENGTH_BYTES = 8  # the size of the header's length
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -37,6 +38,21 @@ def find_damage(folder: Path) -> str | None:
     return _first_damage([folder / name for name in names])
 
 
+def tensors_of(path: Path) -> list[dict[str, Any]]:
+    """Return the headers of all tensors in a safetensors file.
+
+    A header has the keys dtype, shape and data_offsets. The list is empty if the file is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            if length > _MAX_HEADER_BYTES:
+                return []
+            return _tensors(json.loads(file.read(length)))
+    except (OSError, ValueError, struct.error, AttributeError, RecursionError):
+        return []
+
+
 def _first_damage(files: Sequence[Path]) -> str | None:
     """Return a description of the first damaged file, or None if all files are intact."""
     return next((damage for file in files if (damage := _damage_of_file(file))), None)
@@ -47,32 +63,40 @@ def _damage_of_file(path: Path) -> str | None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(8)
-            if size < 8:
+            start = file.read(_LENGTH_BYTES)
+            if size < _LENGTH_BYTES:
                 return f"the file {path} is incomplete: it has {size} bytes. Download it again."
             (length,) = struct.unpack("<Q", start)
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                file.seek(0)
-                if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    return (
-                        f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to "
-                        "download the weights."
-                    )
-                return (
-                    f"the file {path} is incomplete, or it is not a safetensors file: its header "
-                    f"should have {length} bytes, but the file has {size}. Download it again."
-                )
+            if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                is_pointer = (start + file.read(len(_LFS_POINTER))).startswith(_LFS_POINTER)
+                return _wrong_length_message(path, size, length, is_pointer=is_pointer)
             header = json.loads(file.read(length))
-        end = max((tensor["data_offsets"][1] for tensor in _tensors(header)), default=0)
+        num_tensor_bytes = max(
+            (tensor["data_offsets"][1] for tensor in _tensors(header)), default=0
+        )
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the header of the file {path} cannot be read ({reason}). Download it again."
-    if 8 + length + end != size:
+    expected_size = _LENGTH_BYTES + length + num_tensor_bytes
+    if expected_size != size:
         return (
             f"the file {path} is incomplete: according to its header it should have "
-            f"{8 + length + end} bytes, but it has {size}. Download it again."
+            f"{expected_size} bytes, but it has {size}. Download it again."
         )
     return None
+
+
+def _wrong_length_message(path: Path, size: int, length: int, *, is_pointer: bool) -> str:
+    """Return the description of a file of `size` bytes whose header cannot have `length` bytes."""
+    if is_pointer:
+        return (
+            f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to download the "
+            "weights."
+        )
+    return (
+        f"the file {path} is incomplete, or it is not a safetensors file: its header should have "
+        f"{length} bytes, but the file has {size}. Download it again."
+    )
 
 
 def _tensors(header: dict[str, Any]) -> list[dict[str, Any]]:

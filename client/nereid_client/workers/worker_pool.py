@@ -166,7 +166,7 @@ class WorkerPool:
 
     def _start(self, place: WorkerPlace) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self._command, env={**os.environ, **place.environment}, preexec_fn=_die_with_parent
+            self._command, env={**os.environ, **place.environment}, preexec_fn=_prepare_worker
         )
 
     def _check(self, worker: _Worker) -> int | None:
@@ -185,6 +185,8 @@ class WorkerPool:
         code = worker.process.poll()
         if code is None:
             return None
+        # A worker creates its socket when it is ready. A worker without a socket could not start,
+        # and would fail again.
         socket_path = Path(worker.place.socket_path(worker.place.number))
         has_started = socket_path.exists()
         socket_path.unlink(missing_ok=True)
@@ -215,6 +217,8 @@ class WorkerPool:
             process.wait()
 
     def _handle_signals(self) -> None:
+        """Stop the workers after SIGINT or SIGTERM, and pass SIGUSR1 on to all workers."""
+
         def stop(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             self._stop.set()
 
@@ -249,9 +253,11 @@ def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
     return [listening_socket(host, place.port), local]
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent process ends.
+def _prepare_worker() -> None:
+    """Prepare the new process of a worker, before the program of the worker starts.
 
-    This function runs in the new process of a worker.
+    The kernel will send SIGTERM to this process when its parent process ends. SIGUSR1 is blocked
+    until the worker can handle the signal, because the signal would end a starting worker.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

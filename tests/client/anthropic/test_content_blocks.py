@@ -231,7 +231,6 @@ def test_sampling_fields_are_passed_on_and_anthropic_s_own_fields_are_not():
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
         "speed": "standard",
-        "cache_control": {"type": "ephemeral"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "stream": True,
         "model": "echo",

@@ -225,6 +225,17 @@ def test_files_expire(client, served):
         client.files.create(file=b"", purpose="batch", expires_after={**after, "seconds": 60})
 
 
+@pytest.mark.parametrize(
+    "names", [("expires_after", "expires_after[anchor]"), ("purpose", "purpose[a]")]
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_field_that_is_a_text_and_an_object_is_refused(client, names, order):
+    data = {"purpose": "batch"} | dict.fromkeys(names[::order], "batch")
+    response = httpx.post(f"{client.base_url}files", data=data, files={"file": b"{}"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == names[0]
+
+
 def test_an_expired_batch_has_an_error_for_each_unfinished_line(tmp_path):
     gate = tmp_path / "gate"
     folder = tmp_path / "folder"

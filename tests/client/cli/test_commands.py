@@ -153,17 +153,19 @@ def test_the_version_and_the_list_of_commands(capsys):
 def test_help_and_two_dashes_reach_the_commands_with_flags(capsys):
     assert main(["serve", "--help"]) == 0
     assert "--max-model-len" in capsys.readouterr().out
-    assert main(["serve", "--model", "/missing", "--", "--log-verbose=1"]) == 2
+    flags = ["--tritonserver", "/bin/true", "--model", "/missing"]
+    assert main(["serve", *flags, "--", "--log-verbose=1"]) == 2
     assert "/missing does not exist" in capsys.readouterr().err
 
 
 def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
-    assert main(["doctor", "--json", "--model", "/missing"]) == 1
+    flags = ["--tritonserver", "/bin/true", "--model", "/missing"]
+    assert main(["doctor", "--json", *flags]) == 1
     results = {result["check"]: result for result in json.loads(capsys.readouterr().out)}
     assert results["Python"]["ok"]
     assert not results["nereid serve"]["ok"]
     assert "/missing does not exist" in results["nereid serve"]["finding"]
-    assert main(["doctor", "--model", "/missing"]) == 1
+    assert main(["doctor", *flags]) == 1
     assert "failed" in capsys.readouterr().out
 
 

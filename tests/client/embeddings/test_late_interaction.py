@@ -1,5 +1,7 @@
 """/score and /rerank with a model that has one vector for each token (MaxSim)."""
 
+import threading
+
 import numpy as np
 import pytest
 from fakes.fake_pooling import FakePooling
@@ -9,6 +11,16 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 pytestmark = pytest.mark.anyio
 
 DOCUMENTS = ["abc", "xyz", "cab"]
+
+
+class RecordingArray(np.ndarray):
+    """Vectors that record the threads in which they are multiplied."""
+
+    threads: frozenset[int] = frozenset()
+
+    def __matmul__(self, other):
+        RecordingArray.threads |= {threading.get_ident()}
+        return np.asarray(self) @ np.asarray(other)
 
 
 class LetterVectors(FakePooling):
@@ -23,6 +35,7 @@ class LetterVectors(FakePooling):
         outputs = super()._embed(call)
         letters = "".join(call.tensors["texts"])
         vectors = np.eye(26, dtype=np.float32)[[ord(letter) - ord("a") for letter in letters]]
+        vectors = vectors.view(RecordingArray)
         return PoolingOutputs({**outputs.arrays, "embeddings": vectors}, {})
 
 
@@ -47,6 +60,29 @@ async def test_documents_are_ranked_by_their_late_interaction(ask, pooling):
     assert answer["model"] == "tiny-embed"
     assert answer["usage"]["prompt_tokens"] == 2 + 9
     assert [call.options.get("prompt_name") for call in pooling.calls] == ["query", "document"]
+
+
+async def test_the_event_loop_computes_no_scores(ask):
+    RecordingArray.threads = frozenset()
+    await ask("/v1/rerank", query="ab", documents=DOCUMENTS)
+    assert RecordingArray.threads
+    assert threading.get_ident() not in RecordingArray.threads
+
+
+def test_a_document_without_vectors_has_the_score_0():
+    assert max_sim([np.ones((2, 3))], [np.ones((0, 3))]).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", ["passage", "corpus"])
+async def test_other_names_of_the_prompt_for_documents_are_used(ask, pooling, name):
+    pooling.prompts = {name: "text: "}
+    await ask("/v1/rerank", query="ab", documents=DOCUMENTS)
+    assert [call.options.get("prompt_name") for call in pooling.calls] == [None, name]
+
+
+async def test_a_model_that_does_not_answer_is_not_called_a_wrong_model(ask, pooling):
+    pooling.down = {"embedding"}
+    assert (await ask("/v1/rerank", query="a", documents=DOCUMENTS)).status_code == 503
 
 
 async def test_pairs_are_scored_one_by_one_or_with_one_query(ask):

@@ -44,6 +44,8 @@ PASSED_ON = {
     "timeout": 2.5,
     "queue_timeout": 1,
     "cache_salt": "mine",
+    "prompt_cache_key": "session",
+    "prompt_cache_retention": "1h",
     "extra_key": "me",
     "add_special_tokens": False,
     "return_prompt_token_ids": True,

@@ -35,6 +35,9 @@ def limited(backend):
             None,
         ),
         ("/v1/completions", {"prompt": "a" * 5_000_000}, "prompt"),
+        # A single prompt that is larger than the limit for two prompts is not parsed at all.
+        ("/v1/completions", {"prompt": "a" * 11_000_000}, None),
+        ("/v1/completions", {"prompt": [100] * 3_000_000}, None),
         ("/v1/completions", {"prompt": ["b", "a" * 70_000]}, "prompt"),
         ("/v1/completions", {"prompt": [1] * 300_000}, "prompt"),
         ("/v1/completions", {"prompt": [[1], [1] * 5000]}, "prompt"),

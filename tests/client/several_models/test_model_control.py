@@ -6,6 +6,7 @@ import random
 import pytest
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.several_models.model_control import ModelControl
+from nereid_client.several_models.model_memory import ModelMemory
 from nereid_client.several_models.models_file import ModelEntry, ModelSpec
 
 pytestmark = pytest.mark.anyio
@@ -36,14 +37,19 @@ class FakeRepository:
     async def is_model_ready(self, name):
         return name in self.loaded
 
+    async def uses_memory(self, names):
+        return not self.loaded.isdisjoint(names)
 
-def spec(name="a", **fields):
-    return ModelSpec(name=name, triton_name=name, path="/", entry=ModelEntry(model="/", **fields))
+
+def spec(name="a", memory=None, **fields):
+    entry = ModelEntry(model="/", **fields)
+    memory = None if memory is None else ModelMemory(memory << 30, 0)
+    return ModelSpec(name=name, triton_name=name, path="/", entry=entry, memory=memory)
 
 
-async def use(control, repository, seconds=0.0):
-    async with control.using("a"):
-        assert "a" in repository.loaded
+async def use(control, repository, seconds=0.0, name="a"):
+    async with control.using(name):
+        assert name in repository.loaded
         repository.running += 1
         try:
             await asyncio.sleep(seconds)
@@ -135,3 +141,89 @@ async def test_no_order_of_calls_takes_a_model_from_a_request(seed):
     await asyncio.gather(*(call() for _ in range(60)))
     await control.load(control.specs[0])
     await use(control, repository)
+
+
+def with_budget(gibibytes, loaded=(), **sizes):
+    specs = [spec(name, size) for name, size in sizes.items()]
+    repository = BudgetRepository(gibibytes, sizes, loaded)
+    return ModelControl(specs, repository, gibibytes << 30), repository
+
+
+class BudgetRepository(FakeRepository):
+    """A model repository that checks the memory of the models after each load."""
+
+    def __init__(self, gibibytes, sizes, loaded):
+        super().__init__(loaded)
+        self.gibibytes, self.sizes = gibibytes, sizes
+        self.users = dict.fromkeys(sizes, 0)
+
+    async def load_model(self, name):
+        await super().load_model(name)
+        assert sum(self.sizes[other] for other in self.loaded) <= self.gibibytes
+
+    async def unload_model(self, name):
+        self.calls.append(("unload", name))
+        assert not self.users[name]
+        await asyncio.sleep(0.01)
+        self.loaded.discard(name)
+
+
+async def test_the_model_that_was_used_first_makes_room():
+    control, repository = with_budget(5, a=2, b=2, c=2, d=4)
+    for name in ("a", "b", "a", "c", "d"):
+        await use(control, repository, name=name)
+    loads = [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
+    assert repository.calls == [*loads, ("unload", "a"), ("unload", "c"), ("load", "d")]
+
+
+async def test_a_model_that_the_server_has_loaded_already_counts():
+    control, repository = with_budget(3, loaded=["a"], a=2, b=2)
+    await use(control, repository, name="b")
+    assert repository.calls == [("unload", "a"), ("load", "b")]
+
+
+async def test_a_model_with_requests_stays_and_the_other_one_is_refused_with_the_numbers():
+    control, repository = with_budget(3, a=2, b=2)
+    running = asyncio.create_task(use(control, repository, 0.3))
+    await asyncio.sleep(0.1)
+    message = "'b' cannot be loaded: The model needs 2 GiB, but memory_budget is 3 GiB, and models"
+    with pytest.raises(ApiError, match=message) as caught:
+        await use(control, repository, name="b")
+    assert caught.value.status == 503
+    with pytest.raises(BackendError, match="use a 2 GiB"):
+        await control.load(control.specs[1])
+    await running
+    await use(control, repository, name="b")
+    assert repository.calls == [("load", "a"), ("unload", "a"), ("load", "b")]
+
+
+async def test_a_model_that_fails_to_load_frees_its_memory():
+    control, repository = with_budget(3, a=2, b=2)
+    repository.failure = "no such file"
+    with pytest.raises(ApiError, match="no such file"):
+        await use(control, repository)
+    repository.failure = None
+    await use(control, repository, name="b")
+    assert repository.calls == [("load", "a"), ("load", "b")]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_order_of_requests_exceeds_the_budget(seed):
+    randomness = random.Random(seed)
+    control, repository = with_budget(5, a=1, b=2, c=3, d=4)
+
+    async def call():
+        await asyncio.sleep(randomness.random() / 5)
+        name = randomness.choice("abcd")
+        try:
+            async with control.using(name):
+                assert name in repository.loaded
+                repository.users[name] += 1
+                await asyncio.sleep(randomness.random() / 50)
+                repository.users[name] -= 1
+        except ApiError as error:
+            assert error.code == "model_not_loaded"  # noqa: PT017 - any other error is a failure
+
+    await asyncio.gather(*(call() for _ in range(60)))
+    for name in "abcd":
+        await use(control, repository, name=name)

@@ -1,10 +1,14 @@
 """models.toml, and the model repository that is written from it."""
 
+import json
+import math
+import struct
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 from nereid_client.settings import SettingsError
+from nereid_client.several_models.model_memory import ModelMemory
 from nereid_client.several_models.models_file import read_models_file
 from nereid_client.several_models.repository import write_repository
 from tritonclient.grpc import model_config_pb2
@@ -15,7 +19,74 @@ SOURCE = Path(__file__).parents[3] / "model_repository"
 def read(folder, text):
     path = folder / "models.toml"
     path.write_text(text, encoding="utf-8")
+    return read_models_file(path).specs
+
+
+def weights(folder, name, **tensors):
+    """Write a checkpoint with tensors of (dtype, shape)."""
+    header, end = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}[dtype]
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    (folder / name).mkdir()
+    path = folder / name / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return name
+
+
+def file_with_budget(folder, budget, text):
+    path = folder / "models.toml"
+    path.write_text(f"memory_budget = {budget}\n{text}", encoding="utf-8")
     return read_models_file(path)
+
+
+def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
+    name = weights(tmp_path, "a", matrix=("F16", [1000, 1024]), bias=("F16", [10]), q=("I8", [8]))
+    text = "".join(
+        f'[{table}]\nmodel = "{name}"\n{settings}\n'
+        for table, settings in {
+            "auto": 'kv_cache_memory = "1MiB"',
+            "half": 'dtype = "bfloat16"\nload_at_start = false',
+            "rounded": 'weight_dtype = "int8"\nload_at_start = false',
+            "gpu": 'device = "cuda:0"\ndata_parallel_size = 2\nload_at_start = false',
+            "search": 'kind = "embedding"\nload_at_start = false',
+        }.items()
+    )
+    models = file_with_budget(tmp_path, '"400MiB"', text)
+    memory = {spec.name: spec.memory for spec in models.specs}
+    assert models.memory_budget == 400 << 20
+    assert memory["auto"] == ModelMemory(4 * 1_024_010 + 8, 1 << 20)
+    assert memory["half"] == ModelMemory(2 * 1_024_010 + 8, 100 << 20)
+    assert memory["rounded"].weights == int(1.04 * 1_024_000 + 4 * 10 + 8)
+    assert memory["gpu"] == ModelMemory(2 * (2 * 1_024_010 + 8), 200 << 20)
+    assert memory["search"] == ModelMemory(4 * 1_024_010 + 8, 0)
+    # The engine must use the KV cache that the budget contains.
+    assert models.specs[1].entry.settings["kv_cache_memory"] == str(100 << 20)
+
+
+def test_without_a_budget_the_engine_chooses_the_kv_cache(tmp_path):
+    (spec,) = read(tmp_path, '[a]\nmodel = "a"')
+    assert spec.memory is None
+    assert "kv_cache_memory" not in spec.entry.settings
+
+
+@pytest.mark.parametrize(
+    ("budget", "table", "message"),
+    [
+        ('"many"', "", 'memory_budget must be a positive size in bytes, for example "12GiB"'),
+        ("0", "", "but it is 0"),
+        ('"2GiB"', 'kv_cache_memory = "3GiB"', r"needs 3\.98 GiB \(weights 1000 MiB, KV cache 3"),
+        ('"4GiB"', 'kv_cache_memory = "big"', r"\[a\] in the file .*: kv_cache_memory must be"),
+        ('"2.5GiB"', "", r"at the start need 3\.2 GiB together \(a 1\.6 GiB .*load_at_start"),
+    ],
+)
+def test_models_that_never_fit_are_refused_with_the_numbers(tmp_path, budget, table, message):
+    name = weights(tmp_path, "w", matrix=("F32", [1000, 262_144]))
+    text = "".join(f'[{key}]\nmodel = "{name}"\n{table}\n' for key in "ab")
+    with pytest.raises(SettingsError, match=message):
+        file_with_budget(tmp_path, budget, text)
 
 
 def test_tables_become_models_in_order(tmp_path):

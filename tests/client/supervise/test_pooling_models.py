@@ -30,7 +30,7 @@ def choose(repository, monkeypatch):
     def parse(*argv):
         parser = ArgumentParser()
         pooling_models.add_flags(parser.add_argument_group("models"))
-        return pooling_models.choose(parser.parse_args(argv), repository)
+        return pooling_models.choose_pooling_models(parser.parse_args(argv), repository)
 
     return parse
 

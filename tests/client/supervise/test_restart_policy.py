@@ -136,7 +136,7 @@ def test_a_stub_of_a_loaded_model_that_disappears_has_died(
     # A server of version 2.65 or later waits for the stub when a client asks for its state.
     process = stub(tmp_path, 60)
     clock = Clock()
-    watch = StubWatch(os.getpid(), clock, can_unload)
+    watch = StubWatch(os.getpid(), clock, can_unload=can_unload)
     watch.are_models_loaded = are_models_loaded
     wait_for(lambda: watch.dead_model() is None and process.pid in pids_of_stubs())
     clock.now += 6

@@ -120,9 +120,9 @@ def test_a_port_out_of_range_is_refused(port):
         checks.check_ports({"--x": ("127.0.0.1", port)})
 
 
-@pytest.mark.parametrize("version", [(3, 10), (3, 13)])
+@pytest.mark.parametrize("version", [(3, 10), (3, 14)])
 def test_an_unsupported_python_version_is_refused(version):
-    with pytest.raises(CliError, match=r"requires Python 3\.11 or 3\.12"):
+    with pytest.raises(CliError, match=r"requires Python 3\.11, 3\.12 or 3\.13"):
         checks.check_python_version(version)
 
 

@@ -23,7 +23,8 @@ class Run:
 
 def test_a_worker_that_ended_no_longer_counts(tmp_path):
     path = str(tmp_path / "requests.db")
-    first, second = (RequestsOfWorkers(4, open_database(path), number) for number in (0, 1))
+    databases = [open_database(path) for _ in range(2)]
+    first, second = (RequestsOfWorkers(4, one, n) for n, one in enumerate(databases))
     first.add("a", 2)
     second.add("a", 1)
     assert (first.used, second.used, first.used_by("a"), first.used_by("b")) == (3, 3, 3, 0)
@@ -31,15 +32,20 @@ def test_a_worker_that_ended_no_longer_counts(tmp_path):
     assert (first.used, second.used) == (1, 1)
     second.remove("a", 1)
     assert second.used == 0
+    for database in databases:
+        database.close()
 
 
 def test_a_used_amount_decreases_for_all_workers(tmp_path):
     path = str(tmp_path / "requests.db")
-    first, second = (UsagesOfWorkers(open_database(path)) for _ in range(2))
+    databases = [open_database(path) for _ in range(2)]
+    first, second = map(UsagesOfWorkers, databases)
     first.add("requests", 60, 60, now=0.0)
     second.add("requests", 20, 60, now=10.0)
     assert first.used("requests", 60, now=20.0) == 60
     assert second.used("requests", 60, now=1000.0) == 0
+    for database in databases:
+        database.close()
 
 
 @pytest.mark.anyio

@@ -43,6 +43,7 @@ class Pool:
 
     def __init__(self, process, port):
         self.process = process
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
     def request(self, method, path, key="other", **options):
@@ -69,7 +70,7 @@ class Pool:
 
 
 @contextmanager
-def running_pool(folder, *flags, num_workers=NUM_WORKERS):
+def running_pool(folder, *flags, num_workers=NUM_WORKERS, wait_until_ready=True):
     keys = folder / "keys.toml"
     keys.write_text(KEYS)
     port = free_port()
@@ -85,7 +86,8 @@ def running_pool(folder, *flags, num_workers=NUM_WORKERS):
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TESTS)}) as run:
         pool = Pool(run, port)
         try:
-            wait_for(lambda: run.poll() is None and num_listening(run.pid, port) == num_workers)
+            if wait_until_ready:
+                wait_for(lambda: run.poll() is None and num_listening(run.pid, port) == num_workers)
             yield pool
         finally:
             run.send_signal(signal.SIGTERM)
@@ -239,6 +241,16 @@ def test_a_dead_worker_is_restarted_and_its_requests_no_longer_count(tmp_path):
         assert in_threads(8, lambda: pool.chat("one").status_code) == [200] * 8
         counted = pool.counter("nereid_frontend_requests_total", route=CHAT)
         assert counted == num_counted + 8 - num_lost + 8  # those of the dead worker, too
+
+
+def test_a_worker_that_is_starting_is_drained_too(tmp_path):
+    with running_pool(tmp_path, num_workers=2, wait_until_ready=False) as pool:
+        wait_for(lambda: pool.process.poll() is None and len(pool.workers()) == 2)
+        workers = {worker.pid for worker in pool.workers()}
+        pool.process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: num_listening(pool.process.pid, pool.port) == 2)
+        assert {worker.pid for worker in pool.workers()} == workers
+        assert in_threads(6, lambda: pool.chat("late").status_code) == [503] * 6
 
 
 @pytest.mark.long

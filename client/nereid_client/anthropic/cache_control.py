@@ -1,0 +1,59 @@
+"""Read the field `cache_control` of Anthropic's API.
+
+The field marks the end of a prefix that the server should cache. Nereid caches all prompts, so the
+position has no effect. The field's time to live is the time for which the cached prefix of the
+request is evicted last.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from nereid_client.protocol.request_body import RequestBody, validated
+
+Json = Mapping[str, Any]
+
+_FIELD = "cache_control"
+
+
+class _CacheControl(RequestBody):
+    """The field `cache_control` of a request, a tool or a content block."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
+    """Return the longest time to live in a request; None if the request has no cache_control.
+
+    Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
+    "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
+
+    Args:
+        body: the request body as the client sent it.
+
+    Raises: FieldError if a cache_control is wrong.
+    """
+    times = [
+        validated(_CacheControl, part[_FIELD], f"{place}{_FIELD}").ttl or "5m"
+        for place, part in _parts(body)
+        if part.get(_FIELD) is not None
+    ]
+    return max(times, key=("5m", "1h").index, default=None)
+
+
+def _parts(body: Json) -> Iterator[tuple[str, Json]]:
+    """Yield each object that can have a cache_control, with the start of its path in the body."""
+    yield "", body
+    for name in ("tools", "system"):
+        yield from _items(name, body.get(name))
+    for place, message in _items("messages", body.get("messages")):
+        for inner, block in _items(f"{place}content", message.get("content")):
+            yield inner, block
+            yield from _items(f"{inner}content", block.get("content"))
+
+
+def _items(name: str, value: object) -> Iterator[tuple[str, Json]]:
+    """Yield the objects of a list with their paths. Example of a path: "tools[0]."."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, Mapping):
+            yield f"{name}[{index}].", item

@@ -1,0 +1,109 @@
+"""Converts the probabilities of labels for each token into labelled parts of a text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nereid_client.embeddings.embedding_output import Floats
+from nereid_client.embeddings.pooling_backend import PoolingOutputs
+
+Offsets = npt.NDArray[np.int32]
+
+_OUTSIDE = "O"
+"""The label of tokens that belong to no labelled part."""
+
+
+def tokens_of(outputs: PoolingOutputs) -> list[tuple[Floats, Offsets]]:
+    """Split the outputs of a classifier of tokens into the outputs of each text.
+
+    Returns: for each text the probabilities, [num_tokens, num_labels], and the index of each
+        token's first character and the index after its last character, [num_tokens, 2].
+    """
+    ends = np.cumsum(outputs.arrays["num_tokens"])[:-1]
+    probabilities = np.split(outputs.arrays["probabilities"], ends)
+    return list(zip(probabilities, np.split(outputs.arrays["offsets"], ends), strict=True))
+
+
+def labelled_tokens(
+    text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the most probable label of each token, as a pipeline of transformers does.
+
+    Special tokens and tokens with the label "O" are left out.
+
+    Example: the text "in Rome" returns [{"entity": "B-LOC", "score": 0.9, "index": 2, "word":
+    "Rome", "start": 3, "end": 7}].
+
+    Args:
+        text: the text.
+        probabilities: [num_tokens, num_labels], float32.
+        offsets: the characters of each token, [num_tokens, 2].
+        labels: the labels, in the order of the probabilities.
+    """
+    tokens = _best_labels(text, probabilities, offsets, labels)
+    return [token for token in tokens if token["entity"] != _OUTSIDE]
+
+
+def labelled_groups(
+    text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Join neighbouring tokens with the same label. The arguments are those of `labelled_tokens`.
+
+    A label that begins with "B-" begins a new group, and a label that begins with "I-" continues
+    the group. The score of a group is the mean of the scores of its tokens.
+
+    Example: the tokens "New" (B-LOC, 0.9) and "York" (I-LOC, 0.7) return [{"entity_group": "LOC",
+    "score": 0.8, "word": "New York", "start": 0, "end": 8}].
+    """
+    groups: list[tuple[str, list[dict[str, Any]]]] = []
+    for token in _best_labels(text, probabilities, offsets, labels):
+        prefix, name = _split_label(token["entity"])
+        if groups and groups[-1][0] == name and prefix != "B":
+            groups[-1][1].append(token)
+        else:
+            groups.append((name, [token]))
+    return [_group(text, name, tokens) for name, tokens in groups if name != _OUTSIDE]
+
+
+def _best_labels(
+    text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return each token that has characters, with its most probable label."""
+    best = probabilities.argmax(axis=1)
+    return [
+        {
+            "entity": labels[best[index]],
+            "score": float(probabilities[index, best[index]]),
+            "index": index,
+            "word": text[start:end],
+            "start": int(start),
+            "end": int(end),
+        }
+        for index, (start, end) in enumerate(offsets.tolist())
+        if end > start
+    ]
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    """Split a label into its prefix and its name.
+
+    Examples: "B-LOC" returns ("B", "LOC"), and "LOC" returns ("I", "LOC").
+    """
+    prefix, dash, name = label.partition("-")
+    return (prefix, name) if dash and prefix in ("B", "I") else ("I", label)
+
+
+def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the tokens of a group as one labelled part of the text."""
+    start, end = tokens[0]["start"], tokens[-1]["end"]
+    # The characters of some tokenizers' tokens include the space before a word.
+    start += len(text[start:end]) - len(text[start:end].lstrip())
+    return {
+        "entity_group": name,
+        "score": sum(token["score"] for token in tokens) / len(tokens),
+        "word": text[start:end],
+        "start": start,
+        "end": end,
+    }

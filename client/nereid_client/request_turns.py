@@ -1,0 +1,53 @@
+"""Clients take turns in starting requests, so that many requests of one client delay no other."""
+
+import asyncio
+from collections import deque
+
+_STARTS_PER_ITERATION = 4
+
+
+class RequestTurns:
+    """Starts a few requests in each iteration of the event loop. The clients take turns.
+
+    In each iteration, the event loop runs all tasks that are ready before it receives anything.
+    The frontend needs about 3 ms to parse and validate a request and to send it to the Triton
+    server. Without turns, 500 requests that arrive together would run in the same iteration, and
+    a request that arrives a moment later would wait for 1.5 s.
+
+    The event loop does not idle while requests wait, so turns cost no throughput.
+
+    Example: the requests a1 to a9 of client A wait when b1 of client B arrives. The requests start
+    in the order a1, b1, a2, a3, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._num_starts = 0
+        # The requests that wait, by client. The first client has the next turn.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def wait(self, client: str) -> None:
+        """Return when it is the turn of a request of `client`, at once if no request waits."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting and self._num_starts < _STARTS_PER_ITERATION:
+            if not self._num_starts:
+                loop.call_soon(self._next_iteration)
+            self._num_starts += 1
+            return
+        turn = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        await turn
+
+    def _next_iteration(self) -> None:
+        """Start the next requests. The event loop calls this method once in each iteration."""
+        self._num_starts = 0
+        while self._waiting and self._num_starts < _STARTS_PER_ITERATION:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # last in the order of the dictionary
+            if not turn.done():  # the turn is done if the request was cancelled
+                turn.set_result(None)
+                self._num_starts += 1
+        if self._num_starts:
+            asyncio.get_running_loop().call_soon(self._next_iteration)

@@ -1,0 +1,85 @@
+"""GET, POST and DELETE /v1/cache."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from nereid_client.errors import ApiError
+from nereid_client.middleware.client_keys import current_client
+from nereid_client.protocol.cache_requests import RETENTION_S, ExtendSessionRequest
+from nereid_client.request_context import context_of, read_body, select_context, validate
+
+router = APIRouter(tags=["Operation"])
+
+
+@router.get("/v1/cache", summary="Statistics of the prefix cache")
+async def cache_statistics(request: Request, model: str | None = None) -> dict[str, Any]:
+    """Return counters of the prefix cache and its sessions.
+
+    A session consists of the cached prefixes of all requests with the same `prompt_cache_key`. A
+    client with a key of the key file sees only its own sessions.
+    """
+    _select_model(request, model)
+    statistics = await _call(request, {"cache": "statistics"})
+    return {"object": "cache", "model": context_of(request).settings.model_name, **statistics}
+
+
+@router.post("/v1/cache", summary="Retain the cached prefixes of a session for a longer time")
+async def extend_session(request: Request) -> dict[str, Any]:
+    """Retain the cached prefixes of a session for at least the given time from now on."""
+    body = validate(ExtendSessionRequest, await read_body(request))
+    _select_model(request, body.model)
+    seconds = RETENTION_S[body.prompt_cache_retention]
+    parameters = {"prompt_cache_key": body.prompt_cache_key, "seconds": str(seconds)}
+    answer = await _call(request, {"cache": "extend", **parameters})
+    if not answer["num_sessions"]:
+        raise ApiError(
+            404,
+            f"No cached prefix has the prompt_cache_key {body.prompt_cache_key!r}. It was never "
+            "used, its time has passed, or its blocks were evicted.",
+            param="prompt_cache_key",
+            code="cache_key_not_found",
+        )
+    return {
+        "object": "cache",
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+    }
+
+
+@router.delete("/v1/cache", summary="Remove cached prefixes")
+async def drop_sessions(
+    request: Request, prompt_cache_key: str | None = None, model: str | None = None
+) -> dict[str, Any]:
+    """Remove the cached prefixes of a session, or all cached prefixes.
+
+    Blocks that running requests use stay in the cache. A client with a key of the key file removes
+    only the prefixes of its own sessions.
+    """
+    _select_model(request, model)
+    key = {} if prompt_cache_key is None else {"prompt_cache_key": prompt_cache_key}
+    answer = await _call(request, {"cache": "drop", **key})
+    return {"object": "cache", "deleted": True, **answer}
+
+
+def _select_model(request: Request, model: str | None) -> None:
+    """Select the language model of a request. Raise an ApiError 404 if there is no such model."""
+    if not select_context(request, model):
+        raise ApiError(
+            404,
+            f"The language model {model!r} does not exist. Only language models have a prefix "
+            "cache.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _call(request: Request, parameters: dict[str, str]) -> dict[str, Any]:
+    """Send a call about the prefix cache to the executor model, and return its answer.
+
+    The call of a client of the key file is limited to the sessions of this client.
+    """
+    client = current_client.get()
+    if client.name:
+        parameters = {**parameters, "client_id": client.share}
+    return await context_of(request).backend.call_cache(parameters)

@@ -1,0 +1,89 @@
+"""POST /v1/load_lora_adapter, /v1/unload_lora_adapter and /v1/reload."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from nereid_client.errors import ApiError
+from nereid_client.middleware.client_keys import current_client
+from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
+from nereid_client.protocol.reload_request import ReloadRequest
+from nereid_client.request_context import context_of, read_body, select_context, validate
+
+router = APIRouter(tags=["Operation"])
+
+
+@router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter (vLLM's path)")
+async def load_lora_adapter(request: Request) -> Response:
+    """Load a LoRA adapter from a folder on the server.
+
+    If an adapter with the same name is loaded, the new adapter replaces this adapter.
+    """
+    _check_setting(request, "load or unload LoRA adapters", code="lora_updates_disabled")
+    body = validate(LoadLoraRequest, await read_body(request))
+    if body.lora_name == context_of(request).settings.model_name:
+        raise ApiError(
+            400,
+            f"lora_name must differ from the name of the language model, but the request has "
+            f"{body.lora_name!r}. Choose another name.",
+            param="lora_name",
+        )
+    await context_of(request).adapters.load(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"The LoRA adapter {body.lora_name!r} is loaded.")
+
+
+@router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter (vLLM's path)")
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unload a LoRA adapter. Requests that use the adapter continue until they end."""
+    _check_setting(request, "load or unload LoRA adapters", code="lora_updates_disabled")
+    body = validate(UnloadLoraRequest, await read_body(request))
+    await context_of(request).adapters.unload(body.lora_name)
+    return PlainTextResponse(f"The LoRA adapter {body.lora_name!r} is unloaded.")
+
+
+@router.post("/v1/reload", summary="Replace the weights of the language model")
+async def reload_weights(request: Request) -> dict[str, Any]:
+    """Replace the weights of the language model without a restart of the server.
+
+    The response is sent after the change. Requests that arrive before the change is complete wait
+    for the new weights. If the server refuses the new checkpoint, the old weights stay in use.
+    """
+    _check_setting(request, "replace weights", code="weight_updates_disabled")
+    # Only clients with a key of the key file have a name. The key in NEREID_API_KEY has no name.
+    if current_client.get().name:
+        raise ApiError(
+            403,
+            "The API keys in the key file do not allow clients to replace weights. Use the key in "
+            "NEREID_API_KEY.",
+            code="weight_updates_disabled",
+        )
+    body = validate(ReloadRequest, await read_body(request))
+    if not select_context(request, body.model):
+        raise ApiError(
+            404,
+            f"The language model {body.model!r} does not exist. Only the weights of a language "
+            "model can be replaced, not those of an embedding model, a reranker or an adapter.",
+            param="model",
+            code="model_not_found",
+        )
+    context = context_of(request)
+    await context.adapters.reload_weights(body.path or "", body.running_requests)
+    return {"id": context.settings.model_name, "object": "model", "reloaded": True}
+
+
+def _check_setting(request: Request, action: str, *, code: str) -> None:
+    """Raise an ApiError 403 if the setting allow_lora_updates is false.
+
+    Args:
+        request: the HTTP request.
+        action: what the client wants to do, for the error message.
+        code: the code of the error.
+    """
+    if not context_of(request).settings.allow_lora_updates:
+        raise ApiError(
+            403,
+            f"The server does not allow clients to {action}. Set NEREID_ALLOW_LORA_UPDATES=true to "
+            "allow it.",
+            code=code,
+        )

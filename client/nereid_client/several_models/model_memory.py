@@ -1,0 +1,144 @@
+"""Estimates the memory of a model from its settings and the headers of its weight files.
+
+The estimate is the size of the weights in memory and of the KV cache. It leaves out the activations
+of a step and the libraries.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from nereid_client.settings import SettingsError
+from nereid_client.supervise.weight_files import tensors_of
+
+_GIB = 1 << 30
+_MAX_DEFAULT_KV_CACHE = 4 * _GIB
+# The bytes of one number in memory for each value of the setting `dtype`.
+_DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+# The bytes of one number in memory for each value of `weight_dtype`, with the scales.
+_ROUNDED_BYTES = {"int8": 1.04, "int4": 0.63}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# The numbers of a file in float16 become float32 on a CPU, unless `dtype` is set.
+_FLOAT16_BYTES = 4.0
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The memory of a model in bytes.
+
+    Attributes:
+        weights: the size of the weights of the model and of its draft model.
+        kv_cache: the size of the KV cache. 0 for embedding models and rerankers.
+    """
+
+    weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        """The memory of the model."""
+        return self.weights + self.kv_cache
+
+    def describe(self) -> str:
+        """Return the memory as text.
+
+        Example: "3 GiB (weights 2 GiB, KV cache 1 GiB)".
+        """
+        if not self.kv_cache:
+            return format_bytes(self.total)
+        parts = f"weights {format_bytes(self.weights)}, KV cache {format_bytes(self.kv_cache)}"
+        return f"{format_bytes(self.total)} ({parts})"
+
+
+def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
+    """Estimate the memory of a model.
+
+    Args:
+        folder: the folder of the checkpoint.
+        settings: the settings of the model. If kv_cache_memory is not set, the size of the KV cache
+            is 0.
+
+    Raises: SettingsError if kv_cache_memory is not a size.
+    """
+    weights = _weight_bytes(folder, settings)
+    if draft := settings.get("draft_model"):
+        weights += _weight_bytes(Path(draft).expanduser(), {"dtype": settings.get("dtype", "auto")})
+    kv_cache = 0
+    if size := settings.get("kv_cache_memory"):
+        kv_cache = parse_size("kv_cache_memory", size)
+    replicas = settings.get("data_parallel_size", "1")
+    num_replicas = int(replicas) if replicas.isdecimal() else 1
+    return ModelMemory(num_replicas * weights, num_replicas * kv_cache)
+
+
+def default_kv_cache(budget: int) -> int:
+    """Return the size of the KV cache of a language model without the setting kv_cache_memory.
+
+    The size is a quarter of the memory budget, but at most 4 GiB.
+    """
+    return min(budget // 4, _MAX_DEFAULT_KV_CACHE)
+
+
+def parse_size(name: str, text: object) -> int:
+    """Return a number of bytes. Example: "2GiB" returns 2147483648.
+
+    Raises: SettingsError that names the setting `name` if the text is not a positive size.
+    """
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size <= 0:
+        raise SettingsError(
+            f'{name} must be a positive size in bytes, for example "12GiB", but it is {text!r}.'
+        )
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """Return a size as text. Example: 1610612736 returns "1.5 GiB"."""
+    if size < _GIB:
+        return f"{size / (1 << 20):.0f} MiB"
+    return f"{size / _GIB:.3g} GiB"
+
+
+def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
+    """Return the size of the weights in memory.
+
+    The size of files in other formats than safetensors is the size of the weights in memory.
+    """
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        files = [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
+    total = 0.0
+    for path in files:
+        if path.suffix != ".safetensors":
+            total += path.stat().st_size
+            continue
+        for tensor in tensors_of(path):
+            start, end = tensor["data_offsets"]
+            number_bytes = _number_bytes(tensor["dtype"], len(tensor["shape"]), settings)
+            total += end - start if number_bytes is None else prod(tensor["shape"]) * number_bytes
+    return int(total)
+
+
+def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:
+    """Return the bytes of one number of a tensor in memory. None means the bytes in the file.
+
+    Args:
+        stored: the data type of the tensor in the file, such as "BF16".
+        num_dimensions: the number of dimensions of the tensor. Only matrices are rounded.
+        settings: the settings of the model.
+    """
+    if stored not in _FLOATS:
+        return None
+    rounded = _ROUNDED_BYTES.get(settings.get("weight_dtype", ""))
+    if rounded is not None and num_dimensions > 1:
+        return rounded
+    dtype = settings.get("dtype", "auto")
+    if dtype == "auto" and stored == "F16" and not settings.get("device", "").startswith("cuda"):
+        return _FLOAT16_BYTES
+    return _DTYPE_BYTES.get(dtype)

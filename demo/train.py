@@ -9,12 +9,12 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -158,12 +158,14 @@ class Batch:
     positions: Tensor
 
 
-def _pad(rows: list[list[int]], value: int) -> Tensor:
+def pad(rows: list[list[int]], value: int) -> Tensor:
+    """Return the rows as one tensor, with `value` at the right of the shorter rows."""
     tensors = [torch.tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def _labels(sample: Sample) -> list[int]:
+def next_tokens(sample: Sample) -> list[int]:
+    """Return for each token the next token of its branch, or -100 if that token is no target."""
     following = zip(sample.token_ids[1:], sample.is_target[1:], sample.branch[1:], strict=True)
     labels = [
         token_id if is_target and branch == before else -100
@@ -183,10 +185,10 @@ def batches(
     for sample in [*sorted(samples, key=lambda s: len(s.token_ids)), None]:
         if rows and (sample is None or not _fits(sample, rows, max_tokens, max_ratio)):
             yield Batch(
-                token_ids=_pad([row.token_ids for row in rows], 0),
-                labels=_pad([_labels(row) for row in rows], -100),
-                branch=_pad([row.branch for row in rows], -1),
-                positions=_pad([row.positions for row in rows], 0),
+                token_ids=pad([row.token_ids for row in rows], 0),
+                labels=pad([next_tokens(row) for row in rows], -100),
+                branch=pad([row.branch for row in rows], -1),
+                positions=pad([row.positions for row in rows], 0),
             )
             rows = []
         if sample is not None:
@@ -199,12 +201,25 @@ def _fits(sample: Sample, rows: list[Sample], max_tokens: int, max_ratio: float)
     return length * (len(rows) + 1) <= max_tokens and length <= len(rows[0].token_ids) * max_ratio
 
 
+class Schedule(Protocol):
+    """The parameters of a recipe that determine the learning rates."""
+
+    steps: int
+    matrix_lr: float
+    other_lr: float
+    weight_decay: float
+    warmup_steps: int
+    decay_steps: int
+
+
 class Optimizer:
     """Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
 
-    def __init__(self, model: Qwen3ForCausalLM, recipe: Recipe) -> None:
-        layers = model.model.layers
-        matrices = [p for p in layers.parameters() if p.ndim == 2]
+    def __init__(
+        self, model: torch.nn.Module, layers: Iterable[torch.nn.Module], recipe: Schedule
+    ) -> None:
+        """Create the two optimizers; `layers` are the layers of the model."""
+        matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in chosen]
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [
@@ -348,7 +363,10 @@ class Run:
             self._tokenizer = AutoTokenizer.from_pretrained(work)
             self._model = make_model(recipe, self._tokenizer)
             self._model.load_state_dict(state["model"])
-        self._optimizer, self._progress = Optimizer(self._model, recipe), Progress()
+        self._optimizer, self._progress = (
+            Optimizer(self._model, self._model.model.layers, recipe),
+            Progress(),
+        )
         if state is not None:
             self._optimizer.load(state["optimizer"])
             vars(self._progress).update(state["progress"])

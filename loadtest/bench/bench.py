@@ -1,14 +1,18 @@
-"""Compare the speed of Nereid's engine with transformers and llama.cpp on this machine.
+"""Compare the speed of Nereid's engine with transformers, llama.cpp and OpenVINO on this machine.
 
     python -m loadtest.bench.bench --shapes demo 0.1b --dtype bfloat16 --decode 1 4 16
     python -m loadtest.bench.bench --contestants nereid generate          # without llama.cpp
     python -m loadtest.bench.bench --contestants nereid "int8 weights" "int8 cache" "int8"
     python -m loadtest.bench.bench --contestants nereid --decode 1 4 16 64 --context 32 512 2048
+    python -m loadtest.bench.bench --shapes 0.6b --contestants "int4 compiled" "llama.cpp Q4_K_M"
 
 By default, the program compares five engines on the same random weights with the same number of
 threads: Nereid, Nereid with compile_forward, `generate` of transformers (static batches),
 `generate_batch` of transformers (continuous batching), and llama.cpp. `make bench-peers` installs
-llama.cpp. The contestants "int8 ..." are Nereid with 8-bit weights, an 8-bit KV cache, or both.
+llama.cpp and OpenVINO. The contestants "int8 ..." and "int4 ..." are Nereid with weights of 8 or 4
+bits, an 8-bit KV cache, or both. "llama.cpp Q4_0" and similar names are llama.cpp with quantized
+weights, and "OpenVINO int4" and similar names are OpenVINO.
+
 Each engine runs in a process of its own. The program also measures the limits of the machine, which
 are its memory bandwidth and its speed of matrix products. The engines take turns for several
 rounds, and the table shows medians, because other work on the machine varies over time.
@@ -38,8 +42,9 @@ from loadtest.bench.json_programs import Report, outcome
 
 LOADTEST = Path(__file__).parents[1]
 PEERS_PYTHON = LOADTEST.parent / ".venv-peers" / "bin" / "python"
-# For each engine: the module in loadtest/peers, the Python that runs the module, and settings of
-# Nereid's engine.
+OPENVINO_PYTHON = LOADTEST.parent / ".venv-openvino" / "bin" / "python"
+# For each engine: the module in loadtest/peers, the Python that runs the module, and the engine's
+# settings.
 CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "nereid": ("nereid", Path(sys.executable), {}),
     "nereid compiled": ("nereid", Path(sys.executable), {"compile_forward": True}),
@@ -49,6 +54,23 @@ CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "int8 weights": ("nereid", Path(sys.executable), {"weight_dtype": "int8"}),
     "int8 cache": ("nereid", Path(sys.executable), {"kv_cache_dtype": "int8"}),
     "int8": ("nereid", Path(sys.executable), {"weight_dtype": "int8", "kv_cache_dtype": "int8"}),
+    "int4 weights": ("nereid", Path(sys.executable), {"weight_dtype": "int4"}),
+    **{
+        f"{dtype} compiled": (
+            "nereid",
+            Path(sys.executable),
+            {"weight_dtype": dtype, "compile_forward": True},
+        )
+        for dtype in ("int8", "int4")
+    },
+    **{
+        f"llama.cpp {kind}": ("llama", PEERS_PYTHON, {"gguf_type": kind})
+        for kind in ("Q4_0", "Q4_K_M", "Q8_0")
+    },
+    **{
+        f"OpenVINO {kind}": ("openvino_model", OPENVINO_PYTHON, {"weight_format": kind})
+        for kind in ("int4", "int8", "fp16")
+    },
 }
 OURS = {name for name, (program, _, _) in CONTESTANTS.items() if program == "nereid"}
 _USUAL = list(CONTESTANTS)[:5]
@@ -69,9 +91,9 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     report: dict[str, Any] = {"machine": machine(args), "limits": limits(args), "shapes": {}}
     print(header(report), flush=True)
-    with tempfile.TemporaryDirectory(prefix="nereid-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nereid-bench-") as temporary:
         for shape in args.shapes:
-            path = Path(folder) / shape
+            path = Path(args.folder or temporary) / f"{shape}-{args.dtype}"
             num_parameters = make_checkpoint(path, shape, args.dtype)
             for context in args.context:
                 rounds = run_rounds(path, shape, context, args)
@@ -99,6 +121,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=3, help="number of measurements in each process")
     add("--rounds", type=int, default=2, help="number of processes of each engine")
     add("--threads", type=int, default=threads, help="number of threads (default: %(default)s)")
+    add("--folder", help="keep the checkpoints and converted files here for the next run")
     add("--json", metavar="FILE", help="also write all results to this JSON file")
     return parser
 
@@ -122,10 +145,14 @@ def config_of(shape: str) -> Qwen3Config:
 
 
 def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
-    """Save a Qwen3 model with random weights, and return its number of parameters."""
+    """Save a Qwen3 model with random weights, and return its number of parameters.
+
+    If the folder `path` contains a model, it is kept, because it is the same one.
+    """
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config_of(shape)).to(getattr(torch, dtype))
-    model.save_pretrained(path)
+    if not (path / "config.json").is_file():
+        model.save_pretrained(path)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

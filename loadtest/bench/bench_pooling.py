@@ -3,22 +3,29 @@
     python -m loadtest.bench.bench_pooling   # random weights in the shape of MiniLM-L6
     python -m loadtest.bench.bench_pooling --threads 1 --texts 128 --lengths log
     python -m loadtest.bench.bench_pooling --triton   # also send the texts to `nereid serve`
+    python -m loadtest.bench.bench_pooling --peers --dtype bfloat16 --threads 2
 
 Nereid and sentence-transformers compute the same texts with the same weights, dtype and threads,
 and the program prints how much the results differ. The two take turns --repeat times, and the
 program prints the best run of each, so that other work on the machine affects the figures little.
 The limit is the speed of the machine for matrix products of the model's shapes. It is measured with
 the plain weights of torch and with weights in the packed layout of oneDNN.
+
+With `--peers`, OpenVINO and onnxruntime encode the texts, too, each in a process of its own and in
+batches of 1 and of 32 texts (`make bench-peers` installs them). The row "nereid int8" is then
+Nereid with 8-bit weights.
 """
 
 import argparse
 import json
 import random
+import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +41,7 @@ from transformers import (
 from transformers.utils import logging
 
 from loadtest import command_line
+from loadtest.bench.bench import OPENVINO_PYTHON
 from loadtest.server.served import Served
 
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -127,7 +135,7 @@ def report(
     for name, seconds in best.items():
         share = flops / seconds / limits["packed"]
         print(
-            f"  {name:<22} {len(lens) / seconds:8.1f} /s  {sum(lens) / seconds:9.0f} tokens/s  "
+            f"  {name:<30} {len(lens) / seconds:8.1f} /s  {sum(lens) / seconds:9.0f} tokens/s  "
             f"{flops / seconds / 1e9:6.1f} GFLOP/s = {share:.0%} of the limit, "
             f"{theirs / seconds:.2f} times the speed of sentence-transformers"
         )
@@ -142,6 +150,67 @@ def embed_through(server: Served, texts: list[str]) -> np.ndarray:
     )
     with urllib.request.urlopen(request, timeout=600) as response:
         return np.array([each["embedding"] for each in json.load(response)["data"]])
+
+
+class Peer:
+    """An embedder of another library, in a process of its own.
+
+    Args:
+        kind: the library and the dtype, as `loadtest.peers.exported_embedder` names them.
+        checkpoint: the folder of the model.
+        texts: a JSON file with a list of texts.
+        threads: the number of threads.
+    """
+
+    def __init__(self, kind: str, checkpoint: str, texts: Path, threads: int) -> None:
+        job = {"kind": kind, "checkpoint": checkpoint, "texts": str(texts), "threads": threads}
+        self._process = subprocess.Popen(
+            [OPENVINO_PYTHON, "-m", "loadtest.peers.exported_embedder", json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._wait_for("ready")
+
+    def encode(self, batch_size: int) -> None:
+        """Encode all texts in batches of `batch_size` texts of similar length."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch_size}\n")
+        self._process.stdin.flush()
+        self._wait_for("done")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _wait_for(self, word: str) -> None:
+        """Read lines until the process prints `word`. Libraries print other lines before it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == word:
+                return
+        raise RuntimeError("A compared embedder ended. Its error message is above.")
+
+
+def peer_works(
+    stack: ExitStack, checkpoint: str, texts: list[str], args: argparse.Namespace
+) -> dict[str, Callable[[], object]]:
+    """Return functions that encode all texts: Nereid with 8-bit weights, and the other libraries.
+
+    The other libraries run until `stack` is closed.
+    """
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "texts.json"
+    file.write_text(json.dumps(texts))
+    int8 = Embedder(checkpoint, num_threads=args.threads, weight_dtype="int8")
+    works: dict[str, Callable[[], object]] = {"nereid int8": lambda: int8.encode(texts)}
+    for kind in (f"OpenVINO {args.dtype}", "OpenVINO int8", "onnxruntime"):
+        peer = Peer(kind, checkpoint, file, args.threads)
+        stack.callback(peer.close)
+        for batch_size in (1, 32):
+            works[f"{kind}, batches of {batch_size}"] = partial(peer.encode, batch_size)
+    return works
 
 
 def serve(path: str, args: argparse.Namespace) -> Served:
@@ -176,12 +245,13 @@ def arguments() -> argparse.Namespace:
         default="wall",
         help="`cpu` measures the CPU time of this process, for one thread on a busy machine",
     )
+    add("--peers", action="store_true", help="also measure OpenVINO and onnxruntime")
     add("--triton", action="store_true", help="also send the texts to a server")
     args = parser.parse_args()
-    if args.triton and args.clock == "cpu":
+    if (args.triton or args.peers) and args.clock == "cpu":
         parser.error(
-            "--triton requires --clock wall, because --clock cpu does not include the CPU time of "
-            "the server"
+            "--triton and --peers require --clock wall, because --clock cpu does not include the "
+            "CPU time of other processes"
         )
     return args
 
@@ -222,6 +292,8 @@ def main() -> None:
             "nereid": lambda: embedder.encode(texts),
             "sentence-transformers": lambda: sentences.encode(texts, show_progress_bar=False),
         }
+        if args.peers:
+            works |= peer_works(stack, embedder_path, texts, args)
         if args.triton:
             server = stack.enter_context(serve(embedder_path, args))
             served = embed_through(server, texts)
@@ -234,14 +306,11 @@ def main() -> None:
         pairs = [(words(min(8, n - 4)), words(max(1, n - 3 - min(8, n - 4)))) for n in lens]
         differences = np.abs(reranker.score(pairs) - cross.predict(pairs, show_progress_bar=False))
         print(f"\nlargest difference of scores: {differences.max():.1e}")
-        best = compare(
-            {
-                "nereid": lambda: reranker.score(pairs),
-                "sentence-transformers": lambda: cross.predict(pairs, show_progress_bar=False),
-            },
-            args.repeat,
-            clock,
-        )
+        works = {
+            "nereid": lambda: reranker.score(pairs),
+            "sentence-transformers": lambda: cross.predict(pairs, show_progress_bar=False),
+        }
+        best = compare(works, args.repeat, clock)
         report("pairs", best, lens, limits, flops_of(lens, args))
 
 

@@ -17,14 +17,14 @@ from typing import TypeVar
 
 import torch
 from nereid_backend import SamplingParams
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
+from nereid_backend.engine.step_loop import StepLoop
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
 from nereid_backend.serving.process.process_entry import reduce_garbage_collection
-from nereid_backend.step_loop import StepLoop
 from torch import Tensor
 
 from loadtest import command_line

@@ -3,12 +3,14 @@
     python -m loadtest.bench.bench_speculation --model demo/chat --draft-model /models/small
     python -m loadtest.bench.bench_speculation --truncate 1          # drafts from the first layer
     python -m loadtest.bench.bench_speculation --grow 12 --rounds 5
+    python -m loadtest.bench.bench_speculation --grow 10 --train-draft 1
 
 The target is the large model, which is a demo model of this repository. The prompts are dialogues
 of the kind on which the demo model was trained. The draft model is one of these:
 
 - with --draft-model, another checkpoint
 - with --truncate, the first layers of the target
+- with --train-draft, the first layers of the demo model after some minutes of training
 - with --grow, the demo model itself. The target then gets additional layers that do not change the
   logits, so that a step of the target costs as much as a step of a larger model.
 
@@ -29,13 +31,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.outputs import EngineStats
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from loadtest import command_line
+from loadtest.bench.grown_models import save_with_layers
 from loadtest.bench.markdown_table import table
+from loadtest.bench.trained_draft import trained_draft
 
 # The programs of the folder `demo` are scripts, which import each other by their short names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
@@ -92,6 +95,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--model", type=Path, default=Path("demo/chat"), help="folder of the target")
     add("--draft-model", type=Path, help="folder of the draft model")
     add("--truncate", type=int, default=0, help="layers of the target that are the draft model")
+    add("--train-draft", type=int, default=0, help="layers of a draft model that is trained")
     add("--grow", type=int, default=0, help="layers that are added to the target")
     add("--num-drafts", type=int, default=4, help="largest number of draft tokens in a step")
     add("--batch", type=int, nargs="+", default=[1, 8], help="requests at the same time")
@@ -115,31 +119,9 @@ def models(args: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
     if args.truncate:
         draft = folder / "draft"
         save_with_layers(args.model, draft, args.truncate, is_addition=False)
+    if args.train_draft:
+        draft = trained_draft(args.model, args.train_draft, folder)
     return target, draft
-
-
-@torch.inference_mode()
-def save_with_layers(source: Path, folder: Path, count: int, *, is_addition: bool) -> None:
-    """Save a model with `count` additional layers, or with only its first `count` layers.
-
-    An additional layer adds zeros to the hidden states, so it does not change the answers.
-    """
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    old = model.state_dict()
-    num_layers = model.config.num_hidden_layers
-    total = num_layers + count if is_addition else count
-    entries = json.loads((source / "config.json").read_text())
-    config = type(model.config)(
-        **{**entries, "num_hidden_layers": total, "layer_types": None, "max_window_layers": total}
-    )
-    new = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, tensor in new.state_dict().items():
-        if name in old:
-            tensor.copy_(old[name])
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-    new.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def dialogues(args: argparse.Namespace) -> list[list[int]]:

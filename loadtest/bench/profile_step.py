@@ -34,7 +34,7 @@ class Parts:
 
     def __init__(self, engine: Engine) -> None:
         """Start to measure the steps of `engine`."""
-        runner: Any = engine._runner
+        runner: Any = engine._parts.runner
         path = runner._path
         self._cache = path._cache
         self._cache.kernel_times = KernelTimes()

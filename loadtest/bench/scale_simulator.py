@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 
 from loadtest import command_line

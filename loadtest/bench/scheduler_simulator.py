@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence

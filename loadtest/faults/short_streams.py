@@ -61,12 +61,12 @@ def main() -> int:
 
     run(100)  # the libraries allocate their own memory
     ctypes.CDLL(None).malloc_trim(0)
-    start, used = resident_mib(), engine._pool.num_cached
+    start, used = resident_mib(), engine._parts.pool.num_cached
     print(f"{'requests':>8} {'memory':>10} {'growth':>10} {'of it in new blocks':>20}")
     for part in range(6):
         run(args.requests // 6)
         mib = resident_mib()
-        in_blocks = (engine._pool.num_cached - used) * block_mib
+        in_blocks = (engine._parts.pool.num_cached - used) * block_mib
         done = (part + 1) * (args.requests // 6)
         print(f"{done:8} {mib:6.0f} MiB {mib - start:6.0f} MiB {in_blocks:16.0f} MiB", flush=True)
     return 0

@@ -304,7 +304,7 @@ class Measured:
         return SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
 
     def _num_replays(self) -> int:
-        graphs: Any = getattr(self._engine._runner._path, "graphs", None)
+        graphs: Any = getattr(self._engine._parts.runner._path, "graphs", None)
         return 0 if graphs is None else int(graphs.num_replays)
 
 

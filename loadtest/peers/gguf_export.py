@@ -1,12 +1,20 @@
-"""Conversion of a Qwen3 checkpoint to GGUF without quantization, for llama.cpp.
+"""Conversion of a Qwen3 checkpoint to GGUF, with or without quantization, for llama.cpp.
+
+    python -m loadtest.peers.gguf_export CHECKPOINT FILE bfloat16
+    python -m loadtest.peers.gguf_export CHECKPOINT FILE bfloat16 Q4_K_M
 
 The names of tensors and metadata come from the package `gguf`, which belongs to llama.cpp.
+llama.cpp itself quantizes the weights.
 """
 
 import json
+import os
+import sys
+import tempfile
 from pathlib import Path
 
 import gguf
+import llama_cpp
 import numpy as np
 
 # Leading bytes of a safetensors file: a little-endian uint64, the length of its JSON header.
@@ -91,3 +99,37 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Convert float32 to the bit patterns of bfloat16, rounded to the nearest even number."""
     words = np.ascontiguousarray(values).view(np.uint32)
     return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def quantize(source: Path, target: Path, kind: str) -> None:
+    """Write a GGUF file with quantized weights.
+
+    Args:
+        source: a GGUF file with float32 or bfloat16 weights.
+        target: the path of the new file.
+        kind: llama.cpp's name of the mixture of block types, such as "Q4_0" or "Q4_K_M".
+
+    Raises:
+        RuntimeError: llama.cpp failed.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    code = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params)
+    if code:
+        raise RuntimeError(f"llama_model_quantize failed with the error code {code}.")
+
+
+def main() -> None:
+    """Export the checkpoint that the command line names."""
+    checkpoint, file, dtype, *kinds = sys.argv[1:]
+    if not kinds:
+        export(Path(checkpoint), Path(file), dtype)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "exported.gguf"
+        export(Path(checkpoint), exported, dtype)
+        quantize(exported, Path(file), kinds[0])
+
+
+if __name__ == "__main__":
+    main()

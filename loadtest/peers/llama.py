@@ -4,7 +4,10 @@ The program converts the checkpoint to GGUF. It runs in an environment of its ow
 (`make bench-peers`) without torch.
 """
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,6 @@ from typing import Any
 import llama_cpp as lib
 import numpy as np
 
-from loadtest.peers.gguf_export import export
 from loadtest.peers.workload import main
 
 _BATCH = 512
@@ -23,9 +25,7 @@ class LlamaCpp:
     """A llama.cpp model; each call creates a context with one sequence for each prompt."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        file = Path(path) / f"model-{workload['dtype']}.gguf"
-        if not file.is_file():
-            export(Path(path), file, workload["dtype"])
+        file = gguf_file(Path(path), workload["dtype"])
         lib.llama_backend_init()
         quiet = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(quiet, None)
@@ -96,6 +96,23 @@ class LlamaCpp:
             lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,)
         )
         return int(logits.argmax())
+
+
+def gguf_file(checkpoint: Path, dtype: str) -> Path:
+    """Return the GGUF file of a checkpoint, and create the file if it does not exist.
+
+    The setting `gguf_type` of the contestant names the quantization, such as "Q4_0". Without this
+    setting, the weights are not quantized. Another process creates the file, because the peak
+    memory of this process is measured.
+    """
+    settings = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
+    kinds = [settings["gguf_type"]] if "gguf_type" in settings else []
+    file = checkpoint / f"model-{'-'.join([dtype, *kinds])}.gguf"
+    if not file.is_file():
+        command = [sys.executable, "-m", "loadtest.peers.gguf_export"]
+        arguments = [str(checkpoint), str(file), dtype, *kinds]
+        subprocess.run([*command, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return file
 
 
 if __name__ == "__main__":

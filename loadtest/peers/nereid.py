@@ -26,7 +26,7 @@ class StepTimes:
         self.spent: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
         self._forward_s = self._wait_s = 0.0
         self._rows: set[int] = set()
-        path: Any = engine._runner._path
+        path: Any = engine._parts.runner._path
         step, forward, wait = engine.step, path.forward, HostCopy.wait
 
         def timed_forward(plan: Any, *rest: Any) -> Any:  # noqa: ANN401 - as the path's
@@ -99,7 +99,7 @@ class Nereid:
         The key `steps` has the median times of steps, and `replays` has the number of steps that
         replayed a CUDA graph.
         """
-        graphs = getattr(self._engine._runner._path, "graphs", None)
+        graphs = getattr(self._engine._parts.runner._path, "graphs", None)
         info = self._engine.info
         bytes_per_token = info.kv_cache_bytes / (info.num_blocks + 1) / info.block_size
         return {

@@ -32,6 +32,7 @@ def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
     peer = load(path, workload)
     result: dict[str, Any] = {"load_s": time.perf_counter() - started}
     rng = random.Random(0)
+    clock = clock_of(workload)
 
     def prompts(count: int, length: int) -> list[list[int]]:
         return [
@@ -41,7 +42,8 @@ def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
     peer.generate(prompts(1, 16), 4)
     result["prefill"] = {
         str(length): rate(
-            length, [spent(peer.generate, prompts(1, length), 1) for _ in range(workload["repeat"])]
+            length,
+            [spent(clock, peer, prompts(1, length), 1) for _ in range(workload["repeat"])],
         )
         for length in workload["prefill"]
     }
@@ -68,11 +70,20 @@ def peak_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def spent(function: Callable[..., object], *args: object) -> float:
-    """Return the wall time of one call in seconds."""
-    started = time.perf_counter()
-    function(*args)
-    return time.perf_counter() - started
+def clock_of(workload: dict[str, Any]) -> Callable[[], float]:
+    """Return the clock that measures the workload.
+
+    The clock measures wall time by default, and CPU time of this process with {"clock": "cpu"}. On
+    a machine with other work, CPU time varies less. With more than one thread, it has no meaning.
+    """
+    return time.process_time if workload.get("clock") == "cpu" else time.perf_counter
+
+
+def spent(clock: Callable[[], float], peer: Peer, prompts: list[list[int]], amount: int) -> float:
+    """Return the seconds in which the engine generates `amount` tokens for each prompt."""
+    started = clock()
+    peer.generate(prompts, amount)
+    return clock() - started
 
 
 def rate(amount: int, times: Sequence[float]) -> float:
@@ -92,14 +103,15 @@ def decode_rate(
     repetitions help in that case.
     """
     times = []
+    clock = clock_of(workload)
     if workload.get("warm"):
         # Work that happens once for each batch size, such as capturing a graph, is not measured.
         peer.generate(prompts(batch, workload["context"]), workload["answer"])
     for _ in range(workload["repeat"]):
         texts = prompts(batch, workload["context"])
-        whole = spent(peer.generate, texts, workload["answer"])
+        whole = spent(clock, peer, texts, workload["answer"])
         # The prompts are new, because a prefix cache would otherwise contain them.
-        times.append(whole - spent(peer.generate, prompts(batch, workload["context"]), 1))
+        times.append(whole - spent(clock, peer, prompts(batch, workload["context"]), 1))
     if statistics.median(times) <= 0:
         return 0.0
     return rate(batch * (workload["answer"] - 1), times)

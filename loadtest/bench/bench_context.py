@@ -1,0 +1,172 @@
+"""Measure how the time of a prompt and of a token depends on the length of the context.
+
+    python -m loadtest.bench.bench_context
+    python -m loadtest.bench.bench_context --lengths 4096 16384 65536
+
+The model is a small Llama with random weights, so that attention takes most of the time of a long
+prompt. While the long prompt is computed, another request generates tokens. It must get a token in
+each step, so that a prompt delays it by at most one chunk. Times are CPU times of the process.
+
+Theory: a prompt of n tokens takes a * n + b * n * n seconds, a token after n tokens takes c + d * n
+seconds, and the KV cache of a sequence grows with n. The last columns of the table compare each
+measurement with these laws, which are fitted to the shortest and to the longest prompt.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loadtest import command_line
+from loadtest.bench.markdown_table import table
+
+_VOCAB_SIZE = 512
+_NUM_DECODES = 32
+_SPARE_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The result for one length of the prompt.
+
+    Attributes:
+        num_tokens: the length of the prompt.
+        prefill_s: the CPU seconds of all steps that compute the prompt.
+        chunk_s: the CPU seconds of the longest of these steps.
+        decode_s: the CPU seconds of each later token.
+        num_blocks: the number of blocks that the prompt uses.
+        num_missed: the number of steps of the prompt in which the other request got no token.
+    """
+
+    num_tokens: int
+    prefill_s: float
+    chunk_s: float
+    decode_s: float
+    num_blocks: int
+    num_missed: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all lengths, and print a table."""
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
+    lengths = [4096, 8192, 16384, 32768, 65536, 128000]
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the prompts")
+    add("--layers", type=int, default=2, help="layers of the model")
+    add("--threads", type=int, default=1, help="number of threads")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.layers, max(args.lengths))
+        engine = open_engine(folder, max(args.lengths), args.threads)
+        measure(engine, 1024)  # warms up
+        found = []
+        for length in sorted(args.lengths):
+            found.append(measure(engine, length))
+            sys.stderr.write(f"{found[-1]}\n")
+        block_bytes = engine.info.kv_cache_bytes / (engine.info.num_blocks + 1)
+        engine.close()
+    sys.stdout.write(report(found, block_bytes) + "\n")
+
+
+def save_model(folder: Path, num_layers: int, max_length: int) -> None:
+    """Save a Llama with random weights, and 4 heads of 32 dimensions with 2 key heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_length + _SPARE_TOKENS,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def open_engine(folder: str, max_length: int, num_threads: int) -> Engine:
+    """Return an engine for two sequences, with a KV cache that is large enough for both."""
+    config = EngineConfig(
+        folder,
+        dtype="float32",
+        max_model_len=max_length + _SPARE_TOKENS,
+        max_num_seqs=2,
+        num_threads=num_threads,
+        compile_forward=False,
+        enable_prefix_caching=False,
+        kv_cache_memory="1GiB",
+    )
+    return Engine(config, progress=lambda _: None)
+
+
+def measure(engine: Engine, length: int) -> Measurement:
+    """Compute a prompt and some tokens after it, while another request generates tokens."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(3, _VOCAB_SIZE) for _ in range(length)]
+    other = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
+    engine.add_request("other", prompt[:16], other)
+    engine.step()
+    blocks_before = engine.stats().kv_cache_blocks_used
+    params = SamplingParams(max_tokens=_NUM_DECODES, ignore_eos=True, temperature=0)
+    engine.add_request("long", prompt, params)
+    chunks: list[float] = []
+    num_missed = 0
+    names: set[str] = set()
+    while "long" not in names:
+        begin = time.process_time()
+        names = {update.request_id for update in engine.step()}
+        chunks.append(time.process_time() - begin)
+        num_missed += "other" not in names
+    num_blocks = engine.stats().kv_cache_blocks_used - blocks_before
+    engine.abort("other")
+    engine.step()
+    begin = time.process_time()
+    num_steps = 0
+    while engine.has_work():
+        engine.step()
+        num_steps += 1
+    decode_s = (time.process_time() - begin) / num_steps
+    return Measurement(length, sum(chunks), max(chunks), decode_s, num_blocks, num_missed)
+
+
+def report(found: Sequence[Measurement], block_bytes: float) -> str:
+    """Return a table of the measurements, with the times that theory predicts."""
+    prefill = _fit([(one.num_tokens, one.prefill_s / one.num_tokens) for one in found])
+    decode = _fit([(one.num_tokens, one.decode_s) for one in found])
+    rows = []
+    for one in found:
+        n = one.num_tokens
+        rows.append(
+            [
+                f"{n:,}",
+                f"{n / one.prefill_s:,.0f}",
+                f"{one.chunk_s * 1000:.0f}",
+                str(one.num_missed),
+                f"{one.decode_s * 1000:.2f}",
+                f"{one.num_blocks * block_bytes / 2**20:.1f}",
+                f"{one.prefill_s / (n * (prefill[0] + prefill[1] * n)):.2f}",
+                f"{one.decode_s / (decode[0] + decode[1] * n):.2f}",
+            ]
+        )
+    names = ["prompt", "prefill tokens/s", "longest step, ms", "steps without the other request"]
+    names += ["ms per later token", "KV cache, MiB", "prefill / theory", "token / theory"]
+    return table(names, rows)
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the straight line through the first and the last point: its start and its slope."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
+    return y0 - slope * x0, slope
+
+
+if __name__ == "__main__":
+    main()

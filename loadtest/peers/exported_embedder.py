@@ -1,0 +1,93 @@
+"""OpenVINO and onnxruntime as compared embedders, for `bench_pooling`.
+
+The program runs in the environment of `make bench-peers`. Its argument is a JSON object. The
+program prints "ready". For each line on its standard input, which is a batch size, the program
+encodes all texts and prints "done".
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+_CALIBRATION_BATCH_SIZE = 32
+_NUM_CALIBRATION_BATCHES = 8
+_PRECISIONS = {"OpenVINO float32": "f32", "OpenVINO bfloat16": "bf16"}
+
+Inputs = dict[str, np.ndarray]
+Forward = Callable[[Inputs], np.ndarray]
+
+
+def main() -> None:
+    """Load the model, and encode the texts whenever a line arrives on the standard input."""
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    texts: list[str] = json.loads(Path(job["texts"]).read_text())
+    tokenizer = AutoTokenizer.from_pretrained(job["checkpoint"])
+    model = AutoModel.from_pretrained(job["checkpoint"], dtype=torch.float32).eval()
+    texts.sort(key=len)
+
+    def batches(size: int) -> list[Inputs]:
+        pieces = [texts[start : start + size] for start in range(0, len(texts), size)]
+        return [dict(tokenizer(piece, padding=True, return_tensors="np")) for piece in pieces]
+
+    samples = batches(_CALIBRATION_BATCH_SIZE)[:_NUM_CALIBRATION_BATCHES]
+    load = load_onnxruntime if job["kind"] == "onnxruntime" else load_openvino
+    forward = load(model, samples, job)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        for inputs in batches(int(line)):
+            mask = inputs["attention_mask"][..., None]
+            (forward(inputs) * mask).sum(1) / mask.sum(1)
+        print("done", flush=True)
+
+
+def load_openvino(model: PreTrainedModel, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+    """Convert the model to OpenVINO, and return its forward pass.
+
+    With the kind "OpenVINO int8", weights and activations have 8 bits.
+    """
+    import nncf
+    import openvino
+
+    example = {name: torch.from_numpy(values) for name, values in samples[0].items()}
+    converted = openvino.convert_model(model, example_input=example)
+    settings = {"INFERENCE_NUM_THREADS": job["threads"], "PERFORMANCE_HINT": "LATENCY"}
+    if job["kind"] == "OpenVINO int8":
+        dataset = nncf.Dataset(samples)
+        kind = nncf.ModelType.TRANSFORMER
+        converted = nncf.quantize(converted, dataset, model_type=kind)
+    else:
+        settings["INFERENCE_PRECISION_HINT"] = _PRECISIONS[job["kind"]]
+    compiled = openvino.Core().compile_model(converted, "CPU", settings)
+    return lambda inputs: compiled(inputs)[0]
+
+
+def load_onnxruntime(model: PreTrainedModel, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+    """Export the model to ONNX, and return its forward pass in float32 with onnxruntime."""
+    import onnxruntime
+
+    file = str(Path(job["texts"]).with_name("model.onnx"))
+    names = list(samples[0])
+    model.config.return_dict = False
+    torch.onnx.export(
+        model,
+        kwargs={name: torch.from_numpy(samples[0][name]) for name in names},
+        f=file,
+        input_names=names,
+        output_names=["hidden"],
+        dynamic_axes={name: {0: "batch", 1: "length"} for name in [*names, "hidden"]},
+        dynamo=False,
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = job["threads"]
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return lambda inputs: session.run(["hidden"], inputs)[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""OpenVINO as a compared engine, with models that optimum-intel converts.
+
+The program converts the checkpoint to OpenVINO's format. It runs in an environment of its own
+(`make bench-peers`). OpenVINO's default settings decide the precision of the computation and of the
+KV cache.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+from openvino import opset13
+
+from loadtest.peers.workload import main
+
+_MODEL_FILE = "openvino_model.xml"
+_LAST = np.iinfo(np.int64).max
+
+
+class OpenVino:
+    """A compiled OpenVINO model, whose KV cache is the state of one inference request."""
+
+    def __init__(self, path: str, workload: dict[str, Any]) -> None:
+        folder = converted(Path(path))
+        core = openvino.Core()
+        model = core.read_model(folder / _MODEL_FILE)
+        keep_last_logits(model)
+        settings = {"INFERENCE_NUM_THREADS": workload["threads"], "PERFORMANCE_HINT": "LATENCY"}
+        self._request = core.compile_model(model, "CPU", settings).create_infer_request()
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
+        self._request.reset_state()
+        token_ids = np.array(prompts, np.int64)
+        batch, length = token_ids.shape
+        positions = np.arange(length, dtype=np.int64)[None].repeat(batch, 0)
+        for number in range(1, num_tokens + 1):
+            self._request.infer(
+                {
+                    "input_ids": token_ids,
+                    "attention_mask": np.ones((batch, positions[0, -1] + 1), np.int64),
+                    "position_ids": positions,
+                    "beam_idx": np.arange(batch, dtype=np.int32),
+                }
+            )
+            logits = self._request.get_tensor("logits").data
+            token_ids = logits[:, -1].argmax(-1)[:, None]
+            positions = np.full((batch, 1), length + number - 1, np.int64)
+
+
+def converted(checkpoint: Path) -> Path:
+    """Return the folder with the OpenVINO model of a checkpoint, and create it if necessary.
+
+    The setting `weight_format` of the contestant is an option of `optimum-cli`: "int4", "int8" or
+    "fp16". With "fp16", the CPU computes in bfloat16 if it can. Another process converts the model,
+    because the peak memory of this process is measured.
+    """
+    weight_format = json.loads(os.environ["BENCH_ENGINE"])["weight_format"]
+    folder = checkpoint / f"openvino-{weight_format}"
+    if not (folder / _MODEL_FILE).is_file():
+        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+        options = ["--task", "text-generation-with-past", "--weight-format", weight_format]
+        subprocess.run(
+            [*command, "--model", str(checkpoint), *options, str(folder)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    return folder
+
+
+def keep_last_logits(model: openvino.Model) -> None:
+    """Change a model so that it computes logits only for the last token of each sequence.
+
+    OpenVINO's pipeline for text generation makes the same change. Without it, a prompt of 512
+    tokens needs 512 products with the output layer instead of one.
+    """
+    product = model.output("logits").get_node()
+    while product.get_type_name() != "MatMul":
+        product = product.input_value(0).get_node()
+    last = opset13.slice(product.input_value(0), [-1], [_LAST], [1], [1])
+    product.input(0).replace_source_output(last.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+if __name__ == "__main__":
+    main(OpenVino)

@@ -23,7 +23,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,15 @@ test-parsers: ## Run the tests of parsers/ in an empty environment that contains
 	@$(VENV)-parsers/bin/python -m pip install --quiet ./parsers pytest pytest-timeout pytest-xdist hypothesis
 	@$(VENV)-parsers/bin/python -m pytest -q -m "not long" -n $(TEST_PROCESSES) tests/parsers
 	@rm -rf $(VENV)-parsers
+
+test-python: ## Run the unit tests of the three packages with another Python, such as make test-python PYTHON=python3.13 (6 GB)
+	@rm -rf $(VENV)-python && $(PYTHON) -m venv $(VENV)-python
+	@$(VENV)-python/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(VENV)-python/bin/python -m pip install --quiet -c constraints.txt torch
+	@$(VENV)-python/bin/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev
+	@$(VENV)-python/bin/python -m pytest -q -m "not long and not gpu and not triton" -n $(TEST_PROCESSES) --dist loadfile \
+	    tests/parsers tests/backend tests/client tests/contract
+	@rm -rf $(VENV)-python
 
 check: lint prose type deps docs test ## Run everything that CI checks: lint, prose, types, imports, documentation, tests
 
@@ -140,9 +149,13 @@ bench: setup ## Compare the engine with transformers and llama.cpp, and with the
 bench-formats: setup ## Measure the formats of quantised weights: equal tokens, memory, and tokens/s
 	@$(BIN)/python tests/backend/checkpoints/measure_formats.py $(ARGS)
 
-bench-peers: ## Install llama.cpp for `make bench` in its own environment (builds from source, about ten minutes)
+bench-peers: ## Install llama.cpp (builds from source, about ten minutes) and OpenVINO for `make bench` and `make bench-pooling`, each in its own environment
 	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
 	@$(VENV)-peers/bin/python -m pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0 numpy
+	@test -x $(VENV)-openvino/bin/python || $(PYTHON) -m venv $(VENV)-openvino
+	@$(VENV)-openvino/bin/python -m pip install --quiet optimum-intel==2.2.0 openvino nncf onnx onnxruntime
+	@# The conversion does not need torchvision, and torch's CPU build cannot load the torchvision that pip chose.
+	@$(VENV)-openvino/bin/python -m pip uninstall --quiet --yes torchvision
 
 bench-attention: setup ## Compare decode attention of the native CPU kernel with the PyTorch reference and the memory bandwidth
 	@$(BIN)/python -m loadtest.bench.bench_attention $(ARGS)
@@ -171,8 +184,14 @@ bench-scheduler: setup ## Measure the time of scheduling in each step, with many
 bench-prefix-cache: setup ## Measure the first token of a chat's second turn: with the prefix cache, and after a restart with it on disk
 	@$(BIN)/python -m loadtest.bench.bench_prefix_cache --disk $(ARGS)
 
-bench-speculation: setup ## Measure tokens/s with and without draft tokens, and the share of accepted draft tokens
-	@$(BIN)/python -m loadtest.bench.bench_speculation --grow 10 --truncate 2 $(ARGS)
+bench-agents: setup ## Simulate agents with and without prompt_cache_key: hit rate and first token
+	@$(BIN)/python -m loadtest.bench.agent_simulator $(ARGS)
+
+bench-context: setup ## Measure prefill and decode of a small model with up to 128,000 tokens
+	@$(BIN)/python -m loadtest.bench.bench_context $(ARGS)
+
+bench-speculation: setup ## Measure tokens/s with and without draft tokens, and the share of accepted draft tokens; the first run trains a draft model
+	@$(BIN)/python -m loadtest.bench.bench_speculation --grow 10 --train-draft 1 $(ARGS)
 
 bench-growth: setup ## Measure how the speed of decode depends on the batch size and on the context
 	@$(BIN)/python -m loadtest.bench.bench --contestants nereid --prefill --decode 1 4 16 64 --context 32 512 2048 $(ARGS)

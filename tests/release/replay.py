@@ -13,6 +13,21 @@ from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).resolve().parents[2]
 _SUITES = {"debian:12-slim": "bookworm", "debian:13-slim": "trixie"}
+_TRITON_IMAGE = "nvcr.io/nvidia/tritonserver:"
+# These commands replace NVIDIA's image: Debian's Python, and the server of the PyTriton wheel.
+_TRITON_BASE = r"""
+apt-get update
+apt-get install --yes --no-install-recommends python3 python3-pip libpython3-dev g++
+useradd --uid 1000 triton-server
+pip install --break-system-packages 'numpy<2'
+pip install --no-deps --target /opt/tritonserver nvidia-pytriton==0.7.0
+cd /opt/tritonserver/pytriton/tritonserver
+cp python_backend_stubs/3.11/triton_python_backend_stub backends/python
+mkdir -p /opt/tritonserver/bin
+printf '#!/bin/sh\nLD_LIBRARY_PATH=/opt/tritonserver/nvidia_pytriton.libs exec %s "$@"\n' \
+    "$PWD/bin/tritonserver --backend-directory $PWD/backends" > /opt/tritonserver/bin/tritonserver
+chmod +x /opt/tritonserver/bin/tritonserver
+"""
 _MOUNTED = ("/proc", "/dev")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
@@ -54,13 +69,21 @@ class Image:
         return [*user, *command, *words]
 
     def _from(self, value: str) -> None:
-        """Install a minimal Debian, with the mirror and the pip settings of this machine."""
-        suite = _SUITES[value.split()[0]]
+        """Install a minimal Debian, with the mirror and the pip settings of this machine.
+
+        NVIDIA's image is replaced by Debian and the commands of `_TRITON_BASE`.
+        """
+        image = value.split()[0]
+        has_triton = image.startswith(_TRITON_IMAGE)
+        suite = "bookworm" if has_triton else _SUITES[image]
         script = ["debootstrap", "--variant=minbase", suite, str(self.root), _mirror()]
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
         shutil.copy("/etc/resolv.conf", self.root / "etc")
         if _CERTIFICATES.is_file():
             shutil.copy(_CERTIFICATES, self.root / "etc" / "host-certificates.crt")
+        if has_triton:
+            self.variables["PATH"] = f"/opt/tritonserver/bin:{self.variables['PATH']}"
+            self._run(_TRITON_BASE)
 
     def _env(self, value: str) -> None:
         for word in shlex.split(value):

@@ -1,4 +1,8 @@
-"""The CPU image, built without a container engine, serves a request from a read-only root."""
+"""Both images, built without a container engine, serve a request from a read-only root.
+
+In the image for GPUs, Debian and the embedded Triton server replace NVIDIA's image, and the server
+uses the CPU.
+"""
 
 import json
 import os
@@ -24,7 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def folder():
     """A folder that the image's user can reach. The folders of pytest belong to root alone."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
@@ -32,12 +36,9 @@ def folder():
         yield Path(name)
 
 
-@pytest.fixture(scope="module")
-def image(folder):
-    return Image("cpu", folder / "root")
-
-
-def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(image, folder):
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+def test_the_image_serves_a_request_as_an_unprivileged_user_on_a_read_only_root(stage, folder):
+    image = Image(stage, folder / "root")
     assert image.user != 0
     state, log = folder / "state", folder / "log"
     state.mkdir()

@@ -2,21 +2,28 @@
 
 import contextlib
 import json
+import os
+import socket
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-ray` installs it")
+# By default, Ray kills a proxy that does not answer within 5 s of its start. On a busy machine, the
+# start takes longer. Ray reads the variable when it is imported, and its processes inherit it.
+os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
 with warnings.catch_warnings(action="ignore"):  # Ray itself causes warnings
     import ray.serve
 
 import httpx
 from nereid.ray import Options, app
 from nereid.ray.routing import prefix_hashes
+from nereid.ray.scaling import ScaleWithLoad
 from nereid.ray.server import REPLICA_HEADER
 from pydantic import ValidationError
 from ray import serve
@@ -53,7 +60,10 @@ def cluster():
 @pytest.fixture(scope="module")
 def url(cluster):
     (port,) = free_ports(1)
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    # Ray waits at most 60 s for its proxy, but the proxy goes on starting after that.
+    with contextlib.suppress(TimeoutError):
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    wait_until(lambda: accepts_connections(port))
     return f"http://127.0.0.1:{port}/v1"
 
 
@@ -174,6 +184,11 @@ def wait_until(is_true, limit_s=600.0):
         time.sleep(0.5)
 
 
+def accepts_connections(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def num_servers():
     deployment = serve.status().applications["default"].deployments["Server"]
     return deployment.replica_states.get("RUNNING", 0)
@@ -256,6 +271,30 @@ def test_a_server_is_added_while_requests_wait(url, deploy):
         wait_until(lambda: num_servers() == 2)
     assert all(stream.is_complete for stream in streams)
     wait_until(lambda: num_servers() == 1)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "usage", "expected"),
+    [
+        ([12, 12, 12, 12], [0.1] * 4, 6),  # 12 waiting sequences, and the target is 8
+        ([0, 0], [0.9, 0.7], 2),  # the KV caches are used as much as they should be
+        ([0, 0], [1.0, 1.0], 2.5),  # the KV caches are full
+        ([0, 0, 0, 0], [0.2] * 4, 1),
+    ],
+)
+def test_waiting_requests_and_the_use_of_the_kv_cache_decide_the_number_of_servers(
+    waiting, usage, expected
+):
+    metrics = {
+        "num_requests_waiting": dict(enumerate(waiting)),
+        "kv_cache_usage_perc": dict(enumerate(usage)),
+    }
+    count = len(waiting)
+    context = SimpleNamespace(
+        aggregated_metrics=metrics, current_num_replicas=count, target_num_replicas=count
+    )
+    wanted, _ = ScaleWithLoad(waiting_requests=8, kv_cache_usage=0.8)(context)
+    assert wanted == pytest.approx(expected)
 
 
 def test_wrong_options_are_rejected():

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,40 @@ def test_a_wheel_contains_its_modules_the_licence_and_the_version(parsers_wheels
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_wheel_with_the_kernels_does_not_depend_on_the_folder_or_the_time(tmp_path):
-    wheels = []
-    for name in ("a", "b"):
-        shutil.copytree(ROOT / "backend", tmp_path / name / "backend")
-        wheel = build_wheel("backend", tmp_path / "dist" / name, "--wheel", folder=tmp_path / name)
-        wheels.append(hashlib.sha256(wheel.read_bytes()).hexdigest())
-    assert wheels[0] == wheels[1]
+@pytest.mark.parametrize("name", FOLDERS)
+def test_two_builds_of_a_release_are_equal(tmp_path, monkeypatch, name):
+    """The folders of the builds have different names, and their files different dates and modes.
+
+    The wheel of the backend contains the compiled kernels.
+    """
+    date = datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(int(date.timestamp())))
+    first, second = tmp_path / "first", tmp_path / "the second copy"
+    copy_files(ROOT, first, run("git", "ls-files", "-z").rstrip("\0").split("\0"))
+    names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
+    copy_files(first, second, names)
+    for path in filter(Path.is_file, second.rglob("*")):
+        path.chmod(0o600)
+        os.utime(path, (1e9, 1e9))
+    hashes = []
+    for folder in (first, second):
+        wheel = build_wheel(name, tmp_path / "dist" / folder.name, folder=folder)
+        built = {path.name: path.read_bytes() for path in wheel.parent.iterdir()}
+        hashes.append({name: hashlib.sha256(data).hexdigest() for name, data in built.items()})
+    assert len(built) == 2  # a wheel and a source distribution
+    assert hashes[0] == hashes[1]
+    files = zipfile.ZipFile(wheel).infolist()
+    assert {file.date_time for file in files} == {date.timetuple()[:6]}
+    kernels = [file.filename for file in files if "/precompiled/" in file.filename]
+    assert bool(kernels) == (name == "backend")
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str | Path]) -> None:
+    """Copy the files with the given names, if they exist."""
+    for name in names:
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ TYPES = {
         "mvp",  # positions from the length of the cache
     ],
     "single": [
-        "roformer",  # rotated by the length of the cache
+        "xlnet",  # relative positions
         "rwkv",  # a state with a name of its own
         "openai-gpt",  # no cache
         "reformer",  # buckets of hashes

@@ -27,7 +27,13 @@ from nereid_client.batches.lifespan import batches_lifespan
 from nereid_client.database import Database
 from nereid_client.embeddings.model_choice import pooling_lifespan
 from nereid_client.error_responses import error_response
-from nereid_client.errors import ApiError, FrontendError, to_api_error
+from nereid_client.errors import (
+    ApiError,
+    FieldError,
+    FrontendError,
+    from_field_error,
+    to_api_error,
+)
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
@@ -155,6 +161,7 @@ def create_app(
     for router in _ROUTERS:
         app.include_router(router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
+    app.add_exception_handler(FieldError, _on_field_error)
     app.add_exception_handler(RunsElsewhereError, forward_to_worker)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
@@ -235,6 +242,13 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
             extra={"request_id": request.state.request_id},
         )
     return error_response(api_error, request.scope)
+
+
+async def _on_field_error(request: Request, error: Exception) -> Response:
+    """Return the response for a wrong field that was found after pydantic validated the request."""
+    if not isinstance(error, FieldError):
+        raise error
+    return await _on_frontend_error(request, from_field_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -225,8 +225,12 @@ def from_validation(error: ValidationError) -> ApiError:
     Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
     is "temperature".
     """
-    first = first_field_error(error)
-    return ApiError(400, str(first), param=first.field or None, code=first.code)
+    return from_field_error(first_field_error(error))
+
+
+def from_field_error(error: FieldError) -> ApiError:
+    """Return a 400 that describes a wrong field of a request body."""
+    return ApiError(400, str(error), param=error.field or None, code=error.code)
 
 
 def first_field_error(error: ValidationError, place: str = "") -> FieldError:

@@ -65,3 +65,13 @@ def test_fields_of_the_request_take_precedence():
     request_body = body(cache_control=HOUR, prompt_cache_retention="24h", prompt_cache_key="k")
     chat = chat_request(MessagesRequest.model_validate(request_body), request_body)
     assert (chat["prompt_cache_key"], chat["prompt_cache_retention"]) == ("k", "24h")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("control", [True, 5, {"type": "x"}, {"type": "ephemeral", "ttl": 5}, {}])
+async def test_a_wrong_cache_control_is_refused_by_name(connect, route, control):
+    async with connect() as client:
+        response = await client.post(route, json=body(cache_control=control))
+    assert response.status_code == 400
+    assert "cache_control" in response.json()["error"]["message"]

@@ -1,11 +1,14 @@
 """What runs beside the attacks: a well-behaved client, a memory watch, and a canary address."""
 
 import json
+import multiprocessing
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 
 import psutil
 
@@ -17,8 +20,11 @@ _SAMPLE_S = 0.3
 _PAUSE_S = 0.2
 
 
-class Neighbour(threading.Thread):
+class Neighbour:
     """A well-behaved client that requests a short stream again and again.
+
+    The client is a process of its own. As a thread beside several hundred attacking threads, it
+    would also measure how long it waits for the lock of the Python interpreter.
 
     Attributes:
         waits: for each request the time at which it started, and the seconds until the first token.
@@ -26,27 +32,44 @@ class Neighbour(threading.Thread):
     """
 
     def __init__(self, port: int, key: str) -> None:
-        super().__init__(daemon=True)
-        self._port, self._key = port, key
-        self._stopped = threading.Event()
+        context = multiprocessing.get_context("spawn")
+        self._stopped = context.Event()
+        self._results, results = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_request_repeatedly, args=(port, key, self._stopped, results), daemon=True
+        )
         self.waits: list[tuple[float, float]] = []
         self.errors: list[tuple[float, str]] = []
 
-    def run(self) -> None:
-        """Send requests until `stop` is called."""
-        while not self._stopped.wait(_PAUSE_S):
-            started = time.monotonic()
-            try:
-                wait_s = first_token_s(self._port, self._key)
-            except OSError as error:
-                self.errors.append((started, str(error)))
-            else:
-                self.waits.append((started, wait_s))
+    def start(self) -> None:
+        """Start the process that sends the requests."""
+        self._process.start()
 
     def stop(self) -> None:
-        """Stop after the current request."""
+        """Stop after the current request, and read the results.
+
+        Raises: RuntimeError if the process does not answer within 90 seconds.
+        """
         self._stopped.set()
-        self.join(60)
+        if not self._results.poll(90):
+            raise RuntimeError("the process of the well-behaved client does not answer")
+        self.waits, self.errors = self._results.recv()
+        self._process.join(10)
+
+
+def _request_repeatedly(port: int, key: str, stopped: Event, results: Connection) -> None:
+    """Send requests until `stopped` is set. Then send the waiting times and the errors back."""
+    waits: list[tuple[float, float]] = []
+    errors: list[tuple[float, str]] = []
+    while not stopped.wait(_PAUSE_S):
+        started = time.monotonic()
+        try:
+            wait_s = first_token_s(port, key)
+        except OSError as error:
+            errors.append((started, str(error)))
+        else:
+            waits.append((started, wait_s))
+    results.send((waits, errors))
 
 
 def first_token_s(port: int, key: str) -> float:

@@ -19,7 +19,7 @@ from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.fill_in_middle import FillInMiddle
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.common_fields import GenerationRequest
-from nereid_client.protocol.request_limits import PublishedLimits
+from nereid_client.protocol.request_limits import PublishedLimits, RequestLimits
 from nereid_client.request_turns import RequestTurns
 from nereid_client.settings import Settings
 from nereid_client.several_models.model_control import ModelControl
@@ -200,8 +200,8 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     content_length = request.headers.get("content-length", "")
     if content_length.isdecimal() and content_length.isascii():
         limits.check_size(int(content_length), max_prompts)
+    raw = await _read_with_limit(request, limits)
     # A body without a Content-Length is checked after it is read.
-    raw = await _read_bytes(request)
     limits.check_size(len(raw), _most_prompts(raw, max_prompts))
     body = await _parse_object(request, raw)
     limits.check_members(body)
@@ -235,6 +235,35 @@ async def _read_bytes(request: Request) -> bytes:
         return await request.body()
     except ClientDisconnect:
         raise Disconnected from None
+
+
+async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
+    """Read a body, but stop at a prompt that is certainly too long.
+
+    Each prompt is a string or a list of token ids. Neither contains a quotation mark or an opening
+    bracket. If more bytes than max_request_bytes arrive without such a character, one prompt is
+    larger than a body with one prompt may be.
+
+    Example: max_request_bytes is 5 MB, and the body is {"prompt": "aaa..."} with 40 MB. The request
+    is refused after about 5 MB.
+
+    Raises:
+        ApiError: 400 with the code context_length_exceeded.
+        Disconnected: the client closed the connection.
+    """
+    chunks: list[bytes] = []
+    num_bytes_of_prompt = 0
+    try:
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
+            # If the chunk contains no start, `last_start` is -1.
+            num_bytes = len(chunk) - 1 - last_start
+            num_bytes_of_prompt = num_bytes + (num_bytes_of_prompt if last_start < 0 else 0)
+            limits.check_prompt_size(num_bytes_of_prompt)
+    except ClientDisconnect:
+        raise Disconnected from None
+    return b"".join(chunks)
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:

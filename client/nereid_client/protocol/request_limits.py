@@ -54,6 +54,21 @@ class RequestLimits:
                 param=None,
             )
 
+    def check_prompt_size(self, num_bytes: int) -> None:
+        """Check the number of bytes of one prompt while the body is being read.
+
+        Args:
+            num_bytes: the bytes of the prompt that have arrived, in JSON.
+
+        Raises: ApiError 400 with the code context_length_exceeded.
+        """
+        if num_bytes > self.max_request_bytes:
+            raise self._error(
+                f"a prompt in the request body has at least {num_bytes} bytes, but the limit is "
+                f"{self.max_request_bytes} bytes (max_request_bytes)",
+                param=None,
+            )
+
     def check_members(self, body: Mapping[str, Any]) -> None:
         """Check the number of messages, input items and token ids, and the length of prompts.
 

@@ -76,6 +76,34 @@ async def test_a_body_whose_prompt_cannot_fit_is_refused_before_it_is_read(limit
     assert limited.generations == []
 
 
+@pytest.mark.parametrize("prompt", [b'"' + b"a" * 40_000_000 + b'"', b"[" + b"5," * 20_000_000])
+async def test_a_prompt_that_is_too_long_is_not_read_to_its_end(limited, connect, prompt):
+    num_read = 0
+
+    async def body():
+        nonlocal num_read
+        text = b'{"prompt": ' + prompt
+        for start in range(0, len(text), 250_000):
+            num_read += 1
+            yield text[start : start + 250_000]
+
+    async with connect() as client:
+        answer = await client.post("/v1/completions", content=body())
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "a prompt in the request body has at least" in error["message"]
+    assert num_read <= 22
+    assert limited.generations == []
+
+
+async def test_many_prompts_are_read_to_the_end(limited, connect):
+    prompts = ["a" * 60_000] * 100
+    async with connect() as client:
+        answer = await client.post("/v1/completions", json={"prompt": prompts})
+    assert answer.status_code == 200
+    assert len(limited.generations) == 100
+
+
 async def test_the_check_takes_no_time():
     limits = RequestLimits(4096, 65_536, 5_000_000, 682)
     bodies = [{"prompt": [1] * 4096}, {"messages": [USER] * 682}, {"prompt": "a" * 65_536}]

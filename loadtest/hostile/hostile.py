@@ -19,6 +19,7 @@ without attacks. The exit code is 1 if the run fails.
 
 import argparse
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from loadtest.server.served import Served
 
 _ATTACKER = "sk-attacker"
 _NEIGHBOUR = "sk-neighbour"
+_ATTACKER_NICENESS = 10
 _NUM_QUIET_REQUESTS = 40
 _SETTINGS = {"NEREID_RECEIVE_TIMEOUT_S": "8", "NEREID_UNREAD_TIMEOUT_S": "5"}
 _KEYS = f"""
@@ -91,6 +93,9 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
             memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
             memory.start()
             neighbour.start()
+            # Attackers use other machines. With a low priority, the attacks of this process take
+            # less of the processor time that the server needs.
+            os.nice(_ATTACKER_NICENESS)
             started = time.monotonic()
             with ThreadPoolExecutor(num_attackers) as pool:
                 results = list(pool.map(lambda one: _result(one, target, limits), attacks))

@@ -1,8 +1,10 @@
 """Runs the application of the frontend in this process."""
 
 import gc
+import logging
 import resource
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,9 +13,10 @@ import uvicorn
 
 from nereid_client.app import create_app
 from nereid_client.json_logs import uvicorn_log_config
+from nereid_client.listening_sockets import listening_sockets
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
-from nereid_client.settings import Settings
+from nereid_client.settings import Settings, SettingsError
 from nereid_client.triton_backend import Backend
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.worker_pool import worker_sockets
@@ -23,6 +26,8 @@ from nereid_client.workers.worker_pool import worker_sockets
 # at the moment when a request arrives on it. Example: httpx, which OpenAI's library uses, closes
 # idle connections after 5 s.
 _KEEP_ALIVE_S = 75
+
+_log = logging.getLogger("uvicorn.error")  # uvicorn shows the messages of this logger
 
 
 def run_frontend(
@@ -68,9 +73,28 @@ def run_frontend(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )
-    sockets = worker_sockets(worker, settings.host) if worker is not None else None
+    sockets = _sockets(settings, worker)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets)
+
+
+def _sockets(settings: Settings, worker: WorkerPlace | None) -> list[socket.socket]:
+    """Return the sockets on which this process waits for connections.
+
+    Raises: SettingsError if the address of the frontend is in use.
+    """
+    if worker is not None:
+        return worker_sockets(worker, settings.host)
+    try:
+        sockets = listening_sockets(settings.host, settings.port)
+    except OSError as error:
+        raise SettingsError(
+            f"the frontend cannot listen on port {settings.port} of {settings.host}: "
+            f"{error.strerror}. Set NEREID_OPENAI_PORT to a free port, or NEREID_OPENAI_HOST to "
+            "an address of this machine."
+        ) from None
+    _log.info("The frontend listens on http://%s:%d", settings.host, settings.port)
+    return sockets
 
 
 def _raise_descriptor_limit() -> None:

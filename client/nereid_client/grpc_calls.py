@@ -17,43 +17,38 @@ import collections
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 from grpc.aio._call import Call  # no public method cancels a call without cancelling its tasks
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from nereid_client.errors import BackendError
+from nereid_client.grpc_connections import Connections
+from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.tracing import current_traceparent
 
-_RECONNECT_MS = 1000  # the longest time between two attempts to connect
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
+# The calls of the frontend itself use a connection like the calls of a client.
+_OWN_CALLS = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT8": np.uint8}
 
 
 class TritonCalls:
-    """A gRPC channel to a Triton server that reconnects within a second after a restart.
+    """The gRPC calls of the frontend to a Triton server.
 
-    By default, gRPC would wait up to two minutes between two attempts to connect. The object must
-    be created in a running event loop. The first call opens the connection.
+    The object must be created in a running event loop. The first call opens a connection.
 
     Args:
         url: host:port of the server's gRPC endpoint.
     """
 
     def __init__(self, url: str) -> None:
-        options = [
-            ("grpc.max_send_message_length", -1),
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS),
-            ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
-        ]
-        self._channel = grpc.aio.insecure_channel(url, options=options)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._connections = Connections(url)
         self._detached: set[asyncio.Task[None]] = set()
 
     async def infer(self, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
@@ -65,7 +60,7 @@ class TritonCalls:
             grpc.RpcError: the call failed.
             BackendError: the server cancelled the call.
         """
-        return await self._response(self._stub.ModelInfer(request))
+        return await self._response("ModelInfer", request, current_client.get().share)
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
         """Send a ModelInferRequest to a model that answers with several responses."""
@@ -73,22 +68,27 @@ class TritonCalls:
         async def request_once() -> Any:  # noqa: ANN401
             yield request
 
-        return Stream(self._stub.ModelStreamInfer(request_once()), self._run_detached)
+        client = current_client.get().share
+        stub = self._connections.start_call(client)
+        stream = Stream(stub.ModelStreamInfer(request_once()), self._run_detached)
+        stream.add_end_callback(partial(self._connections.end_call, client))
+        return stream
 
     async def is_live(self) -> bool:
         """Return whether the server answers."""
-        call = self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_HEALTH_TIMEOUT_S)
+        request = service_pb2.ServerLiveRequest()
         try:
-            return bool((await self._response(call)).live)
+            response = await self._response("ServerLive", request, timeout=_HEALTH_TIMEOUT_S)
+            return bool(response.live)
         except grpc.RpcError:
             return False
 
     async def is_model_ready(self, model: str) -> bool:
         """Return whether a model accepts requests."""
         request = service_pb2.ModelReadyRequest(name=model)
-        call = self._stub.ModelReady(request, timeout=_HEALTH_TIMEOUT_S)
         try:
-            return bool((await self._response(call)).ready)
+            response = await self._response("ModelReady", request, timeout=_HEALTH_TIMEOUT_S)
+            return bool(response.ready)
         except grpc.RpcError:
             return False
 
@@ -98,7 +98,7 @@ class TritonCalls:
         Raises: BackendError with the reason why the model cannot be loaded.
         """
         request = service_pb2.RepositoryModelLoadRequest(model_name=name)
-        await self._control(self._stub.RepositoryModelLoad(request))
+        await self._control("RepositoryModelLoad", request)
 
     async def unload_model(self, name: str) -> None:
         """Unload a model. For an ensemble, also unload the models that the ensemble calls.
@@ -107,39 +107,57 @@ class TritonCalls:
         """
         request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
         request.parameters["unload_dependents"].bool_param = True
-        await self._control(self._stub.RepositoryModelUnload(request))
+        await self._control("RepositoryModelUnload", request)
 
     async def uses_memory(self, names: Sequence[str]) -> bool:
         """Return whether one of the models is loaded, is being loaded or is being unloaded.
 
         Raises: BackendError.
         """
-        call = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest())
+        request = service_pb2.RepositoryIndexRequest()
         try:
-            index = await self._response(call)
+            index = await self._response("RepositoryIndex", request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
         states = {model.name: model.state for model in index.models}
         return any(states.get(name) in ("READY", "LOADING", "UNLOADING") for name in names)
 
-    async def _control(self, call: Any) -> None:  # noqa: ANN401 - untyped library
-        """Wait for the server's response to a request that loads or unloads a model.
+    async def _control(self, method: str, request: Any) -> None:  # noqa: ANN401 - protobuf messages
+        """Send a request that loads or unloads a model, and wait for the server's response.
 
         Raises: BackendError.
         """
         try:
-            await self._response(call)
+            await self._response(method, request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
 
     async def close(self) -> None:
-        """Wait for cancelled calls to end, then close the connection."""
+        """Wait for cancelled calls to end, then close the connections."""
         await asyncio.gather(*self._detached, return_exceptions=True)
-        await self._channel.close()
+        await self._connections.close()
 
-    async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
-        """Return the response of a unary call. Cancel the call if the calling task is cancelled."""
+    async def _response(
+        self,
+        method: str,
+        request: Any,  # noqa: ANN401 - a protobuf message
+        client: str = _OWN_CALLS,
+        timeout: float | None = None,
+    ) -> Any:  # noqa: ANN401 - a protobuf message
+        """Send a request and return the only response.
+
+        Cancel the call if the calling task is cancelled.
+
+        Args:
+            method: the name of the gRPC method.
+            request: the message of the request.
+            client: the client whose connection is used.
+            timeout: the time limit in seconds. None means no limit.
+        """
+        stub = self._connections.start_call(client)
+        call = getattr(stub, method)(request, timeout=timeout)
         response = asyncio.ensure_future(_await(call))
+        response.add_done_callback(lambda _: self._connections.end_call(client))
         try:
             return await asyncio.shield(response)
         except asyncio.CancelledError:
@@ -194,6 +212,10 @@ class Stream:
             self._changed.clear()
             await self._changed.wait()
         return self._responses.popleft()
+
+    def add_end_callback(self, callback: Callable[[], None]) -> None:
+        """Call a function without arguments when the call has ended."""
+        self._reader.add_done_callback(lambda _: callback())
 
     def let_end(self) -> None:
         """Wait in the background until the server ends the stream. Ignore further responses."""

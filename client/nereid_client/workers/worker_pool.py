@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nereid_client.console import complain
+from nereid_client.listening_sockets import listening_socket, with_duplicates
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
@@ -54,32 +55,6 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.api_key_file:
         read_key_file(Path(settings.api_key_file))
-
-
-def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.socket:
-    """Return a TCP socket that is bound to an address but does not listen yet.
-
-    Args:
-        host: the address.
-        port: the port. 0 selects a free one.
-        is_shared: whether other sockets of this user may be bound to the same address. If several
-            of them listen, the kernel gives each new connection to one of them.
-
-    Raises: OSError if the address is in use.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 @dataclass
@@ -247,10 +222,10 @@ def _delete_state(place: WorkerPlace) -> None:
 
 
 def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
-    """Return the TCP socket of a worker on the shared port, and the worker's Unix socket."""
+    """Return the TCP sockets of a worker on the shared port, and the worker's Unix socket."""
     local = socket.socket(socket.AF_UNIX)
     local.bind(place.socket_path(place.number))
-    return [listening_socket(host, place.port), local]
+    return [*with_duplicates(listening_socket(host, place.port)), local]
 
 
 def _prepare_worker() -> None:

@@ -25,6 +25,8 @@ TYPES = {
     "rows": [
         "qwen3_next",
         "mamba",  # no attention, and prompts are computed whole
+        "inkling_text",  # the model's own attention beside the states
+        "qwen4_exp_text",  # states and a sparse indexer
         "zamba2",  # state and attention in one layer, one pass differs from single tokens
     ],
     "padded": [

@@ -12,6 +12,8 @@ CACHED = [
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
+    "inkling2_text",
+    "inkling_text",
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
@@ -23,12 +25,14 @@ CACHED = [
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
     "zaya",
 ]
 # These models compute a state token by token differently than in one pass, or cannot continue a
 # state by several tokens.
 NOT_CACHED = ["falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"]
-_USUAL = ("qwen3_next", "mamba2", "nemotron_h")
+_USUAL = ("qwen3_next", "inkling_text", "mamba2", "nemotron_h")
 
 
 def cases(names):

@@ -38,6 +38,10 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
         num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
         reason = "floor_scale, because the model counts longer positions in the batch"
         limits.append(LengthLimit(num_tokens, reason))
+    floor = getattr(config, "log_scaling_n_floor", None)
+    if isinstance(floor, int):
+        reason = "log_scaling_n_floor, because the model counts longer positions in the batch"
+        limits.append(LengthLimit(floor, reason))
     return min(limits, key=lambda limit: limit.num_tokens)
 
 

@@ -26,10 +26,12 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.model.length_limits import sparse_limit
 from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_rows
+from nereid_backend.paths.gathered_cache import probe_cache
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
-from nereid_backend.paths.padded import PaddedPath, probe_cache
+from nereid_backend.paths.padded import PaddedPath
 from nereid_backend.paths.recurrent import RowsPath
+from nereid_backend.paths.row_keys import GatheredKeys, HookedKeys, RowKeys
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import ForwardPath
@@ -166,31 +168,90 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
     """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
+    If the engine's attention hook cannot compute the attention of the model, the model's own
+    attention gets copies of the keys and values.
+    """
+    try:
+        set_attention(checkpoint, hook)
+        layers = probe_rows(checkpoint, hook)
+    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+        yield from _gathered_rows(checkpoint, error)
+        return
+
+    def make_keys(sizes: Sizes) -> RowKeys:
+        blocks = make_blocks(checkpoint, layers, sizes) if layers else None
+        return HookedKeys(checkpoint.model.config, hook, layers, blocks)
+
+    build = _row_path(checkpoint, make_keys)
+    yield from _row_variants(build, PathSpec("rows", build, layers, hook))
+
+
+def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[PathSpec]:
+    """Yield the variants of the forward path `rows` that use the model's own attention.
+
+    Args:
+        checkpoint: the model.
+        hook_error: the reason why the model cannot use the engine's attention hook.
+
+    Raises:
+        Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
+            the model has no state. Such a model can use the forward path `padded`.
+    """
+    set_attention(checkpoint, None)
+    try:
+        token_id = plain_token_ids(checkpoint)[0]
+        layout = probe_cache(checkpoint, token_id, accepts_states=True)
+    except Exception:  # noqa: BLE001 - a model's code can raise any exception
+        raise hook_error from None
+    if not layout.has_states:
+        raise hook_error
+
+    def make_keys(sizes: Sizes) -> RowKeys:
+        kind = stored_type(KVCache, sizes.stored)
+        kv_cache = _make_cache(kind, checkpoint, layout.layers, sizes)
+        return GatheredKeys(checkpoint.model.config, layout, kv_cache)
+
+    detail = "keys and values are copied from blocks"
+    build = _row_path(checkpoint, make_keys)
+    yield from _row_variants(build, PathSpec("rows", build, layout.layers, detail=detail))
+
+
+def _row_path(
+    checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
+) -> Callable[..., RowsPath]:
+    """Return a function that builds the forward path `rows` with the keys of `make_keys`.
+
+    The function takes the sizes, and the settings of `RowsPath` as keyword arguments.
+    """
+
+    def build(sizes: Sizes, **settings: bool) -> RowsPath:
+        return RowsPath(checkpoint, make_keys(sizes), **settings)
+
+    return build
+
+
+def _row_variants(build: Callable[..., RowsPath], spec: PathSpec) -> Iterator[PathSpec]:
+    """Yield three variants of the forward path `rows`, from the fastest to the slowest.
+
     The first variant divides prompts into chunks. The second variant computes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before.
+
+    Args:
+        build: builds the path; see `_row_path`.
+        spec: the values that all variants have in common.
     """
-    set_attention(checkpoint, hook)
-    layers = probe_rows(checkpoint, hook)
 
     def variant(*, computes_from_start: bool = False, replays_preempted: bool = False) -> PathSpec:
-        def build(sizes: Sizes) -> RowsPath:
-            blocks = make_blocks(checkpoint, layers, sizes) if layers else None
-            return RowsPath(
-                checkpoint,
-                hook,
-                layers,
-                blocks,
+        detail = "each prompt is computed in one pass, because chunks give other logits"
+        details = [spec.detail, detail] if computes_from_start else [spec.detail]
+        return replace(
+            spec,
+            build=partial(
+                build,
                 computes_from_start=computes_from_start,
                 replays_preempted=replays_preempted,
-            )
-
-        detail = "each prompt is computed in one pass, because chunks give other logits"
-        return PathSpec(
-            "rows",
-            build,
-            layers,
-            hook,
-            detail=detail if computes_from_start else "",
+            ),
+            detail="; ".join(filter(None, details)),
             shares_blocks=False,
             whole_prefill=computes_from_start,
             is_generated=replays_preempted,

@@ -363,7 +363,7 @@ def _describe(
 
 def _attention_name(config: EngineConfig, checkpoint: Checkpoint, chosen: ChosenPath) -> str:
     """Return the name of the attention implementation that the forward path uses."""
-    if chosen.spec.name not in ("packed", "rows"):
+    if chosen.spec.hook is None:
         return "eager"
     kind = cache_class(checkpoint, chosen.spec.layers, config.block_size, config.kv_cache_dtype)
     return attention_name(kind)

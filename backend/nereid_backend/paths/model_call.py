@@ -108,10 +108,12 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
     """A layer of a model's cache whose keys and values are in the engine's blocks.
 
     Attributes:
+        engine_names: the names of the attributes that do not belong to the state of a sequence.
         num_past_tokens: the number of tokens of the longest sequence before this step.
     """
 
     is_sliding = False
+    engine_names = frozenset({"num_past_tokens"})
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

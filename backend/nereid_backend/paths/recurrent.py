@@ -3,8 +3,7 @@
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
-chunk is computed in a forward pass of its own. Attention uses the engine's attention hook and block
-tables, as on the forward path `packed`.
+chunk is computed in a forward pass of its own. Keys and values are in blocks (row_keys.py).
 
     decodes   [a]   keys and values: in blocks
               [b]   states: one cache for the batch
@@ -17,20 +16,16 @@ If the next step has the same rows, its decodes use the same cache. Otherwise th
 into the states of the sequences, and the states of the next step's rows are merged into a cache.
 """
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.paths.model_call import (
-    BlockCacheLayer,
     ModelCall,
     extend_to_start,
     join_logits,
@@ -40,12 +35,11 @@ from nereid_backend.paths.model_call import (
 from nereid_backend.paths.recurrent_cache import (
     State,
     copy_state,
-    make_cache,
     merge_states,
     row_state,
     split_states,
 )
-from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.paths.row_keys import RowKeys
 
 
 class _BatchCache(NamedTuple):
@@ -69,9 +63,7 @@ class RowsPath:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        hook: AttentionHook,
-        layers: list[LayerSpec],
-        paged: tuple[KVCache, BatchBuilder] | None,
+        keys: RowKeys,
         *,
         computes_from_start: bool,
         replays_preempted: bool = False,
@@ -80,9 +72,7 @@ class RowsPath:
 
         Args:
             checkpoint: the model.
-            hook: the engine's entry in transformers' attention interface.
-            layers: the attention layers of a forward pass, in order.
-            paged: the KV cache and the block tables; None if the model has no attention.
+            keys: the storage of keys and values.
             computes_from_start: whether every chunk of several tokens is computed from the start of
                 its sequence, because the model cannot continue a sequence by several tokens
                 exactly.
@@ -91,13 +81,10 @@ class RowsPath:
                 pass over all tokens gives different logits.
         """
         self._call = ModelCall(checkpoint.model)
-        self._config = checkpoint.model.config
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._adapters = checkpoint.adapters
-        self._hook = hook
-        self._layers = layers
-        self._paged = paged
+        self._keys = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         self._states: dict[int, State] = {}
@@ -150,7 +137,7 @@ class RowsPath:
     @property
     def kv_cache(self) -> KVCache | None:
         """The KV cache of this forward path; None if the model has no attention."""
-        return None if self._paged is None else self._paged[0]
+        return self._keys.kv_cache
 
     @property
     def snapshots(self) -> dict[int, State]:
@@ -161,8 +148,8 @@ class RowsPath:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
         if sequence.row is not None:
             self._forget(sequence.row)
-        if self._paged is not None:
-            self._paged[0].clear(sequence.block_table)
+        if self._keys.kv_cache is not None:
+            self._keys.kv_cache.clear(sequence.block_table)
 
     def state_bytes(self) -> int:
         """Return the size of one sequence's state in bytes.
@@ -217,7 +204,7 @@ class RowsPath:
             self._batch_cache = None
             return cache
         self._split_batch_cache()
-        return merge_states(self._config, [self._states.pop(row) for row in rows])
+        return self._merge([self._states.pop(row) for row in rows])
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Compute a chunk in a forward pass that contains no other chunk.
@@ -276,10 +263,7 @@ class RowsPath:
         # the pass, and stored again only if the pass succeeds.
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
-        if state and chunk.start > 0:
-            cache = merge_states(self._config, [state])
-        else:
-            cache = make_cache(self._config)
+        cache = self._merge([state] if state and chunk.start > 0 else [])
         ids, positions = token_inputs([chunk], self._device)
         # The model computes at least one logit. A chunk without logits drops it below.
         num_logits = max(1, chunk.num_logits)
@@ -308,20 +292,21 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
-        # The model derives the size of its attention mask from the longest sequence.
-        for layer in cache.layers:
-            if isinstance(layer, BlockCacheLayer):
-                layer.num_past_tokens = max(chunk.start for chunk in chunks)
-        serving: Any = nullcontext()
-        if self._paged is not None:
-            kv_cache, builder = self._paged
-            # `chunks` may be only a part of the step. The metadata of attention must describe
-            # exactly these chunks.
-            plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
-            batch = builder.build(plan, kv_cache.device).attention
-            serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))
-        with serving, self._adapters.serving(chunks):
-            return self._call(ids, num_logits=num_logits, position_ids=positions, cache=cache)
+        with self._keys.serving(chunks, cache) as mask, self._adapters.serving(chunks):
+            return self._call(
+                ids,
+                num_logits=num_logits,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+            )
+
+    def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
+        """Return a cache with some states, one for each row. Without states, it is empty."""
+        cache = self._keys.make_cache()
+        if states:
+            merge_states(cache, states)
+        return cache
 
     def _has_state(self, chunk: Chunk) -> bool:
         """Return whether the state of a row covers exactly the tokens before a chunk."""
@@ -341,31 +326,6 @@ class RowsPath:
         rows, cache = self._batch_cache
         self._batch_cache = None
         self._states.update(zip(rows, split_states(cache, len(rows)), strict=True))
-
-
-class RowsForward:
-    """Attention for a batch of rows with one token each.
-
-    `PagedForward` expects all tokens in one row, so the rows are transposed into one row.
-    """
-
-    def __init__(self, packed: PagedForward) -> None:
-        self._packed = packed
-
-    def __call__(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
-    ) -> Tensor:
-        """Compute attention; see `AttentionForward`.
-
-        The batch is either one row of several tokens or several rows of one token. Several rows
-        become one row and back: [num_rows, num_heads, 1, dim] -> [1, num_heads, num_rows, dim].
-        """
-        if query.shape[0] == 1:
-            return self._packed(module, query, key, value, **kwargs)
-        output = self._packed(
-            module, query.transpose(0, 2), key.transpose(0, 2), value.transpose(0, 2), **kwargs
-        )
-        return output.transpose(0, 1)
 
 
 def _row(chunk: Chunk) -> int:

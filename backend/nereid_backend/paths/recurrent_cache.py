@@ -108,30 +108,30 @@ def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
     return copy.copy(value)
 
 
-def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa: ANN401 - as above
-    """Merge the states of several rows into one cache for a batch.
+def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - as above
+    """Merge the states of several rows into an empty cache, which becomes the cache of a batch.
 
     Args:
-        config: the config of the model.
+        cache: an empty cache. Mutated.
         states: the state of each row.
     """
-    cache: Any = make_cache(config)
     # Each state is a list with one item for each layer. `zip` groups the items by layer instead.
     states_by_layer = zip(*states, strict=True)
     for layer, parts in zip(cache.layers, states_by_layer, strict=True):
         for name in parts[0]:
             setattr(layer, name, _merge([part[name] for part in parts]))
-    return cache
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
     """Return a dict with one row's part of each attribute of a cache layer."""
-    if isinstance(layer, DummyLayer) or type(layer) is BlockCacheLayer:
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
+    # A layer that is also a BlockCacheLayer has attributes that the engine sets before each pass.
+    engine_names: frozenset[str] = getattr(layer, "engine_names", frozenset())
     return {
         name: _cut(value, row, num_rows)
         for name, value in vars(layer).items()
-        if name != "num_past_tokens"
+        if name not in engine_names
     }
 
 

@@ -319,3 +319,10 @@ def test_positions_that_depend_on_the_longest_request_limit_the_length():
     limit = model_limit(config)
     assert limit.num_tokens == 128
     assert "longrope" in limit.reason
+
+
+def test_a_scale_that_counts_positions_in_the_batch_limits_the_length_of_batches():
+    config = AutoConfig.for_model("inkling2_text", log_scaling_n_floor=1000)
+    assert model_limit(config).num_tokens == 1000
+    assert "log_scaling_n_floor" in model_limit(config).reason
+    assert model_limit(config, is_batched=False).num_tokens > 1000

@@ -13,7 +13,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.choose_path import choose_path
-from nereid_backend.paths import padded, recurrent, recurrent_cache
+from nereid_backend.paths import gathered_cache, recurrent_cache, row_keys
 from nereid_backend.paths.model_call import Sizes
 
 from backend import shrink
@@ -57,7 +57,7 @@ def next_chunk(sequence, token_id):
     return Chunk(sequence, len(sequence.token_ids) - 1, 1, True, False, 1)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "inkling_text"])
 def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
@@ -71,7 +71,7 @@ def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "rwkv"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "inkling_text", "rwkv"])
 def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type):
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
@@ -104,6 +104,10 @@ def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
     [
         ("llama", r"^path: packed\.$"),
         ("qwen3_next", r"^path: rows \(packed: its logits differ from .+\)\.$"),
+        (
+            "inkling_text",
+            r"^path: rows; keys and values are copied from blocks \(packed: its attention adds",
+        ),
         ("bloom", r"^path: padded \(packed: it does not use transformers' attention interface"),
         ("rwkv", r"^path: single; with the model's own cache \(packed: .+\)\. This is slow\.$"),
     ],
@@ -122,14 +126,14 @@ def assert_differs(folder, tier):
 
 
 def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
-    right = padded._Step.of
+    right = gathered_cache.GatheredStep.of
 
     def wrong(chunks, cache):
         step = right(chunks, cache)
         step.mask.fill_(1)
         return step
 
-    monkeypatch.setattr(padded._Step, "of", wrong)
+    monkeypatch.setattr(gathered_cache.GatheredStep, "of", wrong)
     assert_differs(saved("bloom"), "padded")
 
 
@@ -140,7 +144,7 @@ def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
 
 
 def test_the_self_check_notices_a_state_that_outlives_its_request(saved, monkeypatch):
-    monkeypatch.setattr(recurrent, "make_cache", _dirty(recurrent.make_cache))
+    monkeypatch.setattr(row_keys, "make_cache", _dirty(row_keys.make_cache))
     assert_differs(saved("mamba"), "rows")
 
 
@@ -157,6 +161,18 @@ def _dirty(make):
         return cache
 
     return made
+
+
+def test_the_self_check_notices_padding_that_is_looked_at_beside_states(saved, monkeypatch):
+    right = gathered_cache.GatheredStep.of
+
+    def wrong(chunks, cache):
+        step = right(chunks, cache)
+        step.mask.fill_(1)
+        return step
+
+    monkeypatch.setattr(gathered_cache.GatheredStep, "of", wrong)
+    assert_differs(saved("inkling_text"), "rows")
 
 
 @pytest.mark.parametrize(("max_model_len", "path"), [(64, "packed"), (65, "padded")])

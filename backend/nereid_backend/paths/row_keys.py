@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ways in which the forward path `rows` stores keys and values in blocks.
+
+The states of convolutions and recurrences are not in blocks. They stay in the cache of transformers
+(recurrent_cache.py).
+
+    HookedKeys     The engine's attention hook computes attention and reads the blocks.
+    GatheredKeys   The model's own attention gets a copy of the keys and values
+                   (gathered_cache.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+
+from nereid_backend.attention.interface import AttentionHook, PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.gathered_cache import (
+    CacheLayout,
+    GatheredLayer,
+    GatheredStep,
+    gathered_layer,
+)
+from nereid_backend.paths.model_call import BlockCacheLayer
+from nereid_backend.paths.recurrent_cache import make_cache
+from nereid_backend.paths.step_batch import BatchBuilder
+
+
+class RowKeys(Protocol):
+    """The storage of keys and values for the forward path `rows`."""
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """The KV cache; None if the model has no attention."""
+
+    def make_cache(self) -> DynamicCache:
+        """Return a cache of transformers with empty states, for one forward pass or several."""
+
+    def serving(
+        self, chunks: list[Chunk], cache: DynamicCache
+    ) -> AbstractContextManager[Tensor | None]:
+        """Prepare a forward pass over `chunks` with `cache`, until the context ends.
+
+        The context gives the attention mask that the model needs, [num_chunks, longest] int64, or
+        None.
+        """
+
+
+class HookedKeys:
+    """Keys and values in blocks that the engine's attention hook reads."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        hook: AttentionHook,
+        layers: list[LayerSpec],
+        paged: tuple[KVCache, BatchBuilder] | None,
+    ) -> None:
+        """Create an object that owns the blocks.
+
+        Args:
+            config: the config of the model.
+            hook: the engine's entry in transformers' attention interface.
+            layers: the attention layers of a forward pass, in order.
+            paged: the KV cache and the block tables; None if the model has no attention.
+        """
+        self._config = config
+        self._hook = hook
+        self._layers = layers
+        self._paged = paged
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """The KV cache; see `RowKeys`."""
+        return None if self._paged is None else self._paged[0]
+
+    def make_cache(self) -> DynamicCache:
+        """Return a cache whose attention layers store nothing; see `RowKeys`."""
+        return make_cache(self._config)
+
+    @contextmanager
+    def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
+        """Let the hook compute attention for `chunks`; see `RowKeys`."""
+        # The model derives the size of its attention mask from the longest sequence.
+        for layer in cache.layers:
+            if isinstance(layer, BlockCacheLayer):
+                layer.num_past_tokens = max(chunk.start for chunk in chunks)
+        serving: Any = nullcontext()
+        if self._paged is not None:
+            kv_cache, builder = self._paged
+            # `chunks` may be only a part of the step. The metadata of attention must describe
+            # exactly these chunks.
+            plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+            batch = builder.build(plan, kv_cache.device).attention
+            serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))
+        with serving:
+            yield
+
+
+class GatheredKeys:
+    """Keys and values in blocks that are copied for the model's own attention."""
+
+    def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
+        """Create an object that owns the blocks.
+
+        Args:
+            config: the config of the model.
+            layout: the layout of the model's cache.
+            kv_cache: the blocks.
+        """
+        self._config = config
+        self._layout = layout
+        self.kv_cache = kv_cache
+
+    def make_cache(self) -> DynamicCache:
+        """Return a cache whose keys and values are in blocks; see `RowKeys`."""
+        cache: Any = DynamicCache(config=self._config)
+        for index, layer in enumerate(cache.layers):
+            if self._layout.keys[index] is not None or self._layout.indexers[index] is not None:
+                cache.layers[index] = gathered_layer(layer, self._layout, index, self.kv_cache)
+        return cache  # type: ignore[no-any-return]
+
+    @contextmanager
+    def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[Tensor]:
+        """Let the layers of `cache` read the blocks of `chunks`; see `RowKeys`."""
+        step = GatheredStep.of(chunks, self.kv_cache)
+        for layer in cache.layers:
+            if isinstance(layer, GatheredLayer):
+                layer.begin(step)
+        yield step.mask
+
+
+class RowsForward:
+    """Attention for a batch of rows with one token each.
+
+    `PagedForward` expects all tokens in one row, so the rows are transposed into one row.
+    """
+
+    def __init__(self, packed: PagedForward) -> None:
+        self._packed = packed
+
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
+    ) -> Tensor:
+        """Compute attention; see `AttentionForward`.
+
+        The batch is either one row of several tokens or several rows of one token. Several rows
+        become one row and back: [num_rows, num_heads, 1, dim] -> [1, num_heads, num_rows, dim].
+        """
+        if query.shape[0] == 1:
+            return self._packed(module, query, key, value, **kwargs)
+        output = self._packed(
+            module, query.transpose(0, 2), key.transpose(0, 2), value.transpose(0, 2), **kwargs
+        )
+        return output.transpose(0, 1)

@@ -142,9 +142,9 @@ class EngineConfig:
     """Whether one GPU kernel samples all tokens of a step. Its speed has not been measured."""
 
     speculative_method: Literal["ngram", "draft", "mtp"] | None = None
-    """The source of draft tokens: `ngram` (earlier text of the same request) or `draft` (the model
-    `draft_model`). `mtp` is not supported yet. The default is `draft` if `draft_model` is set, and
-    otherwise `ngram`."""
+    """The source of draft tokens: `ngram` (earlier text of the same request), `draft` (the model
+    `draft_model`) or `mtp` (MTP layers of the checkpoint). The default is `draft` if `draft_model`
+    is set, and otherwise `ngram`."""
 
     draft_model: CheckpointPath | None = None
     """The folder of a smaller checkpoint with the same vocabulary. It generates draft tokens, which
@@ -202,19 +202,19 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         """Raise a ConfigError if the settings of speculative decoding contradict each other."""
         method = self.speculative_method
-        if method == "mtp":
-            raise ConfigError(
-                "speculative_method: the value mtp is not supported yet, because the engine does "
-                "not load the MTP layers of checkpoints. Use ngram, or use draft with draft_model."
-            )
         if method == "draft" and self.draft_model is None:
             raise ConfigError(
                 "speculative_method: the value draft requires the setting draft_model, which is "
                 "not set."
             )
-        if method == "ngram" and self.draft_model is not None:
+        if method == "mtp" and self.tensor_parallel_size > 1:
             raise ConfigError(
-                "speculative_method: the value ngram uses no draft model, but draft_model is "
+                "speculative_method: the value mtp requires tensor_parallel_size=1, but it is "
+                f"{self.tensor_parallel_size}. Use ngram, or use draft with draft_model."
+            )
+        if method in ("ngram", "mtp") and self.draft_model is not None:
+            raise ConfigError(
+                f"speculative_method: the value {method} uses no draft model, but draft_model is "
                 f"{self.draft_model!r}. Remove draft_model or set speculative_method=draft."
             )
 

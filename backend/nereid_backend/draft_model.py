@@ -16,6 +16,10 @@ The draft model uses the sampling parameters and the random numbers of the reque
 therefore often selects the same token as the large model. The answer never depends on the draft
 tokens, because the large model verifies each draft token (sampling/draft_verification.py).
 
+An MTP layer of the large model can replace the draft model (mtp_path.py). It computes the known
+tokens from the second token on, and computes accepted draft tokens again, with the hidden states of
+the large model.
+
 The draft model has its own KV cache, with its own block tables and prefix cache. If this cache has
 too few free blocks for a sequence, the sequence gets no draft tokens.
 """
@@ -37,6 +41,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.core.updates import common_prefix_len
 from nereid_backend.errors import ModelError
+from nereid_backend.mtp_path import MtpPath
 from nereid_backend.runner import ForwardPath
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
@@ -83,6 +88,7 @@ class _Draft:
         target: the sequence in the large model.
         own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
             tokens of `target`, followed by the draft tokens.
+        first: the index in `target` of the first token of `own`.
         num_known: the number of known tokens in `own`.
         length: the number of draft tokens that are wanted for the next step.
         is_new: whether the draft model has not computed any token of `own` yet.
@@ -90,6 +96,7 @@ class _Draft:
 
     target: Sequence
     own: Sequence
+    first: int
     num_known: int
     length: int = 0
     is_new: bool = True
@@ -99,15 +106,20 @@ class _Draft:
         """The draft tokens."""
         return self.own.token_ids[self.num_known :]
 
-    def update(self) -> None:
+    def update(self, *, keeps_accepted: bool) -> None:
         """Replace the draft tokens by the tokens that the large model has accepted or sampled.
 
         In the next pass, the draft model computes the tokens that differ from its draft tokens. It
         always computes the last token, because sampling needs the logits of the last token.
+
+        Args:
+            keeps_accepted: whether accepted draft tokens are not computed again.
         """
         own = self.own
-        new_tokens = self.target.token_ids[self.num_known :]
-        num_valid = self.num_known + common_prefix_len(self.tokens, new_tokens)
+        new_tokens = self.target.token_ids[self.first + self.num_known :]
+        num_valid = self.num_known
+        if keeps_accepted:
+            num_valid += common_prefix_len(self.tokens, new_tokens)
         own.token_ids[self.num_known :] = new_tokens
         self.num_known = len(own.token_ids)
         own.num_computed_tokens = min(own.num_computed_tokens, num_valid, self.num_known - 1)
@@ -120,15 +132,19 @@ class DraftModel:
         lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
     """
 
-    def __init__(self, path: ForwardPath, sizes: DraftSizes, hook: AttentionHook) -> None:
+    def __init__(
+        self, path: ForwardPath, sizes: DraftSizes, hook: AttentionHook | None = None
+    ) -> None:
         """Create a draft model without sequences.
 
         Args:
-            path: the forward path of the small model.
+            path: the forward path of the small model, or of an MTP layer of the large model.
             sizes: the sizes of the cache of `path`.
-            hook: the small model's entry in transformers' attention interface.
+            hook: the small model's entry in transformers' attention interface; None for an MTP
+                layer, which uses the entry of the large model.
         """
         self._hook = hook
+        self._mtp = path if isinstance(path, MtpPath) else None
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
         self._sizes = sizes
@@ -164,6 +180,8 @@ class DraftModel:
             logger.exception("The draft model failed. The engine continues without draft tokens.")
             self._is_broken = True
             self._proposals = {}
+            if self._mtp is not None:
+                self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""
@@ -172,12 +190,15 @@ class DraftModel:
     def forget(self, sequence: Sequence) -> None:
         """Release the row and the blocks of a sequence that ended."""
         self.lengths.forget(sequence)
+        if self._mtp is not None:
+            self._mtp.hidden.forget(sequence)
         if sequence in self._drafts:
             self._release(sequence)
 
     def close(self) -> None:
         """Unregister the draft model from transformers."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _begin(self, target: Sequence) -> _Draft | None:
         """Update and return the draft of a sequence.
@@ -198,13 +219,13 @@ class DraftModel:
         draft = self._drafts.get(target) or self._admit(target)
         if draft is None:
             return None
-        draft.update()
+        draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
             # At this moment, `draft.own` contains only known tokens. Draft tokens must not get into
             # the prefix cache, because they may be rejected.
             self._tables.cache.add(draft.own)
-        if not self._tables.try_extend(draft.own, num_known + length):
+        if not self._tables.try_extend(draft.own, draft.num_known + length):
             self._release(target)
             return None
         return draft
@@ -214,22 +235,27 @@ class DraftModel:
 
         Return None if there are not enough free blocks.
         """
+        first = 0 if self._mtp is None else 1
         own = Sequence(
             target.request_id,
-            target.token_ids,
+            target.token_ids[first:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
         if not self._tables.try_admit(own, Request([own])):
             return None
         own.row = self._free_rows.pop()
-        draft = self._drafts[target] = _Draft(target, own, len(own.token_ids))
+        if self._mtp is not None:
+            self._mtp.follow(own, target)
+        draft = self._drafts[target] = _Draft(target, own, first, len(own.token_ids))
         return draft
 
     def _release(self, target: Sequence) -> None:
         """Release the row and the blocks of a sequence in the draft model."""
         own = self._drafts.pop(target).own
         assert own.row is not None
+        if self._mtp is not None:
+            self._mtp.release(own)
         self._free_rows.append(own.row)
         self._tables.release(own)
 

@@ -9,10 +9,12 @@ from backend.exactness import (
     PARAMS,
     PROMPTS,
     bytes_for,
+    load_float32,
     open_engine,
     reference,
     run_staggered,
 )
+from backend.mtp_checkpoint import save_with_mtp
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.blocks.block_pool import BlockPool
@@ -170,10 +172,14 @@ def small_vocabulary(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("source", ["draft", "ngram"])
-def test_sampling_with_drafts_keeps_the_distribution_of_the_model(small_vocabulary, source):
+@pytest.mark.parametrize("source", ["draft", "ngram", "mtp"])
+def test_sampling_with_drafts_keeps_the_distribution_of_the_model(
+    small_vocabulary, source, tmp_path
+):
     target, draft = small_vocabulary
-    chosen = {"draft_model": str(draft)} if source == "draft" else {"speculative_method": "ngram"}
+    if source == "mtp":
+        target = save_with_mtp(tmp_path, vocab_size=8)
+    chosen = {"draft_model": str(draft)} if source == "draft" else {"speculative_method": source}
     engine = open_engine(
         target, max_model_len=32, max_num_seqs=64, num_speculative_tokens=3, **chosen
     )
@@ -209,7 +215,7 @@ def test_sampling_with_drafts_keeps_the_distribution_of_the_model(small_vocabula
 @torch.inference_mode()
 def answer_probabilities(folder, prompt) -> dict[tuple[int, ...], float]:
     """Return the probability of each answer with three tokens."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_float32(folder)
     answers = [(a, b, c) for a in range(8) for b in range(8) for c in range(8)]
     ids = torch.tensor([[*prompt, *answer] for answer in answers])
     logprobs = model(ids).logits.double().log_softmax(-1)
@@ -240,7 +246,6 @@ def test_models_with_a_recurrent_state_are_refused(tmp_path_factory, checkpoint)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative_method": "mtp"}, "speculative_method: the value mtp is not supported yet"),
         ({"speculative_method": "draft"}, "requires the setting draft_model"),
         ({"speculative_method": "ngram", "draft_model": "/d"}, "uses no draft model"),
         ({"speculative_method": "eagle"}, "must be 'ngram', 'draft' or 'mtp'"),

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the draft model of speculative decoding."""
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import transformers
 from tokenizers import Tokenizer
 
 from nereid_backend.attention.interface import AttentionHook
@@ -78,10 +81,31 @@ def check_draft_folder(config: EngineConfig) -> None:
     This function is called before the weights of the large model are loaded, because loading them
     takes long.
     """
-    if config.draft_model is not None and not (Path(config.draft_model) / "config.json").is_file():
+    if config.draft_model is None:
+        return
+    path = Path(config.draft_model) / "config.json"
+    if not path.is_file():
         raise ConfigError(
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
+        )
+    with suppress(OSError, ValueError, AttributeError):
+        for name in json.loads(path.read_text(encoding="utf-8")).get("architectures") or []:
+            _check_architecture(config.draft_model, str(name))
+
+
+def _check_architecture(folder: str, architecture: str) -> None:
+    """Raise a ConfigError if a checkpoint contains an EAGLE head instead of a complete model.
+
+    The head has one layer, which reads hidden states of the large model. The config of the head
+    names the type of the large model, so only the name of the architecture shows the difference.
+    """
+    if "eagle" in architecture.lower():
+        raise ConfigError(
+            f"draft_model: {folder} is an EAGLE checkpoint ({architecture}), which transformers "
+            f"{transformers.__version__} cannot load, because it has no class for EAGLE heads. Set "
+            "draft_model to a complete smaller model of the same family, or use "
+            "speculative_method=mtp if the checkpoint of the large model has MTP layers."
         )
 
 

@@ -4,6 +4,8 @@
 The model computes one token, and a recorder stores the properties of each attention call.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -92,17 +94,38 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         UnfitError: if the model does not use transformers' attention interface, or needs a feature
             that Nereid's attention does not support.
     """
-    recorder = _Recorder(checkpoint.text_config)
     token = _one_token(checkpoint)
     arguments = {}
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
-    with hook.serving(recorder):
-        checkpoint.model(
+    layers = record_layers(
+        checkpoint.text_config,
+        hook,
+        lambda: checkpoint.model(
             input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, **arguments
-        )
-    if not recorder.layers:
+        ),
+    )
+    if not layers:
         raise UnfitError("it does not use transformers' attention interface")
+    return layers
+
+
+def record_layers(
+    config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
+) -> list[LayerSpec]:
+    """Call `run`, and return the attention layers in the order of their calls.
+
+    Args:
+        config: the config of the layers.
+        hook: the engine's entry in transformers' attention interface.
+        run: runs a model, or a part of a model, on one token.
+
+    Raises:
+        UnfitError: if the model needs a feature that Nereid's attention does not support.
+    """
+    recorder = _Recorder(config)
+    with hook.serving(recorder):
+        run()
     return recorder.checked()
 
 
@@ -116,15 +139,16 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
         UnfitError: if the model accepts no cache, has no recurrent state, or needs a feature that
             Nereid's attention does not support.
     """
-    recorder = _Recorder(checkpoint.text_config)
     call = ModelCall(checkpoint.model)
     if call.cache_name is None:
         raise UnfitError("it accepts no cache")
     cache = make_cache(checkpoint.model.config)
     token = _one_token(checkpoint)
-    with hook.serving(recorder):
-        call(token, num_logits=1, position_ids=torch.zeros_like(token), cache=cache)
-    return recorder.checked()
+    return record_layers(
+        checkpoint.text_config,
+        hook,
+        lambda: call(token, num_logits=1, position_ids=torch.zeros_like(token), cache=cache),
+    )
 
 
 def plain_token_ids(checkpoint: Checkpoint) -> list[int]:

@@ -8,7 +8,7 @@ The stages are:
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from nereid_backend.model.limits import (
     usable_cpus,
 )
 from nereid_backend.model.load_draft import check_draft_folder, open_draft
+from nereid_backend.model.load_mtp import open_mtp
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.compiled_forward import CompiledForward
@@ -178,10 +179,11 @@ def load(
     opened = open_model(config, hook, progress, clock)
     checkpoint, spec = opened.checkpoint, opened.chosen.spec
     opened_draft = open_draft(config, checkpoint, spec, progress)
+    opened_mtp = open_mtp(config, checkpoint, spec, hook, progress)
     num_tokens = _tokens_per_step(config, device)
     step_bytes = _measure_step(config, opened, num_tokens)
     budget = opened.cache_budget(step_bytes or 0)
-    draft_bytes = opened_draft.bytes_per_token if opened_draft is not None else 0
+    draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
     memory = _plan_memory(config, opened, num_tokens, budget, draft_bytes)
     weights_bytes = checkpoint.weights_bytes
     progress(describe_memory(config, memory, weights_bytes, step_bytes, num_tokens, spec.layers))
@@ -193,9 +195,17 @@ def load(
         config.kv_cache_dtype,
     )
     path = spec.build(sizes)
+    steps = opened.images.add(path)
     draft = None
     if opened_draft is not None:
         draft = opened_draft.build(config, memory, num_tokens, progress)
+    elif opened_mtp is not None:
+        draft, steps = opened_mtp.build(config, memory, num_tokens, steps)
+        progress(
+            "compile_forward and cuda_graphs: off, because they do not give the hidden states that "
+            "the MTP layers need"
+        )
+        config = replace(config, compile_forward=False, cuda_graphs=False)
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
@@ -215,7 +225,7 @@ def load(
         config.lora_memory,
     )
     return Loaded(
-        runner=_runner(config, device, opened.images.add(path), progress),
+        runner=_runner(config, device, steps, progress),
         info=_describe(config, checkpoint, memory, opened.chosen, clock.seconds, num_tokens),
         spec=spec,
         attention_window=attention_window_of(spec.layers),

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the MTP layers (multi-token prediction) of a checkpoint as a source of draft tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_layers import MtpModel
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.checkpoint import Checkpoint, Progress
+from nereid_backend.config import EngineConfig
+from nereid_backend.draft_model import DraftModel, DraftSizes
+from nereid_backend.errors import ConfigError, first_line
+from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.limits import MemoryPlan
+from nereid_backend.model.path_variants import PathSpec, make_blocks
+from nereid_backend.model.probe_layers import plain_token_ids, record_layers
+from nereid_backend.mtp_path import HiddenStates, MtpPath, run_layer
+from nereid_backend.paths.model_call import Sizes
+from nereid_backend.runner import ForwardPath
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMtp:
+    """MTP layers whose weights are loaded.
+
+    Attributes:
+        checkpoint: the large model.
+        model: the MtpModel of transformers.
+        layers: the attention layers of the first MTP layer.
+        bytes_per_token: the memory of one token in the KV cache of the MTP layer.
+        hook: the engine's entry in transformers' attention interface.
+    """
+
+    checkpoint: Checkpoint
+    model: Any
+    layers: list[LayerSpec]
+    bytes_per_token: int
+    hook: AttentionHook
+
+    def build(
+        self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, path: ForwardPath
+    ) -> tuple[DraftModel, HiddenStates]:
+        """Allocate the KV cache of the MTP layer.
+
+        Args:
+            config: the settings of the engine.
+            memory: the size of the large model's KV cache.
+            num_tokens: the largest number of tokens in one step.
+            path: the forward path of the large model.
+
+        Returns:
+            The source of draft tokens, and the forward path that must replace `path`, because it
+            records the hidden states.
+        """
+        limit = model_limit(self.checkpoint.text_config).num_tokens
+        sizes = DraftSizes(
+            num_blocks=memory.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=memory.max_num_seqs,
+            max_model_len=min(memory.max_model_len, limit),
+            max_num_batched_tokens=num_tokens,
+            max_draft_tokens=config.max_draft_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        blocks = make_blocks(
+            self.checkpoint,
+            self.layers,
+            Sizes(sizes.num_blocks, sizes.block_size, sizes.max_num_seqs, sizes.max_model_len),
+        )
+        model: Any = self.checkpoint.model
+        hidden = HiddenStates(path, model.get_decoder())
+        mtp_path = MtpPath(self.model, self.hook, self.layers, blocks, hidden)
+        return DraftModel(mtp_path, sizes), hidden
+
+
+def open_mtp(
+    config: EngineConfig,
+    target: Checkpoint,
+    target_spec: PathSpec,
+    hook: AttentionHook,
+    progress: Progress,
+) -> OpenedMtp | None:
+    """Load the MTP layers of a checkpoint; return None if the settings do not select them.
+
+    Args:
+        config: the settings of the engine.
+        target: the large model, whose attention is `hook`.
+        target_spec: the forward path of the large model.
+        hook: the engine's entry in transformers' attention interface.
+        progress: called with one line for each slow operation.
+
+    Raises:
+        ConfigError: if the checkpoint has no MTP layers that transformers can load, or if the
+            forward path of the model does not give its hidden states.
+    """
+    if config.speculative_method != "mtp" or config.max_draft_tokens == 0:
+        return None
+    if getattr(target.text_config, "num_mtp_layers", None) in (None, 0):
+        raise _refusal(
+            f"the config of {target.architecture} has no num_mtp_layers. transformers "
+            f"{transformers.__version__} reads MTP layers only if the config of the architecture "
+            "has this field, and ignores the MTP layers of other checkpoints"
+        )
+    if target_spec.name != "packed":
+        raise _refusal(
+            f"the forward path {target_spec.name} of {target.architecture} does not give the "
+            "hidden states that MTP layers need. Only the forward path packed gives them"
+        )
+    progress("loading the MTP layers of the checkpoint")
+    try:
+        mtp_model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
+        mtp_model.train(False)
+        layers = _probe(target, mtp_model, hook)
+    except Exception as error:
+        raise _refusal(
+            f"transformers {transformers.__version__} cannot load or run the MTP layers of "
+            f"{config.model} ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    itemsize = target.model.dtype.itemsize
+    layer_bytes = sum(layer.bytes_per_token(itemsize, 0) for layer in layers)
+    return OpenedMtp(target, mtp_model, layers, layer_bytes, hook)
+
+
+@torch.inference_mode()
+def _probe(target: Checkpoint, mtp_model: Any, hook: AttentionHook) -> list[LayerSpec]:  # noqa: ANN401
+    """Run the first MTP layer on one token, and return its attention layers."""
+    ids = torch.tensor([plain_token_ids(target)[:1]], device=target.device)
+    weight = mtp_model.layers[0].eh_proj.weight
+    hidden = weight.new_zeros(1, weight.shape[0])
+    return record_layers(
+        mtp_model.config, hook, lambda: run_layer(mtp_model, ids, hidden, torch.ones_like(ids))
+    )
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        f"speculative_method: the value mtp cannot be used, because {reason}. Use ngram, or use "
+        "draft with draft_model."
+    )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward path of an MTP layer (multi-token prediction), which generates draft tokens.
+
+An MTP layer belongs to the checkpoint of the large model. Its inputs are a token and the hidden
+state of the large model at the token before. Example for the tokens a b c, of which the large model
+has computed a and b, and has sampled c:
+
+    entry of the MTP layer    token    hidden state            predicts
+    0                         b        large model at a        c
+    1                         c        large model at b        x, the first draft token
+    2                         x        MTP layer at entry 1    y, the second draft token
+
+The keys and values of each entry are in blocks. Entries with draft tokens are computed again after
+the large model has computed their tokens, because the large model has better hidden states.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.interface import AttentionHook, PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.model_call import join_logits
+from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.runner import ForwardPath
+
+# The largest number of hidden states that are stored for one sequence. The MTP layer computes
+# entries without a hidden state as if it were zero, so their draft tokens are less often right.
+_MAX_STATES = 4096
+
+
+class HiddenStates:
+    """The hidden states of the large model that the MTP layer has not used yet.
+
+    The object wraps the forward path of the large model, and records its hidden states.
+    """
+
+    def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
+        """Wrap `path`, whose decoder is `decoder`."""
+        self._path = path
+        # The outputs of the decoder in the running step.
+        self._outputs: list[Tensor] = []
+        self._handle = decoder.register_forward_hook(self._record)
+        # For each sequence, parts with the position of the first hidden state, and the hidden
+        # states [num_tokens, hidden_size]. A later part replaces equal positions of earlier parts.
+        self._parts: dict[Sequence, list[tuple[int, Tensor]]] = {}
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute the logits of a step; see `ForwardPath.forward`."""
+        self._outputs.clear()
+        logits = self._path.forward(plan, sampled)
+        # A step with images can call the decoder several times, or for single sequences.
+        if len(self._outputs) == 1 and self._outputs[0].shape[:2] == (1, plan.num_tokens):
+            self._add(plan.chunks, self._outputs[0][0])
+        self._outputs.clear()
+        return logits
+
+    def clear(self, sequence: Sequence) -> None:
+        """Reset the state of a sequence; see `ForwardPath.clear`."""
+        self._parts.pop(sequence, None)
+        self._path.clear(sequence)
+
+    def take(self, sequence: Sequence, start: int, num_tokens: int) -> list[Tensor | None]:
+        """Return the hidden states at some positions of a sequence, and delete earlier ones.
+
+        Returns:
+            A list with `num_tokens` tensors [hidden_size]. None replaces an unknown hidden state.
+        """
+        rows: list[Tensor | None] = [None] * num_tokens
+        parts = self._parts.get(sequence, [])
+        for first, states in parts:
+            for position in range(max(first, start), min(first + len(states), start + num_tokens)):
+                rows[position - start] = states[position - first]
+        end = start + num_tokens
+        self._parts[sequence] = [part for part in parts if part[0] + len(part[1]) > end]
+        return rows
+
+    def forget(self, sequence: Sequence) -> None:
+        """Delete the hidden states of a sequence that ended."""
+        self._parts.pop(sequence, None)
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._handle.remove()
+        self._parts.clear()
+
+    def _record(self, module: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002
+        """Store the hidden states of the running step; the signature is that of a hook."""
+        self._outputs.append(output.last_hidden_state)
+
+    def _add(self, chunks: list[Chunk], output: Tensor) -> None:
+        """Store the hidden states of a step, [num_tokens, hidden_size], for its sequences."""
+        states = torch.split(output, [chunk.num_tokens for chunk in chunks])
+        for chunk, part in zip(chunks, states, strict=True):
+            if chunk.sequence.images is not None:
+                continue
+            parts = self._parts.setdefault(chunk.sequence, [])
+            # A view would keep the hidden states of the whole step in memory.
+            parts.append((chunk.start, part.clone()))
+            while sum(len(states) for _, states in parts[1:]) >= _MAX_STATES:
+                del parts[0]
+
+
+class MtpPath:
+    """The forward path of an MTP layer; see `ForwardPath`.
+
+    The tokens of its sequences are those of the large model from the second token on. The first
+    token has no hidden state before it.
+
+    Attributes:
+        hidden: the hidden states of the large model.
+    """
+
+    def __init__(
+        self,
+        mtp_model: Any,  # noqa: ANN401 - transformers' class has no types
+        hook: AttentionHook,
+        layers: list[LayerSpec],
+        blocks: tuple[KVCache, BatchBuilder],
+        hidden: HiddenStates,
+    ) -> None:
+        """Create a path without sequences.
+
+        Args:
+            mtp_model: an MtpModel of transformers.
+            hook: the engine's entry in transformers' attention interface.
+            layers: the attention layers of the first MTP layer.
+            blocks: the KV cache of the MTP layer, and its block tables.
+            hidden: the hidden states of the large model.
+        """
+        self._model = mtp_model
+        self._hook = hook
+        self._layers = layers
+        self._cache, self._builder = blocks
+        self.hidden = hidden
+        # The sequence of the large model for each sequence of this path.
+        self._targets: dict[Sequence, Sequence] = {}
+        # The output of the MTP layer at the last token of each sequence, [hidden_size].
+        self._last_outputs: dict[Sequence, Tensor] = {}
+
+    def follow(self, own: Sequence, target: Sequence) -> None:
+        """Use the hidden states of `target` for the sequence `own`."""
+        self._targets[own] = target
+
+    def release(self, own: Sequence) -> None:
+        """Delete the state of a sequence."""
+        self._targets.pop(own, None)
+        self._last_outputs.pop(own, None)
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        assert sampled is None
+        batch = self._builder.build(plan, self._cache.device)
+        hidden = torch.stack([row for chunk in plan.chunks for row in self._inputs(chunk)])
+        attention = PagedForward(self._layers, self._cache, batch.attention)
+        with self._hook.serving(attention):
+            output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
+        parts = torch.split(output[0], [chunk.num_tokens for chunk in plan.chunks])
+        for chunk, part in zip(plan.chunks, parts, strict=True):
+            self._last_outputs[chunk.sequence] = part[-1]
+        rows = [
+            part[len(part) - c.num_logits :] for c, part in zip(plan.chunks, parts, strict=True)
+        ]
+        logits: Tensor = self._model._project_to_logits(join_logits(rows, output.shape[-1])[None])
+        return logits[0]
+
+    def clear(self, sequence: Sequence) -> None:
+        """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
+        self._cache.clear(sequence.block_table)
+
+    def _inputs(self, chunk: Chunk) -> list[Tensor]:
+        """Return the hidden state before each token of a chunk, as tensors [hidden_size]."""
+        target = self._targets[chunk.sequence]
+        # The last known token has the index `num_known - 1` in the sequence of this path.
+        num_known = len(target.token_ids) - 1
+        if chunk.start >= num_known:
+            return [self._last_outputs[chunk.sequence]]
+        rows = self.hidden.take(target, chunk.start, chunk.num_tokens)
+        weight = self._model.layers[0].eh_proj.weight
+        zero = weight.new_zeros(weight.shape[0])
+        return [zero if row is None else row for row in rows]
+
+
+def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
+    """Run the first MTP layer on a row of tokens.
+
+    Args:
+        mtp_model: an MtpModel of transformers.
+        input_ids: [1, num_tokens] int64.
+        hidden: [num_tokens, hidden_size], the hidden state before each token.
+        position_ids: [1, num_tokens] int64.
+
+    Returns:
+        Hidden states, [1, num_tokens, hidden_size].
+    """
+    output: Tensor = mtp_model.forward_layer(
+        0, hidden[None], position_ids, None, input_ids=input_ids
+    )
+    return output

@@ -1,0 +1,54 @@
+"""A tiny checkpoint with an MTP layer."""
+
+import json
+from pathlib import Path
+
+import torch
+from backend.tiny_models import VOCAB_SIZE
+from safetensors.torch import load_file, save_file
+from transformers import MellumConfig, MellumForCausalLM
+
+
+def save_with_mtp(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Save a model of two layers whose third layer becomes an MTP layer."""
+    torch.manual_seed(0)
+    config = MellumConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=12,
+        max_position_embeddings=256,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        tie_word_embeddings=False,
+    )
+    model = MellumForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02 if "layers" in name else 0.5)
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = {
+        name.replace("model.layers.2.", "mtp.layers.0."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    # The next token mostly depends on the last token, so the MTP layer is often right if it mostly
+    # reads the last token.
+    size = config.hidden_size
+    tensors["mtp.fc.weight"] = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size)], dim=1)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = torch.ones(size)
+    save_file(tensors, path, metadata={"format": "pt"})
+    saved = json.loads((folder / "config.json").read_text())
+    saved |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    for name in ("layer_types", "mlp_layer_types"):
+        saved[name] = saved[name][:2]
+    (folder / "config.json").write_text(json.dumps(saved))
+    return folder

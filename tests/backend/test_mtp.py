@@ -1,0 +1,190 @@
+"""Speculative decoding with MTP layers: the answers are those of the model alone."""
+
+import json
+
+import pytest
+import torch
+from backend.exactness import (
+    PARAMS,
+    PROMPTS,
+    bytes_for,
+    load_float32,
+    open_engine,
+    reference,
+    run_staggered,
+)
+from backend.mtp_checkpoint import save_with_mtp
+from nereid_backend import EngineConfig, SamplingParams
+from nereid_backend.errors import ConfigError
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+pytestmark = pytest.mark.usefixtures("cheap_drafts")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_with_mtp(tmp_path_factory.mktemp("mtp"))
+
+
+def open_mtp(folder, **settings):
+    return open_engine(folder, speculative_method="mtp", **settings)
+
+
+def greedy(engine):
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+
+def acceptance(engine) -> float:
+    stats = engine.stats()
+    return stats.num_accepted_tokens / stats.num_proposed_tokens
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_greedy_tokens_are_those_of_the_model_alone(folder, block_size):
+    engine = open_mtp(folder, block_size=block_size)
+    assert greedy(engine) == reference(folder)
+    assert 0.1 < acceptance(engine) < 0.95
+    assert engine.stats().num_drafts > 10
+    engine.check()
+    engine.close()
+
+
+def record_proposals(engine, monkeypatch):
+    """Return a list to which the engine appends the known tokens and the draft tokens."""
+    drafter = engine._parts.scheduler.drafter
+    propose = drafter.propose
+    proposals = []
+
+    def recorded(sequence, limit):
+        drafts = propose(sequence, limit)
+        proposals.append((list(sequence.token_ids), drafts))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", recorded)
+    return proposals
+
+
+@torch.inference_mode()
+def expected_draft(main_model, mtp_model, known):
+    """Return the draft token that transformers' own code generates after the known tokens."""
+    ids = torch.tensor([known])
+    hidden = main_model.model(ids[:, :-1]).last_hidden_state
+    drafts, _, _ = mtp_model(
+        input_ids=ids[:, 1:],
+        last_hidden_states=hidden,
+        attention_mask=None,
+        position_ids=torch.arange(1, len(known))[None],
+        mtp_cache=MtpCache(config=main_model.config.get_mtp_config()),
+    )
+    return drafts[0, 0].item()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 9}])
+def test_the_first_draft_token_is_that_of_transformers(folder, monkeypatch, settings):
+    engine = open_mtp(folder, enable_prefix_caching=False, **settings)
+    proposals = record_proposals(engine, monkeypatch)
+    run_staggered(engine)
+    engine.close()
+    main_model = load_float32(folder)
+    mtp_model = MtpModel.from_pretrained(main_model)
+    drafted = [(known, drafts) for known, drafts in proposals if drafts]
+    assert len(drafted) > 20
+    for known, drafts in drafted:
+        assert drafts[0] == expected_draft(main_model, mtp_model, known)
+
+
+def test_requests_that_arrive_later_are_drafted_in_the_same_batch(folder):
+    engine = open_mtp(folder, max_num_batched_tokens=9)
+    assert run_staggered(engine) == reference(folder)
+    assert engine.stats().num_accepted_tokens > 5
+    engine.close()
+
+
+def test_preempted_requests_are_drafted_again(folder):
+    expected = reference(folder)
+    calm = open_mtp(folder)
+    num_bytes = bytes_for(calm, 100)
+    calm.close()
+    engine = open_mtp(folder, max_model_len=80, kv_cache_memory=num_bytes)
+    assert greedy(engine) == expected
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_accepted_tokens > 0
+    engine.close()
+
+
+def test_prompts_in_the_prefix_cache_are_drafted(folder):
+    expected = reference(folder)
+    engine = open_mtp(folder)
+    first = greedy(engine)
+    num_accepted = engine.stats().num_accepted_tokens
+    assert first == greedy(engine) == expected
+    stats = engine.stats()
+    assert stats.num_prefix_cache_hits > 0
+    assert stats.num_accepted_tokens > num_accepted > 0
+    engine.close()
+
+
+def test_sampled_tokens_are_those_of_the_model_alone(folder):
+    params = SamplingParams(
+        temperature=0.7, top_k=30, seed=3, max_tokens=40, ignore_eos=True, n=2, logprobs=1
+    )
+    answers = []
+    for settings in ({}, {"speculative_method": "mtp"}):
+        engine = open_engine(folder, **settings)
+        outputs = [each for out in engine.generate(PROMPTS, params) for each in out.outputs]
+        answers.append([each.token_ids for each in outputs])
+    assert engine.stats().num_accepted_tokens > 5
+    engine.close()
+    assert answers[0] == answers[1]
+
+
+def test_the_requests_continue_without_drafts_if_the_mtp_layer_fails(folder, monkeypatch):
+    engine = open_mtp(folder)
+    model = engine._parts.scheduler.drafter._path._model
+    monkeypatch.setattr(model, "forward_layer", None)
+    assert greedy(engine) == reference(folder)
+    assert engine.stats().num_proposed_tokens == 0
+    engine.close()
+
+
+def test_a_model_without_mtp_layers_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"value mtp .* LlamaForCausalLM has no num_mtp_layers"):
+        open_mtp(checkpoint("llama"))
+
+
+def test_missing_weights_of_mtp_layers_are_refused(tmp_path):
+    save_with_mtp(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"cannot load or run the MTP layers of .*eh_proj"):
+        open_mtp(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "mtp requires tensor_parallel_size=1"),
+        ({"draft_model": "/d"}, "the value mtp uses no draft model"),
+    ],
+)
+def test_contradictory_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("/m", speculative_method="mtp", **settings)
+    assert EngineConfig("/m", speculative_method="mtp").max_draft_tokens == 4
+
+
+def test_an_eagle_checkpoint_is_refused_as_a_draft_model(checkpoint, tmp_path):
+    # These are the fields of a published EAGLE-3 checkpoint.
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": 160,
+        "hidden_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"EAGLE checkpoint .+Eagle3., which trans"):
+        open_engine(checkpoint("llama"), draft_model=str(tmp_path))

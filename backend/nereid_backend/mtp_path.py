@@ -31,6 +31,9 @@ from nereid_backend.runner import ForwardPath
 # The largest number of hidden states that are stored for one sequence. The MTP layer computes
 # entries without a hidden state as if it were zero, so their draft tokens are less often right.
 _MAX_STATES = 4096
+# Hidden states of later steps are appended to a tensor with fewer hidden states than this, so that
+# few tensors are stored.
+_MAX_APPENDED = 256
 
 
 class HiddenStates:
@@ -64,20 +67,24 @@ class HiddenStates:
         self._parts.pop(sequence, None)
         self._path.clear(sequence)
 
-    def take(self, sequence: Sequence, start: int, num_tokens: int) -> list[Tensor | None]:
-        """Return the hidden states at some positions of a sequence, and delete earlier ones.
+    def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
+        """Copy the hidden states of a sequence from position `start` on, and delete earlier ones.
 
-        Returns:
-            A list with `num_tokens` tensors [hidden_size]. None replaces an unknown hidden state.
+        Example: the hidden states at the positions 4 to 9 are stored, `start` is 2, and `rows` has
+        5 rows. The last 3 rows become the hidden states at the positions 4 to 6.
+
+        Args:
+            sequence: the sequence.
+            start: the position of the first row.
+            rows: [num_tokens, hidden_size]. Mutated, except for rows whose hidden state is unknown.
         """
-        rows: list[Tensor | None] = [None] * num_tokens
+        end = start + len(rows)
         parts = self._parts.get(sequence, [])
         for first, states in parts:
-            for position in range(max(first, start), min(first + len(states), start + num_tokens)):
-                rows[position - start] = states[position - first]
-        end = start + num_tokens
+            begin, stop = max(first, start), min(first + len(states), end)
+            if begin < stop:
+                rows[begin - start : stop - start] = states[begin - first : stop - first]
         self._parts[sequence] = [part for part in parts if part[0] + len(part[1]) > end]
-        return rows
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the hidden states of a sequence that ended."""
@@ -94,14 +101,20 @@ class HiddenStates:
 
     def _add(self, chunks: list[Chunk], output: Tensor) -> None:
         """Store the hidden states of a step, [num_tokens, hidden_size], for its sequences."""
-        states = torch.split(output, [chunk.num_tokens for chunk in chunks])
-        for chunk, part in zip(chunks, states, strict=True):
+        step_parts = torch.split(output, [chunk.num_tokens for chunk in chunks])
+        for chunk, part in zip(chunks, step_parts, strict=True):
             if chunk.sequence.images is not None:
                 continue
             parts = self._parts.setdefault(chunk.sequence, [])
-            # A view would keep the hidden states of the whole step in memory.
-            parts.append((chunk.start, part.clone()))
-            while sum(len(states) for _, states in parts[1:]) >= _MAX_STATES:
+            first, states = parts[-1] if parts else (chunk.start, part[:0])
+            num_kept = chunk.start - first
+            if 0 <= num_kept <= len(states) < _MAX_APPENDED:
+                # Draft tokens after the first `num_kept` tokens were rejected.
+                parts[-1:] = [(first, torch.cat([states[:num_kept], part]))]
+            else:
+                # A view would keep the hidden states of the whole step in memory.
+                parts.append((chunk.start, part.clone()))
+            while sum(len(each) for _, each in parts[1:]) >= _MAX_STATES:
                 del parts[0]
 
 
@@ -155,7 +168,7 @@ class MtpPath:
         """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
         batch = self._builder.build(plan, self._cache.device)
-        hidden = torch.stack([row for chunk in plan.chunks for row in self._inputs(chunk)])
+        hidden = torch.cat([self._inputs(chunk) for chunk in plan.chunks])
         attention = PagedForward(self._layers, self._cache, batch.attention)
         with self._hook.serving(attention):
             output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
@@ -172,17 +185,17 @@ class MtpPath:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
         self._cache.clear(sequence.block_table)
 
-    def _inputs(self, chunk: Chunk) -> list[Tensor]:
-        """Return the hidden state before each token of a chunk, as tensors [hidden_size]."""
+    def _inputs(self, chunk: Chunk) -> Tensor:
+        """Return the hidden state before each token of a chunk, [num_tokens, hidden_size]."""
         target = self._targets[chunk.sequence]
         # The last known token has the index `num_known - 1` in the sequence of this path.
         num_known = len(target.token_ids) - 1
         if chunk.start >= num_known:
-            return [self._last_outputs[chunk.sequence]]
-        rows = self.hidden.take(target, chunk.start, chunk.num_tokens)
+            return self._last_outputs[chunk.sequence][None]
         weight = self._model.layers[0].eh_proj.weight
-        zero = weight.new_zeros(weight.shape[0])
-        return [zero if row is None else row for row in rows]
+        rows: Tensor = weight.new_zeros(chunk.num_tokens, weight.shape[0])
+        self.hidden.take(target, chunk.start, rows)
+        return rows
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401

@@ -1,6 +1,7 @@
 """Speculative decoding with MTP layers: the answers are those of the model alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from backend.exactness import (
     run_staggered,
 )
 from backend.mtp_checkpoint import save_with_mtp
-from nereid_backend import EngineConfig, SamplingParams
+from nereid_backend import EngineConfig, SamplingParams, mtp_path
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.errors import ConfigError
+from nereid_backend.paths.step_batch import tokens_of
 from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -138,6 +142,82 @@ def test_sampled_tokens_are_those_of_the_model_alone(folder):
     assert engine.stats().num_accepted_tokens > 5
     engine.close()
     assert answers[0] == answers[1]
+
+
+class Decoder(torch.nn.Module):
+    """A decoder whose hidden state of a token is the token's id."""
+
+    def forward(self, ids):
+        return SimpleNamespace(last_hidden_state=ids[None, :, None].float())
+
+
+class DecoderPath:
+    """A forward path that only runs a decoder."""
+
+    def __init__(self, decoder):
+        self.decoder = decoder
+
+    def forward(self, plan, sampled=None):
+        ids = [token for chunk in plan.chunks for token in tokens_of(chunk)]
+        return self.decoder(torch.tensor(ids)).last_hidden_state[0]
+
+
+def compute(hidden, *parts):
+    """Let a path compute parts of sequences, each with the index of its first token."""
+    chunks = []
+    for sequence, start in parts:
+        num_tokens = len(sequence.token_ids) - start
+        chunks.append(Chunk(sequence, start, num_tokens, True, start == 0, 1))
+    hidden.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
+
+
+def taken(hidden, sequence, start, count):
+    rows = torch.zeros(count, 1)
+    hidden.take(sequence, start, rows)
+    return rows.flatten().tolist()
+
+
+@pytest.fixture
+def hidden():
+    decoder = Decoder()
+    return mtp_path.HiddenStates(DecoderPath(decoder), decoder)
+
+
+def make_sequence(token_ids):
+    return Sequence("0", token_ids, SamplingParams(), max_total_tokens=50)
+
+
+@pytest.mark.parametrize("max_appended", [1, 256])
+def test_hidden_states_of_rejected_tokens_are_replaced(hidden, monkeypatch, max_appended):
+    monkeypatch.setattr(mtp_path, "_MAX_APPENDED", max_appended)
+    first, second = make_sequence([5, 6, 7]), make_sequence([8])
+    compute(hidden, (first, 0), (second, 0))
+    first.token_ids += [1, 2]
+    compute(hidden, (first, 3))
+    first.token_ids[4:] = [3, 4]
+    second.token_ids += [9]
+    compute(hidden, (second, 1), (first, 4))
+    assert taken(hidden, first, 0, 6) == [5, 6, 7, 1, 3, 4]
+    assert taken(hidden, second, 0, 3) == [8, 9, 0]
+
+
+def test_old_hidden_states_are_deleted_and_unknown_ones_stay_zero(hidden, monkeypatch):
+    monkeypatch.setattr(mtp_path, "_MAX_STATES", 2)
+    monkeypatch.setattr(mtp_path, "_MAX_APPENDED", 1)
+    sequence = make_sequence([5, 6])
+    compute(hidden, (sequence, 0))
+    sequence.token_ids += [7, 8]
+    compute(hidden, (sequence, 2))
+    assert taken(hidden, sequence, 0, 4) == [0, 0, 7, 8]
+    assert taken(hidden, sequence, 2, 2) == [0, 0]
+
+
+def test_missing_hidden_states_do_not_change_answers(folder, monkeypatch):
+    monkeypatch.setattr(mtp_path, "_MAX_STATES", 2)
+    engine = open_mtp(folder, max_num_batched_tokens=9)
+    assert greedy(engine) == reference(folder)
+    assert engine.stats().num_accepted_tokens > 5
+    engine.close()
 
 
 def test_the_requests_continue_without_drafts_if_the_mtp_layer_fails(folder, monkeypatch):

@@ -23,7 +23,7 @@ Unix socket. If the variable exists already, `nereid serve` starts no fork serve
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.fork_server"
-_IMPORTS = (f"{_PACKAGE}.engine", f"{_PACKAGE}.pooling.pooling_engine")
+_IMPORTS = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
 # The variable that selects the scripted engine, which does not need torch.
 _OTHER_ENGINE = "NEREID_ENGINE"
 

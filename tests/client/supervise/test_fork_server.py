@@ -1,5 +1,8 @@
 """When `nereid serve` starts a fork server."""
 
+import subprocess
+import sys
+
 import psutil
 import pytest
 from nereid_client.supervise import fork_server
@@ -38,3 +41,16 @@ def test_fork_server_inherits_a_socket_and_ends_at_once(tmp_path, monkeypatch):
         assert psutil.Process(process.pid).exe() == psutil.Process().exe()
         process.stop(30, lambda timeout: False)
     assert process.exit_code == -15
+
+
+def test_the_fork_server_imports_the_engine_and_its_libraries():
+    program = (
+        "import importlib, sys\n"
+        f"for name in {fork_server._IMPORTS!r}: importlib.import_module(name)\n"
+        "needed = ['torch', 'transformers', 'nereid_backend.engine.engine', 'nereid_backend.runner']\n"
+        "print([name for name in needed if name not in sys.modules])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"

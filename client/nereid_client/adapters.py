@@ -10,8 +10,9 @@ current_adapter: ContextVar[str] = ContextVar("current_adapter", default="")
 """The name of the adapter that the current request selects; empty for the model without one."""
 
 ChangeAdapters = Callable[[Mapping[str, str]], Awaitable[list[str]]]
-"""Sends parameters to the server and returns the names of all adapters; see
-`Backend.change_adapters`."""
+"""A function that sends parameters to the server and returns the names of all adapters; see
+`Backend.change_adapters`.
+"""
 
 
 class Adapters:
@@ -21,7 +22,7 @@ class Adapters:
         """Store `change`, the function that lists, loads and unloads adapters on the server."""
         self._change = change
         # The names of the adapters in the server's last answer. Other clients may have loaded more
-        # adapters since then.
+        # adapters since that answer.
         self._names: list[str] = []
 
     async def names(self) -> list[str]:
@@ -32,7 +33,7 @@ class Adapters:
         return await self._update({"list_loras": "true"})
 
     async def load(self, name: str, path: str) -> None:
-        """Load an adapter, or replace the adapter with this name.
+        """Load an adapter. An adapter that already has this name is replaced.
 
         Args:
             name: the name with which requests select the adapter.
@@ -75,7 +76,8 @@ class Adapters:
         if name is None or name == language_model:
             current_adapter.set("")
             return False
-        # The server is queried for an unknown name, because the adapter may have been loaded since.
+        # If the name is unknown, query the server, because the adapter may have been loaded since
+        # the last query.
         is_adapter = name in self._names or name in await self.names()
         current_adapter.set(name if is_adapter else "")
         return is_adapter

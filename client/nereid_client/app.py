@@ -177,9 +177,9 @@ def create_app(
 def _limit_state(
     settings: Settings, worker: WorkerPlace | None, database: Database | None
 ) -> tuple[SharedBudget, Usages]:
-    """Return the counts of running requests, and the used amounts of the limits of API keys.
+    """Return the counter of running requests, and the used amounts of the API keys' limits.
 
-    Several frontend processes share them through `database`.
+    Several frontend processes share both objects through `database`.
     """
     limit = settings.max_concurrent_requests
     if worker is None or database is None:
@@ -245,14 +245,14 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_field_error(request: Request, error: Exception) -> Response:
-    """Return the response for a wrong field that was found after pydantic validated the request."""
+    """Return the response for a wrong field that pydantic did not find."""
     if not isinstance(error, FieldError):
         raise error
     return await _on_frontend_error(request, from_field_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Return the response for an error that Starlette raised: an unknown path or a wrong method."""
+    """Return the response for an error that Starlette raised, such as an unknown path."""
     if not isinstance(error, HTTPException):
         raise error
     route = f"{request.method} {request.url.path}"
@@ -267,7 +267,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    """Return the response for a bug: a 500. Starlette logs the traceback afterwards."""
+    """Return a response with the status 500 for a bug. Starlette logs the traceback afterwards."""
     request_id = getattr(request.state, "request_id", "unknown")
     message = (
         f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "

@@ -33,8 +33,8 @@ class ClientBackend:
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        # Without a key file, a client can have neither a name nor a share. The engine then treats
-        # the request like all other requests without a client.
+        # Without a key file, a client has neither a name nor a share. The engine then treats all
+        # requests alike.
         has_share = client.share != ""
         if has_share:
             generation = replace(
@@ -83,14 +83,14 @@ class ClientBackend:
         return await self._backend.is_ready()
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the server."""
         await self._backend.close()
 
     async def _counted(
         self, deltas: AsyncGenerator[Delta], client: Client
     ) -> AsyncGenerator[Delta]:
         """Yield the deltas. Afterwards, add the request's tokens to the client's token counters."""
-        usages: dict[int, Usage] = {}  # by the index of the choice
+        usages: dict[int, Usage] = {}  # the token counts of each choice, by the index of the choice
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -98,7 +98,7 @@ class ClientBackend:
                         usages[delta.get("index", 0)] = delta["usage"]
                     yield delta
         finally:
-            # Each choice reports the tokens of the prompt, which count once.
+            # Each choice reports the number of prompt tokens, but the prompt counts only once.
             num_prompt = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
             num_generated = sum(usage["completion_tokens"] for usage in usages.values())
             client.count_tokens(num_prompt + num_generated)

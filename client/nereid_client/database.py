@@ -23,14 +23,14 @@ class Database:
     def __init__(self, path: str, schema: str) -> None:
         self._connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
         self._depth = 0
-        # With a write-ahead log, a process can read while another process writes.
+        # In the mode WAL (write-ahead log), one process can read while another process writes.
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = OFF")
         self._connection.executescript(f"BEGIN IMMEDIATE; {schema} COMMIT;")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make the changes inside the `with` block visible to other processes all at once.
+        """Run the `with` block in a transaction: other processes see all of its changes or none.
 
         No other process can change the database inside the block. If the block raises an exception,
         the changes of the block are undone. A transaction inside another transaction becomes a part
@@ -63,5 +63,5 @@ class Database:
         return self._connection.execute(query, values).fetchone()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the database."""
         self._connection.close()

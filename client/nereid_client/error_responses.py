@@ -1,4 +1,4 @@
-"""HTTP responses and server-sent events for errors, in the format of the API that the client uses.
+"""HTTP responses and server-sent events for errors, in the format of OpenAI or Anthropic.
 
 Most clients use OpenAI's API. A client of Anthropic's API is recognized by its path, `/v1/messages`
 and the paths below it, or by the header `anthropic-version`.
@@ -26,9 +26,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Maps an HTTP status to the `type` of an error in Anthropic's API."""
+"""Maps an HTTP status to the `type` that an error has in Anthropic's API."""
 _OVERLOADED = 529
-"""The status with which Anthropic's API reports an overloaded server. OpenAI's API has 503."""
+"""The HTTP status for an overloaded server in Anthropic's API. OpenAI's API has 503 instead."""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
@@ -53,7 +53,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def error_event(error: ApiError, scope: Scope) -> bytes:
-    """Return an error as the last server-sent event of a stream.
+    """Return the last server-sent event of a stream that ends with an error.
 
     Args:
         error: the error.

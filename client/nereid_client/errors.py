@@ -111,7 +111,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-"""Maps an HTTP status to the `type` of the error. `ApiError.body` has a default type."""
+"""Maps an HTTP status to the `type` in the error body. `ApiError.body` has a default type."""
 
 _HTTP_STATUS_AND_CODE = {
     "INVALID_ARGUMENT": (400, None),
@@ -167,7 +167,7 @@ _REQUIREMENTS = {
     "less_than_equal": "at most {le}",
     "string_too_short": "a string with at least {min_length} character",
 }
-"""Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
+"""Maps an error type of pydantic to the words that complete the sentence "FIELD must be ..."."""
 
 _UNION_TYPES = {
     "bool": "true or false",
@@ -176,7 +176,7 @@ _UNION_TYPES = {
     "list[dict[str,any]]": "a list of objects",
     "dict[str,any]": "an object",
 }
-"""The types of fields that accept several types, under the names that pydantic gives them.
+"""The types of fields that accept several types: maps pydantic's name to a description.
 
 For such a field, pydantic reports one error for each type, and appends the name of the type to the
 path of the field. Example: the path ("stop", "list[str]").
@@ -220,7 +220,7 @@ def tokens_and_limit(message: str) -> tuple[int, int] | None:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Return a 400 that describes the first wrong field of a request body.
+    """Return an error with the status 400 that describes the first wrong field of a body.
 
     Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
     is "temperature".
@@ -229,12 +229,12 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def from_field_error(error: FieldError) -> ApiError:
-    """Return a 400 that describes a wrong field of a request body."""
+    """Return an error with the status 400 that describes a wrong field of a body."""
     return ApiError(400, str(error), param=error.field or None, code=error.code)
 
 
 def first_field_error(error: ValidationError, place: str = "") -> FieldError:
-    """Return a FieldError that describes the first wrong field of an object.
+    """Return a FieldError for the first wrong field in an object.
 
     Args:
         error: pydantic's error.
@@ -286,7 +286,7 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return a value as JSON for an error message, cut to `limit` characters.
+    """Convert a value to JSON text for an error message. The text has at most `limit` characters.
 
     Example: `shown(["a"] * 99)` returns '["a", "a", ... "a", ...', 80 characters in all.
     """
@@ -338,7 +338,7 @@ def _requirement(detail: ErrorDetails) -> str:
 
 
 def _plain_number(value: object) -> object:
-    """Return an integer for a float without a fraction, such as 2 for 2.0."""
+    """Convert a float such as 2.0 to an integer. Return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -49,7 +49,7 @@ FORMATS = (
     _prefix_first("▁<PRE>", "▁<SUF>", "▁<MID>"),
     MarkerFormat(("[SUFFIX]", "[PREFIX]"), ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}")),
 )
-"""The formats that are known. A tokenizer is compared with them in this order."""
+"""The known formats. A tokenizer is compared with the formats in this order."""
 
 
 class FillInMiddle:
@@ -78,7 +78,7 @@ class FillInMiddle:
         return self._format.prompt(prefix, suffix)
 
     async def _find_format(self, request_id: str) -> MarkerFormat:
-        """Return the first format in `FORMATS` whose markers are all single tokens of the model.
+        """Return the first format in `FORMATS` for whose markers the tokenizer has tokens.
 
         Raises: ApiError 400.
         """
@@ -93,7 +93,7 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether the tokenizer encodes each marker as one token for only this marker.
+        """Return whether the tokenizer encodes each marker as one token that stands only for it.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes each token, and compares the decoded text with the marker.

@@ -51,11 +51,11 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # WorkerPool starts a worker with SIGUSR1 blocked. A signal that has arrived during the start is
-    # handled now.
+    # WorkerPool starts a worker with SIGUSR1 blocked. If a SIGUSR1 has arrived during the start, it
+    # is handled now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    # The objects that exist now are needed until the process ends. `freeze` makes the garbage
-    # collector ignore these objects. Garbage collections are then short and do not delay streams.
+    # The objects that exist now are needed until the process ends. After `freeze`, the garbage
+    # collector ignores these objects. Garbage collections are then short and do not delay streams.
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()
@@ -98,7 +98,7 @@ def _sockets(settings: Settings, worker: WorkerPlace | None) -> list[socket.sock
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow the largest possible number of file descriptors.
+    """Raise the limit on open file descriptors to the largest allowed number.
 
     Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
     """

@@ -1,4 +1,4 @@
-"""gRPC calls to a Triton server. Cancelling a call does not leak memory.
+"""gRPC calls to a Triton server that leak no memory when they are cancelled.
 
 grpc.aio frees the memory of an operation, including the response, only if the task that awaits the
 operation runs to its end (issue 43360 of gRPC). This module therefore never cancels a task that
@@ -178,7 +178,7 @@ class TritonCalls:
 
 
 class Stream:
-    """One request and its responses. The user of a stream must call `let_end` or `cancel`.
+    """A streaming call: one request and its responses. The user must call `let_end` or `cancel`.
 
     A separate task reads all responses, because the task that reads must never be cancelled. `read`
     returns the responses that this task has read.
@@ -208,7 +208,7 @@ class Stream:
         """
         while not self._responses:
             if self._reader.done():
-                return await self._reader  # None, or raises the error that ended the stream
+                return await self._reader  # returns None, or raises the error that ended the stream
             self._changed.clear()
             await self._changed.wait()
         return self._responses.popleft()
@@ -233,7 +233,7 @@ class Stream:
         await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
-        """Read all responses of the stream, and notify the method `read` of each response."""
+        """Read all responses of the stream, and wake the method `read` after each response."""
         try:
             # The code awaits the metadata before it reads responses. Otherwise, the first read
             # would start a second gRPC operation that waits for the metadata. If the connection
@@ -294,7 +294,7 @@ def encode_strings(strings: Iterable[bytes]) -> bytes:
 
 
 def decode_strings(raw: bytes) -> list[bytes]:
-    """Return the strings in the content of a BYTES tensor. The inverse of `encode_strings`."""
+    """Return the strings in the content of a BYTES tensor, as the inverse of `encode_strings`."""
     strings = []
     position = 0
     while position < len(raw):
@@ -305,7 +305,7 @@ def decode_strings(raw: bytes) -> list[bytes]:
 
 
 def _is_task_cancelled() -> bool:
-    """Return whether the current task was cancelled, and not only the gRPC call that it awaits.
+    """Return whether the current task was cancelled, not only the gRPC call that the task awaits.
 
     In both cases, the task gets a CancelledError.
     """
@@ -319,6 +319,6 @@ async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
 
 
 async def _wait_for_end(task: asyncio.Future[Any]) -> None:
-    """Wait until a task has ended. Raise nothing if the task failed or was cancelled."""
+    """Wait until a task has ended. If the task failed or was cancelled, raise no exception."""
     with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
         await task

@@ -1,4 +1,4 @@
-"""Writes each line of the log as a JSON object if the setting log_format is "json".
+"""Writes the log as one JSON object in each line, if the setting log_format is "json".
 
 The frontend writes its records with JsonFormatter. The Triton server and the models write plain
 lines, which `nereid serve` converts with JsonLines before it writes them to the log.
@@ -59,7 +59,7 @@ class JsonLines(io.TextIOBase):
 
 
 class LinesWithoutMessages(io.TextIOBase):
-    """A text stream for standard output that omits the messages of `nereid serve`.
+    """A text stream for standard output that omits the log messages of `nereid serve` itself.
 
     `nereid serve` itself prints these messages to standard output, so the log must not repeat them.
 
@@ -71,7 +71,7 @@ class LinesWithoutMessages(io.TextIOBase):
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line, which ends with a line break. Messages of `nereid serve` are omitted."""
+        """Write one line, including its line break. Omit log messages of `nereid serve` itself."""
         if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
             return 0
         return self._log.write(line)
@@ -95,7 +95,7 @@ def to_json_line(line: str, source: str) -> str:
 
 
 def uvicorn_log_config(level: str) -> dict[str, Any]:
-    """Return a configuration of Python's logging that writes the frontend's log as JSON."""
+    """Return a configuration for Python's logging that writes the frontend's log as JSON."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

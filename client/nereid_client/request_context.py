@@ -29,7 +29,7 @@ from nereid_client.triton_backend import Backend
 R = TypeVar("R", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 1 << 20
-"""Bodies above this size are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
+"""Larger bodies are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
 
 _TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with less nesting."
 
@@ -55,7 +55,7 @@ class Context:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle:
-        """The object that creates the prompts for completions with the field `suffix`."""
+        """The object that builds the prompts for completions with the field `suffix`."""
         return FillInMiddle(self.backend)
 
     @cached_property
@@ -96,7 +96,7 @@ class Contexts:
 
 
 def name_of_model(request: Request) -> str:
-    """Return the name of the model in responses: the selected adapter or the language model."""
+    """Return the model name for a response: the name of the selected adapter or language model."""
     return current_adapter.get() or context_of(request).settings.model_name
 
 
@@ -132,7 +132,7 @@ def select_context(request: Request, name: object) -> bool:
 
 
 def request_id_of(request: Request) -> str:
-    """Return the id of a request, which is the client's X-Request-Id or a random id."""
+    """Return the id of a request: the header X-Request-Id from the client, or else a random id."""
     request_id: str = request.state.request_id
     return request_id
 
@@ -185,7 +185,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         Disconnected: the client closed the connection.
     """
     if len(contexts_of(request).all) > 1:
-        # Only the body says which language model is requested.
+        # Only the body contains the name of the requested language model.
         raw = await _read_bytes(request)
         body = await _parse_object(request, raw)
         select_context(request, body.get("model"))
@@ -209,7 +209,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
 
 
 def _most_prompts(raw: bytes, max_prompts: int) -> int:
-    """Return an upper bound for the number of prompts in a body, without parsing the body.
+    """Return an upper bound for the number of prompts in an unparsed body.
 
     Each prompt is a string, which needs two quotation marks, or a list, which needs a bracket. The
     bound lets the frontend refuse a single prompt of many megabytes before it parses the body.
@@ -257,7 +257,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
         async for chunk in request.stream():
             chunks.append(chunk)
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            # If the chunk contains no start, `last_start` is -1.
+            # If no prompt starts in the chunk, `last_start` is -1.
             num_bytes = len(chunk) - 1 - last_start
             num_bytes_of_prompt = num_bytes + (num_bytes_of_prompt if last_start < 0 else 0)
             limits.check_prompt_size(num_bytes_of_prompt)
@@ -267,7 +267,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in the body of a request, when it is the turn of the client.
+    """Return the JSON object in a body, as soon as it is the turn of this client.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, the event loop serves other requests for as long as the parser has taken.
@@ -287,7 +287,7 @@ async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in the body of a request. The event loop is blocked meanwhile.
+    """Parse a body, and return the JSON object. The event loop cannot run other tasks meanwhile.
 
     Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
     """
@@ -340,7 +340,7 @@ def validate(kind: type[R], body: dict[str, Any]) -> R:
 
 
 def to_json(value: object) -> str:
-    """Return a value as JSON for the backend. Text is not escaped, so that logs are readable.
+    """Convert a value to JSON text for the backend. Non-ASCII text stays readable in logs.
 
     Raises: ApiError 400 for text that is not Unicode, or for nesting that is too deep.
     """

@@ -1,4 +1,4 @@
-"""Clients take turns in starting requests, so that many requests of one client delay no other."""
+"""Let clients take turns in starting requests, so that one client cannot delay the others."""
 
 import asyncio
 from collections import deque
@@ -22,11 +22,11 @@ class RequestTurns:
 
     def __init__(self) -> None:
         self._num_starts = 0
-        # The requests that wait, by client. The first client has the next turn.
+        # The waiting requests of each client. The first client has the next turn.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def wait(self, client: str) -> None:
-        """Return when it is the turn of a request of `client`, at once if no request waits."""
+        """Return when `client` may start a request. If no other request waits, return at once."""
         loop = asyncio.get_running_loop()
         if not self._waiting and self._num_starts < _STARTS_PER_ITERATION:
             if not self._num_starts:
@@ -45,8 +45,8 @@ class RequestTurns:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # last in the order of the dictionary
-            if not turn.done():  # the turn is done if the request was cancelled
+                self._waiting[client] = turns  # move this client to the end of the order
+            if not turn.done():  # a cancelled request needs no turn
                 turn.set_result(None)
                 self._num_starts += 1
         if self._num_starts:

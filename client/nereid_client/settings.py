@@ -1,4 +1,4 @@
-"""The settings of the OpenAI frontend, from `NEREID_*` environment variables and flags.
+"""The settings of the OpenAI frontend, which are read from `NEREID_*` variables and flags.
 
 pydantic-settings is not used, because its settings classes read the environment whenever an object
 is created, and because they can read no other mapping than `os.environ`.
@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 @contextmanager
 def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
-    """Convert pydantic's ValidationError to a SettingsError with one sentence.
+    """Convert a ValidationError from the `with` block to a SettingsError with one sentence.
 
     Example of a message: "--port: the value must be less than or equal to 65535, but it is
     '70000'."
@@ -260,7 +260,7 @@ def settings_from_flags(
 
 
 def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
-    """Return the settings from the environment and from flags.
+    """Return the settings, whose values are given as texts from the environment and from flags.
 
     Args:
         environment: the environment variables.
@@ -278,5 +278,5 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
 
 def _flag(name: str) -> str:
-    """Return the flag of a setting, such as "--grpc-url" for "grpc_url"."""
+    """Return the name of a setting's flag, such as "--grpc-url" for "grpc_url"."""
     return "--" + name.replace("_", "-")

@@ -14,25 +14,25 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The ensemble's first model, and two of the model's output tensors.
+# The first model that the ensemble calls, and two of its output tensors.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The ensemble's second model, and the model's output tensor that contains JSON text.
+# The second model that the ensemble calls, and its output tensor, which contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
-# Parts of messages of the Triton server.
-_STUB_DIED = "is not healthy"  # the process of a model died; the server must be restarted
+# Parts of messages from the Triton server.
+_STUB_DIED = "is not healthy"  # the process of a model has died, and the server must be restarted
 _STOPPING = "Server is stopping"
-# The Triton server puts these prefixes before the messages of the models. Example:
-# "[request id: a] in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
+# The Triton server adds these prefixes to messages from the models. Example: "[request id: a] in
+# ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
 _PLACE_PREFIX = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
 _CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The inputs of one call of the ensemble. A call has a prompt in exactly one of three forms.
+    """The inputs for one call of the ensemble. The prompt has exactly one of three forms.
 
     Attributes:
         request_id: the id of the request in the logs of the server. It must be unique among the
@@ -241,7 +241,7 @@ class TritonBackend:
     async def _call_executor(
         self, request_id: str, parameters: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Send request parameters to the executor model, and return the JSON object of its answer.
+        """Send parameters to the executor model, and return the JSON object in the response.
 
         The executor model is decoupled, so the request needs a stream. Its input tensors are
         required, but a request without a prompt does not use them.
@@ -300,7 +300,7 @@ class TritonBackend:
         return request
 
     def _call_error(self, error: grpc.RpcError) -> BackendError:
-        """Return the error for a unary call that failed.
+        """Return a BackendError for a unary call that failed.
 
         For an error of a model, gRPC's code is INTERNAL, and the message contains the model's code.
         """
@@ -311,14 +311,14 @@ class TritonBackend:
         return BackendError(model_error.code if code == "INTERNAL" else code, model_error.message)
 
     def _stream_error(self, error: grpc.RpcError) -> BackendError:
-        """Return the error for a stream that ended because the connection failed."""
+        """Return a BackendError for a stream that ended because the connection failed."""
         code: str = error.code().name
         details: str = error.details() or code
         message = self._outage_message(details) if code == "UNAVAILABLE" else details
         return BackendError(code, message)
 
     def _outage_message(self, details: str) -> str:
-        """Return the message for a server that cannot be reached, or whose connection was lost."""
+        """Return the error message for an unreachable Triton server or a lost connection."""
         if "failed to connect" in details:
             return unreachable_message(self._url)
         return f"The frontend lost the connection to the Triton server ({details}). Try again."
@@ -333,7 +333,7 @@ def unreachable_message(url: str) -> str:
 
 
 def read_error(text: str) -> BackendError:
-    """Return the error for a message of the Triton server, without the server's prefixes.
+    """Convert an error message of the Triton server to a BackendError, without prefixes.
 
     Example: "in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer" returns
     BackendError("INVALID_ARGUMENT", "seed: must be an integer"). docs/reference/tensors.md
@@ -349,7 +349,7 @@ def read_error(text: str) -> BackendError:
 
 
 def is_outage(text: str) -> bool:
-    """Return whether a message means that the Triton server must be restarted, or is stopping."""
+    """Return whether a message means that the Triton server is stopping or must be restarted."""
     return _STUB_DIED in text or _STOPPING in text
 
 
@@ -368,7 +368,7 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 
 
 def _with_fields(text: str, generation: Generation) -> str:
-    """Append fields about the client and the LoRA adapter to the text of a JSON object.
+    """Append fields about the client and the LoRA adapter to a JSON object that is given as text.
 
     A client cannot replace these fields. If an object has the same key twice, JSON parsers use the
     last value.

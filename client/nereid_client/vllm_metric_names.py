@@ -1,4 +1,4 @@
-"""Converts metrics of the Triton server to the names and labels that vLLM uses.
+"""Converts metrics of the Triton server to vLLM's names and labels.
 
 Routers and dashboards that were made for vLLM can then read the metrics.
 """
@@ -29,7 +29,7 @@ VLLM_METRICS = frozenset(
         "request_generation_tokens",
     }
 )
-"""The metrics without their prefix that have the same meaning in vLLM."""
+"""The metrics that also exist in vLLM with the same meaning, without their prefix."""
 
 _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
 _LABEL = 'model_name="llm"'
@@ -37,7 +37,7 @@ _ENGINE_LABEL = 'engine="'
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
-    """Rename the server's metrics to the names that vLLM uses, and change the labels.
+    """Rename the Triton server's metrics to vLLM's names, and change the labels.
 
     Metrics that vLLM does not have keep their names.
 

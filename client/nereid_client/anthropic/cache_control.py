@@ -23,7 +23,7 @@ class _CacheControl(RequestBody):
 
 
 def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
-    """Return the longest time to live in a request; None if the request has no cache_control.
+    """Return the longest time to live in a request, or None if the request has no cache_control.
 
     Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
     "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
@@ -42,7 +42,7 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
 
 
 def _parts(body: Json) -> Iterator[tuple[str, Json]]:
-    """Yield each object that can have a cache_control, with the start of its path in the body."""
+    """Yield each object that can have a cache_control, with the object's path in the body."""
     yield "", body
     for name in ("tools", "system"):
         yield from _items(name, body.get(name))

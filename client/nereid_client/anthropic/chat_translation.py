@@ -21,12 +21,12 @@ ANTHROPIC_NAMES = FieldNames(
         "thinking_token_budget": "thinking.budget_tokens",
     }
 )
-"""The names that the fields of a chat completion have in Anthropic's API."""
+"""Maps the name of a field in a chat completion to the field's name in Anthropic's API."""
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts that chat templates do not have, and the most similar effort that they have."""
+"""Maps an effort that chat templates do not have to the most similar effort that they have."""
 _SWITCHES = ("enable_thinking", "thinking")
-"""The variables with which chat templates turn reasoning on and off."""
+"""The variables that turn reasoning on and off in chat templates."""
 
 
 def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
@@ -61,7 +61,7 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
 
 
 def _session_fields(body: Mapping[str, Any]) -> Json:
-    """Return the fields that retain the cached prefix of a request with a cache_control.
+    """Return the fields for retaining the cached prefix, if the request has a cache_control.
 
     Requests with the same `metadata.user_id` belong to the same session. Agents send the id of the
     conversation in this field. The fields prompt_cache_key and prompt_cache_retention take
@@ -85,11 +85,11 @@ def _session_fields(body: Mapping[str, Any]) -> Json:
 
 _TRANSLATED = MessagesRequest.fields_of_frontend() | MessagesRequest.__annotations__.keys()
 _TRANSLATED |= CountTokensRequest.__annotations__.keys() | REFUSED_IN_MESSAGES.keys()
-"""Fields that the frontend reads, or that have another name in a chat completion."""
+"""Fields that the frontend itself evaluates, or that have another name in a chat completion."""
 
 
 def _template_variables(request: CountTokensRequest) -> Json:
-    """Translate `thinking` and `output_config.effort` to variables of the chat template.
+    """Convert `thinking` and `output_config.effort` to variables for the chat template.
 
     A template ignores variables that it does not have. This is intended, because agents send both
     fields to every model. The field chat_template_kwargs takes precedence.

@@ -26,9 +26,9 @@ _REFUSED_BLOCKS = {
     "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
     "tool_reference": "Nereid has no tool search; send only tools to offer now",
 }
-"""The types of blocks that are refused, with the reasons. Other unknown types are refused too."""
+"""Maps each type of block that is refused to the reason. Unknown types are refused, too."""
 _BILLING_LINE = "x-anthropic-billing-header:"
-"""The beginning of a line that agents insert before the system prompt. See `_without_billing_line`.
+"""Agents insert a line with this beginning before the system prompt. See `_without_billing_line`.
 """
 
 
@@ -45,23 +45,23 @@ class _TextBlock(_Block):
 
 
 class _ImageBlock(_Block):
-    """An image. The server decides whether the served model accepts images."""
+    """An image. The server checks whether the served model accepts images."""
 
     source: dict[str, Any]
 
 
 class _ThinkingBlock(_Block):
-    """The reasoning of an earlier answer. Nereid does not check the field `signature`."""
+    """Reasoning from an earlier answer. Nereid does not check the field `signature`."""
 
     thinking: str
 
 
 class _RedactedThinkingBlock(_Block):
-    """Encrypted reasoning of another server. The chat template does not receive it."""
+    """Encrypted reasoning from another server. The chat template does not receive this block."""
 
 
 class _ToolUseBlock(_Block):
-    """A tool call of an earlier answer."""
+    """A tool call from an earlier answer."""
 
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
@@ -94,7 +94,7 @@ _BLOCKS: dict[str, dict[str, type[_Block]]] = {
     },
     "system": _TEXT_ONLY_BLOCKS,
 }
-"""Maps a role to the types of blocks that its messages may contain."""
+"""Maps the role of a message to the types of blocks that the message may contain."""
 
 
 def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json]) -> list[Json]:
@@ -179,7 +179,7 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
 
 
 def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
-    """Return one block of a message. The content of a tool result is a list of blocks itself.
+    """Return one block of a message. The content of a tool result becomes a list of blocks, too.
 
     Raises: FieldError if the type of the block is not one of `kinds`, or a field is wrong.
     """
@@ -226,7 +226,7 @@ def _without_billing_line(system: str) -> str:
 
 
 def _as_user(blocks: Sequence[_Block]) -> tuple[str, list[_Block]]:
-    """Return a system message in the middle of a conversation as a message of the user.
+    """Convert a system message in the middle of a conversation to a message from the user.
 
     In messages of the user, agents use this tag around text that the user did not write.
     """
@@ -235,7 +235,7 @@ def _as_user(blocks: Sequence[_Block]) -> tuple[str, list[_Block]]:
 
 
 def _assistant_message(blocks: Sequence[_Block]) -> Json:
-    """Return the chat message for the blocks of an assistant's message."""
+    """Convert the blocks of an assistant's message to one chat message."""
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
     calls = [
         {
@@ -260,7 +260,7 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
 
 
 def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterator[Json]:
-    """Yield the chat messages for the blocks of a user's message.
+    """Convert the blocks of a user's message to chat messages, and yield them.
 
     The results of tools come first, because chat templates expect them after the tool calls.
 
@@ -322,7 +322,7 @@ def _image_url(block: _ImageBlock, place: str) -> str:
 
 
 def _result_text(block: _ToolResultBlock) -> str:
-    """Return the text of a tool's result. The text of an error starts with "Error: ".
+    """Return the text of a tool's result. If the tool failed, the text starts with "Error: ".
 
     Chat templates have no other way to mark an error.
     """

@@ -1,4 +1,4 @@
-"""Build a message of Anthropic's API from deltas: its content blocks, and the events of its stream.
+"""Build a message of Anthropic's API, and the events of its stream, from deltas.
 
 The events of a stream are: message_start, ping, then for each block content_block_start, several
 content_block_delta and content_block_stop, and finally message_delta and message_stop.
@@ -17,7 +17,7 @@ from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinish
 Json = dict[str, Any]
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""Maps a finish reason of the backend to the stop reason of the message."""
+"""Maps a finish reason that the backend sends to the stop reason in the message."""
 
 
 class MessageBuilder:
@@ -59,7 +59,7 @@ class MessageBuilder:
         }
 
     def opening(self, first: Delta | None) -> list[Json]:
-        """Return the events that precede the first delta.
+        """Return the events that the client receives before the events for the first delta.
 
         The events contain the token counts of the first delta.
         """
@@ -67,7 +67,7 @@ class MessageBuilder:
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
 
     def add(self, delta: Delta) -> list[Json]:
-        """Append a delta to the message, and return the events for it.
+        """Append a delta to the message, and return the events that describe the change.
 
         Raises:
             ApiError: the server aborted the request.
@@ -170,7 +170,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._finished), "delta": delta}
 
     def _end(self, delta: Delta) -> list[Json]:
-        """End the message with the stop reason of the last delta, and return its last events."""
+        """End the message with the stop reason from the last delta, and return the last events."""
         events = self._finish()
         finish_reason, stop_reason = delta["finish_reason"], delta.get("stop_reason")
         if finish_reason not in _STOP_REASONS:
@@ -179,7 +179,8 @@ class MessageBuilder:
         if finish_reason == "stop" and isinstance(stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         elif finish_reason == "stop" and self._num_calls:
-            # The request forced one function. Chat completions then have the reason "stop".
+            # If the request forced the model to call one function, the finish reason of a chat
+            # completion is "stop".
             self._stop["stop_reason"] = "tool_use"
         message_delta = {
             "type": "message_delta",
@@ -190,7 +191,7 @@ class MessageBuilder:
 
 
 class _Block:
-    """A content block while it is generated.
+    """A content block that is being generated.
 
     Args:
         opening: the block in the event content_block_start.
@@ -205,7 +206,7 @@ class _Block:
         self._pieces: list[str] = []
 
     def add(self, text: str) -> Json:
-        """Append a text. Return the field `delta` of the event that sends the text."""
+        """Append a text, and return the field `delta` of the event for this text."""
         self._pieces.append(text)
         delta_type, key = _DELTAS[self.kind]
         return {"type": delta_type, key: text}
@@ -225,7 +226,7 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Maps the type of a block to the type of its deltas, and to the key with the new text."""
+"""Maps the type of a block to two values: the type of its deltas, and the key for the new text."""
 
 
 def _signature(reasoning: str) -> str:
@@ -238,7 +239,7 @@ def _signature(reasoning: str) -> str:
 
 
 def _tool_input(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object.
+    """Parse the arguments of a tool call, and return them as an object.
 
     Arguments that are not a JSON object, for example because max_tokens ended them, are returned in
     one member. Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.

@@ -21,7 +21,8 @@ _NOT_IN_ANTHROPIC = "Anthropic's API has the field {} instead"
 _USE_REQUEST_ID_HEADER = "a message has a random id; the header X-Request-Id names a request"
 
 REFUSED_IN_MESSAGES = {
-    # The following fields belong to Anthropic's API. Some exist only in the API's beta version.
+    # The following fields belong to Anthropic's API. Some of them exist only in the beta version of
+    # the API.
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
@@ -51,7 +52,7 @@ REFUSED_IN_MESSAGES = {
     "request_id": Refusal(_USE_REQUEST_ID_HEADER),
     "rid": Refusal(_USE_REQUEST_ID_HEADER),
 }
-"""Fields of Anthropic's API and of other APIs that a message refuses."""
+"""Maps each field that a message refuses to the reason. The fields belong to several APIs."""
 
 _REFUSED_IN_TOOLS = {
     "defer_loading": Refusal("Nereid has no tool search; send only tools to offer now", _FALSE),
@@ -64,7 +65,7 @@ the model reads, so the edit has no effect.
 
 
 class Tool(RequestBody):
-    """A tool that the client runs. cache_control.py reads the field cache_control."""
+    """A tool that the client runs. The module cache_control.py reads the field `cache_control`."""
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
@@ -142,7 +143,7 @@ class CountTokensRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Self:
-        """Check that the messages have a valid form, and that the last one can be continued."""
+        """Check that each message has a valid form, and that the last message can be continued."""
         if self.chat_messages[-1].get("tool_calls"):
             raise FieldError(
                 "messages",
@@ -179,7 +180,7 @@ class CountTokensRequest(GenerationRequest):
 
     @property
     def chat_messages(self) -> list[Json]:
-        """The system prompt and the conversation as the messages of a chat completion.
+        """The messages of the chat completion: the system prompt, followed by the conversation.
 
         Raises: FieldError.
         """
@@ -205,7 +206,7 @@ class CountTokensRequest(GenerationRequest):
 
     @property
     def response_format_of_config(self) -> Json | None:
-        """The field output_config.format as a response_format. None means plain text."""
+        """The field output_config.format, converted to a response_format. None means plain text."""
         given = self.output_config.format if self.output_config else None
         if given is None:
             return None

@@ -1,4 +1,4 @@
-"""Reads the lines of a batch's input file, and writes the lines of a batch's result files."""
+"""Reads the lines in the input file of a batch, and writes the lines of the result files."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | No
 
 
 def count_lines(path: Path, max_bytes: int) -> int:
-    """Count the lines of an input file, without blank lines. Stop after MAX_LINES + 1 lines."""
+    """Count the lines that are not blank in an input file. Stop after MAX_LINES + 1 lines."""
     count = 0
     with path.open("rb") as file:
         for _ in read_lines(file, max_bytes):
@@ -77,7 +77,7 @@ def count_lines(path: Path, max_bytes: int) -> int:
 
 
 class LineParser:
-    """Parses the lines of one input file, in order.
+    """Parses the lines of one input file, from the first line to the last one.
 
     Args:
         endpoint: the endpoint of the batch. The field `url` of each line must have this value.
@@ -185,7 +185,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the numbers in an existing file, up to its first incomplete line."""
+        """Read the line numbers in an existing file, up to its first incomplete line."""
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines
@@ -217,7 +217,8 @@ class ResultFile:
         try:
             num_written = file.write(line)
             if num_written < len(line):
-                # The disk is full. The second call raises the error that says so.
+                # If the disk is full, `write` returns after a part of the line. The second call of
+                # `write` then raises the OSError that reports the full disk.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)
@@ -250,7 +251,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _body(body: object) -> bytes:
-    """Return the body of a request as JSON.
+    """Return the JSON text of a request's body.
 
     Raises: LineError if the body is not an object, or if it has stream=true or background=true.
     """

@@ -27,7 +27,7 @@ _UNSENT = {
     "expired": ("batch_expired", "The batch expired before this request was finished."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was finished."),
 }
-"""Maps the final status of a batch to the error of each line that has no response.
+"""Maps the final status of a batch to the error that each line without a response receives.
 
 An error is a pair of the code and the message."""
 
@@ -56,7 +56,7 @@ class BatchRun:
         client: Client,
         max_line_bytes: int,
     ) -> None:
-        """Create the run of a batch. See the class for the arguments. `run` starts to work."""
+        """Create the object. See the class for the arguments. `run` runs the batch."""
         self._batch = batch
         self._store = store
         self._sender = sender
@@ -66,8 +66,8 @@ class BatchRun:
         self._folder = store.folder(batch.id)
         self._timeout: asyncio.Timeout | None = None  # ends when the batch expires
         self._is_cancelled = False
-        self._save_due = 0.0  # the time from which on the counts are saved again
-        self._recorded: set[int] = set()  # the numbers of the lines that have a result
+        self._save_due = 0.0  # the time after which the counts are saved again
+        self._recorded: set[int] = set()  # the numbers of the lines whose results are stored
 
     def cancel(self) -> None:
         """Stop the running requests of the batch, and let the batch end as "cancelled"."""
@@ -132,7 +132,7 @@ class BatchRun:
             left_s = 0.0 if self._is_cancelled else max(batch.expires_at - time.time(), 0.0)
             try:
                 async with asyncio.timeout(left_s) as timeout:
-                    self._timeout = timeout  # the method `cancel` lets this timeout expire at once
+                    self._timeout = timeout  # the method `cancel` makes this timeout expire at once
                     await self._send_all(output, errors)
             except TimeoutError:
                 if not timeout.expired():
@@ -156,7 +156,8 @@ class BatchRun:
             with (self._folder / "input").open("rb") as file:
                 lines = read_lines(file, self._max_line_bytes)
                 async with asyncio.TaskGroup() as group:
-                    # A thread reads the file, so that a slow disk does not delay other requests.
+                    # A thread reads the file, so that a slow disk does not delay the other requests
+                    # of this process.
                     while (item := await asyncio.to_thread(next, lines, None)) is not None:
                         request = self._parse(parser, *item, errors)
                         if request is not None and request.number not in self._recorded:
@@ -170,7 +171,7 @@ class BatchRun:
     def _parse(
         self, parser: LineParser, number: int, line: bytes | None, errors: ResultFile
     ) -> LineRequest | None:
-        """Return the request in a line. If the line is wrong, store an error and return None."""
+        """Parse a line to a request. If the line is wrong, store an error and return None."""
         try:
             return parser.parse(number, line)
         except LineError as error:
@@ -178,7 +179,7 @@ class BatchRun:
             return None
 
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
-        """Send one line, and store its result.
+        """Send the request in one line, and store the result.
 
         Raises: OSError.
         """
@@ -195,7 +196,7 @@ class BatchRun:
     async def _record_unsent(
         self, errors: ResultFile, outcome: Literal["expired", "cancelled"]
     ) -> None:
-        """Store an error for each line that has no result."""
+        """Store an error for each line that has no result yet."""
         code, message = _UNSENT[outcome]
         with (self._folder / "input").open("rb") as file:
             lines = read_lines(file, self._max_line_bytes)

@@ -54,16 +54,17 @@ class BatchRunner:
         self._gate = gate
         self._key_file = key_file
         self._max_line_bytes = max_line_bytes
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}  # by the id of the batch
+        # The running batches, by id.
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
-        self._clients: dict[str, Client] = {}  # by the name of the client
+        self._clients: dict[str, Client] = {}  # one `Client` for each client name
         self._lock: BinaryIO | None = None  # the locked file, once this process has the lock
-        self._clean_due = 0.0  # the time from which on expired files are deleted again
+        self._clean_due = 0.0  # the time after which expired files are deleted again
         self._wake_up = asyncio.Event()
         self._loop_task = asyncio.create_task(self._run())
 
     def wake_up(self) -> None:
-        """Look for new and cancelled batches now."""
+        """Look for new batches and for cancelled batches now."""
         self._wake_up.set()
 
     async def close(self) -> None:
@@ -106,7 +107,7 @@ class BatchRunner:
         return self._lock is not None
 
     async def _start_and_cancel(self) -> None:
-        """Start waiting batches, and stop cancelled batches.
+        """Start batches that are waiting, and stop batches that clients have cancelled.
 
         A batch is cancelled if a client requested this, or if the key of its client was removed
         from the key file.
@@ -120,7 +121,7 @@ class BatchRunner:
                 run.cancel()
 
     def _start(self, batch: Batch) -> BatchRun:
-        """Run a batch in a new task, and return the run. `_on_end` is called at its end."""
+        """Start a task that runs a batch, and return the run. At its end, `_on_end` is called."""
         run = BatchRun(
             batch,
             self._store,
@@ -144,7 +145,7 @@ class BatchRunner:
         self._wake_up.set()
 
     def _is_key_removed(self, batch: Batch) -> bool:
-        """Return whether the key file no longer contains the client that created a batch."""
+        """Return whether the client that created a batch is no longer in the key file."""
         return bool(batch.owner) and not (self._key_file and self._key_file.has(batch.owner))
 
     async def _stop_all(self) -> None:
@@ -155,7 +156,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _clean(self) -> None:
-        """Delete expired files and batches. Pause all batches while the folder is too large."""
+        """Delete what has expired. Pause all batches while the folder is too large."""
         now = time.time()
         if now < self._clean_due:
             return

@@ -1,4 +1,4 @@
-"""Starts and stops the batch runner together with the application."""
+"""Starts the batch runner when the application starts, and stops it with the application."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -39,8 +39,8 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
-    # The requests of batches use at most a quarter of max_concurrent_requests, so that the rest
-    # remains for other requests.
+    # Batches use at most a quarter of max_concurrent_requests, so that other requests can use the
+    # rest.
     limit = min(settings.max_batch_requests, max(1, settings.max_concurrent_requests // 4))
     runner = BatchRunner(
         store,

@@ -25,7 +25,8 @@ _LOWEST_PRIORITY = 2**31 - 1
 # weight of a client. The engine therefore preempts a batch's request if another client's request
 # needs memory.
 _WEIGHT = 0.001
-# While requests outside batches run, the limit for batch requests is divided by this number.
+# While requests that belong to no batch run, the limit for batch requests is divided by this
+# number.
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
@@ -51,7 +52,7 @@ class LineResponse:
     body: Any
 
     def as_json(self) -> dict[str, Any]:
-        """Return the value of the key `response` in a line of the result file."""
+        """Return the object for the key `response` in a line of the result file."""
         return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
@@ -156,7 +157,8 @@ class LineSender:
         async def receive() -> Message:
             if messages:
                 return messages.pop()
-            await asyncio.Event().wait()  # a batch never disconnects
+            # Receive() never returns, because a batch never disconnects.
+            await asyncio.Event().wait()
             raise AssertionError
 
         async def send(message: Message) -> None:

@@ -32,7 +32,7 @@ class FormReader:
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
-        """Create a parser that calls the methods below. See the class for the arguments."""
+        """Create the parser of the form. See the class for the arguments."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -48,7 +48,7 @@ class FormReader:
         self._header_name = b""
         self._header_value = b""
         # The part of the form that is being parsed.
-        self._disposition = b""  # the value of its header Content-Disposition
+        self._disposition = b""  # the value of the part's header Content-Disposition
         self._name = ""
         self._is_file = False
         self._text = b""

@@ -1,4 +1,4 @@
-"""The batches on disk.
+"""Stores batches on disk.
 
 FOLDER/batches/BATCH_ID/batch.json       the batch; only the process that runs it writes the file
 FOLDER/batches/BATCH_ID/input            a link to the content of the input file
@@ -90,7 +90,7 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status, and store the current time in the field of this status.
+        """Set the status of the batch, and store the current time in the field for this status.
 
         Example: the status "failed" also sets `failed_at`.
         """
@@ -123,7 +123,7 @@ class BatchStore:
         return self._folder / batch_id
 
     def create(self, request: CreateBatchRequest, file: StoredFile) -> Batch:
-        """Store a new batch. The batch waits until the runner finds it.
+        """Store a new batch. The batch waits until the batch runner finds and starts it.
 
         Raises: ApiError if there are too many batches, or if the folder cannot be written.
         """
@@ -168,14 +168,14 @@ class BatchStore:
         return batch if batch is not None and batch.owner == owner else None
 
     def all(self) -> Iterator[Batch]:
-        """Yield the batches of all clients. The newest batch is the first one."""
+        """Yield the batches of all clients, the newest batch first."""
         for batch_id in sorted(self._ids(), reverse=True):
             batch = self._read(batch_id)
             if batch is not None:
                 yield batch
 
     def unfinished(self, ended: Set[str]) -> list[Batch]:
-        """Return the batches that have not ended. The oldest batch is the first one.
+        """Return the batches that have not ended, the oldest batch first.
 
         Args:
             ended: the ids of batches that are known to have ended. These batches are not read from
@@ -209,7 +209,7 @@ class BatchStore:
         return (self.folder(batch.id) / "cancel").exists()
 
     def publish(self, batch: Batch) -> None:
-        """Move the result files of a batch to the file store, so that clients can read them.
+        """Move the result files of a batch to the file store, where clients can read them.
 
         The ids of the result files must be set. Files that an interrupted call has moved already
         are skipped.
@@ -252,7 +252,7 @@ class BatchStore:
             if cancel.exists():
                 batch.cancelling_at = int(cancel.stat().st_mtime)
         except (OSError, ValidationError):
-            return None  # the batch is not complete, or another process deletes it at this moment
+            return None  # the batch is incomplete, or another process is deleting it
         return batch
 
 

@@ -1,4 +1,4 @@
-"""The files that clients upload and the result files of batches, in a folder on disk.
+"""Stores the files that clients upload and the result files of batches in a folder on disk.
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
@@ -21,15 +21,16 @@ from typing import Any
 from nereid_client.errors import ApiError
 
 KEEP_S = 30 * 24 * 3600
-"""Files are deleted this number of seconds after their creation, as in OpenAI's API. Ended batches
-are deleted this number of seconds after their time `expires_at`."""
-_UPLOAD_TIME_S = 24 * 3600  # an older upload has been interrupted
+"""The number of seconds after which a file is deleted, as in OpenAI's API. An ended batch is
+deleted this number of seconds after the time `expires_at` of the batch.
+"""
+_UPLOAD_TIME_S = 24 * 3600  # an unfinished upload that is older than this was interrupted
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
 class FileLimits:
-    """The limits of the folder.
+    """The limits on the number and the size of the files in the folder.
 
     Attributes:
         count: the largest number of files, and the largest number of batches.
@@ -80,7 +81,7 @@ def new_id(prefix: str) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file in one step. A reader sees either the old or the new content."""
+    """Replace a JSON file atomically. A reader sees either the old or the new content."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     temporary.replace(path)
@@ -103,7 +104,7 @@ class FileStore:
         self._uploads = folder / "uploads"
 
     def all(self, owner: str) -> Iterator[StoredFile]:
-        """Yield the files of the client `owner`. The newest file is the first one."""
+        """Yield the files that belong to the client `owner`, the newest file first."""
         for file_id in sorted(_names(self._files), reverse=True):
             file = self._read(file_id)
             if file is not None and file.owner == owner:
@@ -117,15 +118,15 @@ class FileStore:
         return file if file is not None and file.owner == owner else None
 
     def content(self, file_id: str) -> Path:
-        """Return the path of the content of a file."""
+        """Return the path of the file that contains the uploaded bytes."""
         return self._files / file_id / "content"
 
     def delete(self, file_id: str) -> None:
-        """Delete a file. A batch that reads the file continues."""
+        """Delete a file. A batch that is reading the file is not affected."""
         shutil.rmtree(self._files / file_id, ignore_errors=True)
 
     def start_upload(self) -> "Upload":
-        """Start to store a file, and return the object that receives the bytes of the file.
+        """Begin an upload, and return the object that receives the bytes of the file.
 
         Raises: ApiError if the folder is full or cannot be written.
         """
@@ -189,7 +190,7 @@ class FileStore:
             fields = json.loads((self._files / file_id / "metadata.json").read_bytes())
             file = StoredFile(**fields)
         except (OSError, ValueError, TypeError):
-            return None  # another process deletes the file at this moment
+            return None  # another process has just deleted the file
         return file if file.expires_at > time.time() else None
 
 
@@ -202,7 +203,7 @@ class Upload:
         folder: the folder of the uploads.
     """
 
-    # An upload computes the size of the whole folder again after this number of bytes, because
+    # After this number of bytes, an upload computes the size of the whole folder again, because
     # other uploads write to the same folder.
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
@@ -213,10 +214,10 @@ class Upload:
         self._folder = folder / file_id
         self._folder.mkdir(mode=0o700)
         self._file = (self._folder / "content").open("wb")
-        self._unchecked_bytes = self._CHECK_EVERY_BYTES  # check at the first write
+        self._unchecked_bytes = self._CHECK_EVERY_BYTES  # the first write checks the size
 
     def write(self, data: bytes) -> None:
-        """Append bytes.
+        """Append bytes to the upload.
 
         Raises: ApiError 413 if the folder is full, 507 if the disk is full.
         """
@@ -268,7 +269,8 @@ class Upload:
 
     def discard(self) -> None:
         """Delete the received data of the upload. Do nothing if `finish` has stored the file."""
-        with suppress(OSError):  # closing writes the buffer, which fails if the disk is full
+        # Closing the file writes its buffer, which fails if the disk is full.
+        with suppress(OSError):
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

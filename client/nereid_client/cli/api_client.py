@@ -1,4 +1,4 @@
-"""Requests of the `nereid` command to an OpenAI API. The API key is read from NEREID_API_KEY."""
+"""Sends requests from the `nereid` command to an OpenAI API. NEREID_API_KEY has the API key."""
 
 import http.client
 import json
@@ -13,13 +13,13 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# Requests do not use the proxy of the environment variables, because it could not reach a server on
-# this machine.
+# Requests ignore the proxy in the environment variables, because a proxy could not reach a server
+# on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def base_url(url: str) -> str:
-    """Return the URL of a server without "/v1".
+    """Return the base URL of a server: the URL without "/v1" at its end.
 
     Example: "http://127.0.0.1:9000/v1/" returns "http://127.0.0.1:9000".
     """
@@ -27,7 +27,7 @@ def base_url(url: str) -> str:
 
 
 def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
-    """Send a GET, or a POST if there is a body, and return the response.
+    """Send a request, and return the response. The method is POST if there is a body, else GET.
 
     Raises: CliError with the server's error message.
     """
@@ -69,7 +69,7 @@ def fetch_json(url: str, body: Json | None = None) -> Json:
 
 
 def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
-    """Yield the chunks of a stream of server-sent events.
+    """Parse a stream of server-sent events, and yield the chunks.
 
     Raises: CliError for an error in the stream.
     """

@@ -18,7 +18,7 @@ from nereid_client.cli.output import DEFAULT_URL, JsonOption, ModelOption, UrlOp
 from nereid_client.console import CliError, complain
 
 _UPDATES_PER_S = 4
-# The keys of the result of `percentiles`, in this order.
+# The keys that `percentiles` returns, in this order.
 _STATISTICS = ("mean", "p50", "p90", "p99")
 
 
@@ -83,7 +83,7 @@ def bench(  # noqa: PLR0913 - each parameter is an option
 
 
 class _Load:
-    """A set of requests that several threads send to the server.
+    """The requests of a load test, which several threads send to the server.
 
     Attributes:
         samples: the measurements of the requests that have ended.
@@ -132,7 +132,7 @@ class _Load:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean and some percentiles, rounded to 0.01. Without values, return {}.
+    """Return the mean and some percentiles, rounded to 0.01. If there are no values, return {}.
 
     Example: [1.0, 2.0, 3.0] returns {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}.
     """

@@ -99,7 +99,7 @@ def _converse(url: str, fields: Json, opening: list[Json]) -> int:
 
 
 def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bool:
-    """Send a message and print the response. With Ctrl-C, the user stops the response.
+    """Send a message and print the response. The user can stop the response with Ctrl-C.
 
     Mutates: messages. The message and the response are appended, unless the request failed.
 
@@ -121,7 +121,7 @@ def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bo
 
 
 def _print_response(events: Iterator[Json], collect: Callable[[str], object]) -> None:
-    """Print the response while it arrives, with reasoning in a dim colour.
+    """Print the response piece by piece as it arrives. Reasoning has a dim colour.
 
     Args:
         events: the chunks of a stream.
@@ -148,7 +148,7 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
 
 
 def _print_call_pieces(pieces: Sequence[Json]) -> None:
-    """Print pieces of tool calls while they arrive. Each new call starts on a new line.
+    """Print pieces of tool calls as they arrive. Each new call starts on a new line.
 
     Example: the name "f" and the arguments "{}" are printed as "[f] {}".
     """

@@ -1,4 +1,4 @@
-"""`nereid convert`: a copy of a checkpoint with weights of another data type."""
+"""`nereid convert`: copy a checkpoint, and convert its weights to another data type."""
 
 import subprocess
 import sys

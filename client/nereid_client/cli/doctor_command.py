@@ -23,7 +23,7 @@ _GIB = 2**30
 
 
 def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Check the machine, the settings and the checkpoint for `nereid serve`, and start nothing.
+    """Check the machine, the settings and the checkpoint for `nereid serve`. Start no server.
 
     The command accepts the flags of `nereid serve`. If the first argument is the path of a
     checkpoint, the command describes this checkpoint instead. It then accepts the flag --load,
@@ -44,7 +44,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
-    """Let the backend check a checkpoint, and return the results of the checks.
+    """Run the backend's checks of a checkpoint, and return the results.
 
     The backend runs in a process of its own, because the client must not import the backend.
 
@@ -98,7 +98,8 @@ def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
         if value and name in _SECRET_SETTINGS:
             value = "***"
         rows.append(_row(variable, value, is_set=is_set))
-    # The remaining variables are settings of the models, whose defaults the frontend does not know.
+    # The remaining variables configure the models. The frontend does not know the default values of
+    # these variables.
     frontend_variables = set(VARIABLES.values())
     for variable in sorted(environment):
         if variable.startswith("NEREID_") and variable not in frontend_variables:
@@ -143,7 +144,7 @@ def _check_memory() -> str:
 
 
 def _check_plan(flags: list[str]) -> str:
-    """Return a description of what `nereid serve` would run with these flags.
+    """Return a description of the servers that `nereid serve` would start with these flags.
 
     Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
     """

@@ -1,4 +1,4 @@
-"""The commands `serve`, `chat`, `template` and `install-server`, which argparse parses.
+"""The commands `serve`, `chat`, `template` and `install-server`. Their flags use argparse.
 
 Each of these commands is a module of this package with the functions `add_parser` and `run`. Their
 flags and their descriptions are also the source of the pages about settings and the command line.
@@ -40,13 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (serve_command, chat_command, template_command, install_server_command):
         command.add_parser(commands)
     for command_parser in commands.choices.values():
-        # `_explain_unknown` compares an unknown flag with these names.
+        # `_explain_unknown` compares an unknown flag with the flags of all commands.
         command_parser.set_defaults(flags=list(command_parser._option_string_actions))
     return parser
 
 
 def _explain_unknown(args: argparse.Namespace, argument: str) -> str:
-    """Return the message about an argument that a command does not know.
+    """Return the error message for an argument that a command does not accept.
 
     Example: for `nereid serve --max-model-length 2048`, the message suggests `--max-model-len`.
     """

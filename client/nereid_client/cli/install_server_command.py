@@ -28,7 +28,7 @@ from nereid_client.cli.libpython import find_libpython, is_loader_default
 from nereid_client.console import CliError, say
 
 SERVER_WHEEL = "nvidia-pytriton==0.7.0"
-"""The wheel with Triton server 2.51. Its dependencies are those of PyTriton; not installed."""
+"""The wheel that contains Triton server 2.51. It is installed without its dependencies."""
 
 LAUNCHER_MARK = "# Written by `nereid install-server`."
 
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
-    # The stamp is written last, so that an interrupted installation is repeated.
+    # The stamp is written last. If the installation is interrupted, the next run therefore installs
+    # everything again.
     stamp = target / ".nereid-wheel"
     if not (stamp.is_file() and stamp.read_text() == args.wheel):
         _pip_install(args.wheel, target)
@@ -95,7 +96,7 @@ def default_target() -> Path:
 
 
 def launcher_path() -> Path:
-    """Return the path of the launcher, which is beside the other commands of this environment."""
+    """Return the path of the launcher. It is in the folder of this environment's other commands."""
     return Path(sys.prefix) / "bin" / "tritonserver"
 
 
@@ -128,7 +129,7 @@ def _pip_install(wheel: str, target: Path) -> None:
 
 
 def _copy_stub(server: Path) -> None:
-    """Copy the server's stub program for the running Python version to backends/python."""
+    """Copy the stub program for the running Python version to the folder backends/python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
@@ -144,7 +145,7 @@ def _copy_stub(server: Path) -> None:
 
 
 def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
-    """Write the launcher. Return False if it is up to date.
+    """Write the launcher. Return False if the launcher was already up to date.
 
     Raises: CliError if another program has this path.
     """

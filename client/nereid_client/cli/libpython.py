@@ -1,4 +1,4 @@
-"""Find the shared library of the running Python.
+"""Find the shared library libpython of the running Python version.
 
 The Python stub of the Triton server embeds Python and needs this library.
 """
@@ -13,7 +13,7 @@ from nereid_client.console import CliError
 
 
 def libpython_name() -> str:
-    """Return the file name of the library, such as `libpython3.11.so.1.0`.
+    """Return the file name of the library libpython, such as `libpython3.11.so.1.0`.
 
     Python's own variable INSTSONAME names the static library if Python was built without the shared
     one, as in Debian. The stub needs the shared library in any case.
@@ -43,13 +43,13 @@ def find_libpython() -> Path:
 
 
 def is_loader_default(library: Path) -> bool:
-    """Return whether the dynamic loader finds this library without LD_LIBRARY_PATH."""
+    """Return whether the dynamic loader finds this library without the variable LD_LIBRARY_PATH."""
     found = _from_loader_cache(library.name)
     return found is not None and found.resolve() == library.resolve()
 
 
 def _own_folders() -> list[Path]:
-    """Return the folders that can contain the library of the running Python."""
+    """Return the folders of the running Python that can contain libpython."""
     libdir = sysconfig.get_config_var("LIBDIR")
     multiarch = sysconfig.get_config_var("MULTIARCH")
     folders = [Path(sys.base_prefix) / "lib"]
@@ -61,7 +61,7 @@ def _own_folders() -> list[Path]:
 
 
 def _from_loader_cache(name: str) -> Path | None:
-    """Return the library that the dynamic loader finds, or None if it finds none."""
+    """Return the path of the library that the dynamic loader finds, or None."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             listing = subprocess.run(

@@ -23,11 +23,11 @@ _FLAG_COMMANDS = {
     "template": "Show the chat format that is inferred from a template or a checkpoint.",
     "install-server": "Install the embedded Triton server and its launcher.",
 }
-"""The commands that argparse parses, with their descriptions."""
+"""Maps each command that uses argparse to a description of the command."""
 
 
 class _FlagCommand(TyperCommand):
-    """A typer command that does not parse its arguments, not even "--" and "--help".
+    """A typer command that passes all arguments on unparsed, even "--" and "--help".
 
     argparse parses the arguments later.
     """

@@ -1,4 +1,4 @@
-"""The options that several commands share, and their output as a table or as JSON."""
+"""The options that several commands share, and functions that print tables and JSON."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a cell. Square brackets are escaped, because rich reads them as markup."""
+    """Return the text of a table cell. Square brackets are escaped: rich reads them as markup."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 
@@ -67,7 +67,7 @@ def read_stdin() -> str:
 
 
 def texts_or_stdin(texts: Sequence[str]) -> list[str]:
-    """Return texts of the command line, or the lines of the standard input if there are none.
+    """Return the texts from the command line, or else the lines of the standard input.
 
     Raises: CliError if there is no text.
     """

@@ -130,7 +130,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 
 class _OneLanguageModel:
-    """The models that `nereid serve` serves without --config.
+    """The models that `nereid serve` serves if the flag --config is not given.
 
     There is one language model. An embedding model and a reranker are optional.
 
@@ -160,7 +160,7 @@ class _OneLanguageModel:
 
 
 def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models in the file that --config names, or None without --config.
+    """Return the models from the file that --config names, or None without --config.
 
     The environment variable NEREID_MODELS_FILE can replace the flag.
 
@@ -206,7 +206,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
 
 
 def _warn_about_other_server(grpc_url: str) -> None:
-    """Print a warning if the environment names a Triton server other than the own one."""
+    """Print a warning if NEREID_GRPC_URL names another Triton server than `grpc_url`."""
     other_url = os.environ.get("NEREID_GRPC_URL")
     if other_url not in (None, "", grpc_url):
         complain(
@@ -225,7 +225,7 @@ def _absolute_adapter(value: str) -> str:
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
-    """Return warnings about endpoints that other machines can reach without an API key."""
+    """Return warnings about the endpoints that other machines can use without an API key."""
     if host in _LOOPBACK:
         return []
     endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"
@@ -259,6 +259,6 @@ def _environment_path(variable: str) -> Path | None:
 
 
 def _state_folder() -> Path:
-    """Return the folder that contains logs and batches by default. The folder may not exist yet."""
+    """Return the folder for logs and batches if no other folder is set. It may not exist yet."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "nereid"

@@ -18,7 +18,7 @@ _Number = TypeVar("_Number", int, float)
 # therefore writes the descriptions to this file.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
 # Maps each flag of the language model to the placeholder that --help shows for the flag's value.
-# The backend checks the values that the user gives.
+# The backend, not this module, checks the values of these flags.
 ENGINE_FLAGS = {
     "--max-model-len": "N",
     "--kv-cache-memory": "SIZE",
@@ -96,7 +96,7 @@ def _add_model_flags(model: "argparse._ArgumentGroup") -> None:
 
 
 def _add_endpoint_flags(endpoints: "argparse._ArgumentGroup") -> None:
-    """Add the flags of the addresses, of the ports and of the frontend's settings."""
+    """Add the flags for the addresses, the ports and the frontend's settings."""
     endpoints.add_argument(
         "--host",
         help="The address on which all servers listen. The default is 127.0.0.1. The variable "
@@ -199,7 +199,7 @@ def attribute(flag: str) -> str:
 
 
 def _size(text: str) -> int:
-    """Return a number of bytes, from text such as "8GiB".
+    """Convert text such as "8GiB" to a number of bytes.
 
     Raises: argparse.ArgumentTypeError.
     """
@@ -212,7 +212,7 @@ def _size(text: str) -> int:
 
 
 def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    """Return an argument type for argparse: a number that is not negative."""
+    """Return a function that converts the text of a flag to a number that is at least 0."""
 
     def parse(text: str) -> _Number:
         number = kind(text)
@@ -220,5 +220,5 @@ def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
             raise argparse.ArgumentTypeError(f"must be at least 0, but it is {text}")
         return number
 
-    parse.__name__ = "number"  # argparse says "invalid number value"
+    parse.__name__ = "number"  # the error message of argparse then says "invalid number value"
     return parse

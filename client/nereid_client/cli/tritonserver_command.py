@@ -28,10 +28,11 @@ def server_command(
         # Triton would start each model twice: first to complete its configuration, and then to load
         # it.
         "--disable-auto-complete-config",
-        # With enough threads, all models load at the same time. The threads use little CPU time,
-        # because each thread only waits for the process of its model.
+        # With enough threads, all models load at the same time. The threads use little CPU time:
+        # each thread only waits until the process of its model is ready.
         "--model-load-thread-count=8",
-        # With this prefix, the shared memory of a server that was killed can be found and removed.
+        # The names of the server's shared memory regions start with this prefix, so that the
+        # regions of a killed server can be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
     if log_level == "debug":

@@ -26,7 +26,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=
 
 @dataclass(frozen=True)
 class Ranked:
-    """A document with its score.
+    """A document and its score.
 
     Attributes:
         index: the index of the document in the request.
@@ -75,7 +75,7 @@ def rows_of(outputs: PoolingOutputs) -> list[Floats]:
 
 
 def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
-    """Return a function that encodes an array as JSON.
+    """Return a function that converts an array to JSON text.
 
     Args:
         encoding_format: "base64" encodes the numbers as little-endian float32 in base64. "float"
@@ -87,7 +87,7 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
 
 
 def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that encodes an array as JSON, with one byte for each number.
+    """Return a function that converts an array to JSON text. Each number is stored in one byte.
 
     Each vector is scaled so that its largest number, ignoring signs, becomes 127. The scale does
     not change cosine similarities, but it changes dot products. Example: the array [0.5, -0.25] is
@@ -107,7 +107,7 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
 
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that encodes the signs of an array as JSON, eight signs in one byte.
+    """Return a function that converts the signs of an array to JSON text, eight signs in a byte.
 
     The bit of a positive number is 1. The first of eight numbers becomes the highest bit.
     Example: the array [1, -1, -1, -1, -1, -1, -1, 1] is encoded as "[129]" unsigned, and as "[1]"
@@ -129,11 +129,11 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
     "binary": bits_writer(is_signed=True),
     "ubinary": bits_writer(is_signed=False),
 }
-"""Maps the name of a type of vectors to the function that encodes an array."""
+"""Maps a vector type, such as "float", to the function that converts an array to JSON text."""
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a response with a JSON object in which one member is already encoded.
+    """Return a JSON response. The value of one member is given as JSON text.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.

@@ -23,7 +23,7 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
 _PROMPTS = {"query": ("query",), "documents": ("document", "passage", "corpus")}
-"""Maps each input tensor of a reranker to the possible names of the prompt for its texts.
+"""The possible names of the prompt that the embedding model prepends, by input tensor.
 
 A prompt is a text that the embedding model puts before each text. The first name for which the
 model has a prompt is used. With the prompt "query", a model such as ColBERT also adds mask tokens.
@@ -36,7 +36,7 @@ def uses_late_interaction(served: ServedModel) -> bool:
 
 
 async def choose_scorer(request: Request, name: str | None) -> ServedModel:
-    """Return the model that scores documents.
+    """Return the model that scores the documents: a reranker, or an embedding model.
 
     Return the reranker with the name `name`. If there is no such reranker, return the embedding
     model with this name, if it uses late interaction. None selects any served model.
@@ -49,7 +49,7 @@ async def choose_scorer(request: Request, name: str | None) -> ServedModel:
         try:
             served = await choose_model(request, name, (EMBEDDING,))
         except ApiError as error:
-            if error.status == 503:  # the model exists, but cannot be used now
+            if error.status == 503:  # the model exists, but it cannot be used now
                 raise
             served = None
         if served is None or not uses_late_interaction(served):
@@ -84,7 +84,8 @@ async def late_interaction(
     queries, documents = vectors
     if len(queries) == 1:
         queries = queries * len(documents)
-    # A thousand documents take a tenth of a second or more, in which other requests must run.
+    # The scores of a thousand documents take a tenth of a second or more. A thread computes them,
+    # so that other requests can run.
     scores = await asyncio.to_thread(max_sim, queries, documents)
     return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(counts)}, {})
 

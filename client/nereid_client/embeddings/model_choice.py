@@ -1,4 +1,4 @@
-"""Functions that the routes of the embedding model and the reranker share.
+"""Functions that the routes for embedding models and rerankers share.
 
 They select the model for a request, and call it.
 """
@@ -49,7 +49,7 @@ _OUTPUTS = {
     "classify": "the probabilities of labels",
     "token_classify": "the probabilities of labels for each token",
 }
-"""Descriptions of the kinds of output, for error messages."""
+"""Descriptions of the kinds of output, which error messages contain."""
 _CHAT_ROUTE = "POST /v1/chat/completions"
 
 
@@ -73,7 +73,7 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def pooling_models_of(request: Request) -> PoolingModels:
-    """Return the object that finds and calls the frontend's pooling models."""
+    """Return the application's `PoolingModels`, which finds and calls pooling models."""
     models: PoolingModels = request.app.state.pooling
     return models
 
@@ -87,7 +87,7 @@ async def read_request(request: Request, kind: type[R]) -> R:
 
 
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
-    """Return the first served model that has this name and can answer the request.
+    """Return the first served model that has the requested name and can answer the request.
 
     Args:
         request: the HTTP request.
@@ -105,7 +105,8 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
     for target in targets:
         if name is not None and target.names and name not in target.names:
-            # The names are known, so a model that cannot match is not loaded.
+            # All possible names are known. A model that cannot have the requested name is therefore
+            # not loaded.
             candidates.append(target.names[0])
             continue
         try:
@@ -142,7 +143,8 @@ async def check_language_model(request: Request, name: str | None) -> None:
         await context_of(request).adapters.select(None, context_of(request).settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    # For the name of a pooling model, the server need not be queried for its adapters.
+    # If the name belongs to a pooling model, the server need not be asked for the names of its
+    # adapters.
     possible_contexts = contexts.all if name not in pooling_names else ()
     for context in possible_contexts:
         if await context.adapters.select(name, context.settings.model_name):
@@ -165,7 +167,7 @@ async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
 
 
 def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[str, str]]) -> str:
-    """Return the error message for a model that cannot answer a request.
+    """Return the error message for a request that the model `name` cannot answer.
 
     Args:
         name: the name of the model in the request.
@@ -199,7 +201,7 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Raise an error if a request asks to cut texts to fewer tokens than the model's limit.
+    """Raise an error if a request asks to cut texts to fewer tokens than the model allows.
 
     The server can cut texts only to the model's limit.
 
@@ -254,7 +256,7 @@ async def call_model(
 
 
 def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:
-    """Replace the name of a tensor in an error with the name of the request field.
+    """Return the error with the name of the request field instead of the name of the tensor.
 
     Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
 
@@ -269,7 +271,7 @@ def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendE
 
 
 def _problem(error: BackendError | TimeoutError) -> ApiError:
-    """Return the response for a request whose model is not served or does not answer."""
+    """Return the error for a request if the requested model is not served or does not answer."""
     if isinstance(error, TimeoutError):
         error = BackendError("UNAVAILABLE", "The model does not answer. Try again.")
     if error.code == "NOT_FOUND":

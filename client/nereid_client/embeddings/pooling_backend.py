@@ -42,7 +42,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class PoolingTarget:
-    """A pooling model in the model repository. The model may have no checkpoint.
+    """A pooling model in the model repository. The checkpoint of the model may be missing.
 
     Attributes:
         kind: "embedding" or "rerank".
@@ -59,7 +59,7 @@ _DEFAULT_TARGETS = (PoolingTarget(EMBEDDING, EMBEDDING), PoolingTarget(RERANK, R
 
 
 class Residence(Protocol):
-    """Knows which models are loaded, and loads models."""
+    """An object that knows which models are loaded, and that loads models."""
 
     async def is_loaded(self, model: str) -> bool:
         """Return whether a model of the repository is loaded."""
@@ -75,7 +75,7 @@ class Residence(Protocol):
 
 @dataclass(frozen=True)
 class PoolingCall:
-    """The inputs of one call of a pooling model.
+    """The inputs for one call of a pooling model.
 
     Attributes:
         model: the name of the model in the model repository.
@@ -92,7 +92,7 @@ class PoolingCall:
 
 @dataclass(frozen=True)
 class PoolingOutputs:
-    """The outputs of one call of a pooling model.
+    """The outputs from one call of a pooling model.
 
     Attributes:
         arrays: the numeric output tensors: name -> array.
@@ -229,7 +229,7 @@ def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArr
 
 
 def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf message
-    """Return the output tensors of a response."""
+    """Decode the output tensors in a response of the Triton server."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     strings: dict[str, Sequence[str]] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -242,7 +242,7 @@ def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf messa
 
 
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
-    """Return the error of a failed call, with a message that names the cause."""
+    """Return a BackendError for a failed call. The message names the cause."""
     code: str = error.code().name
     message = error.details() or code
     if code == "NOT_FOUND" or message.startswith("Request for unknown model"):

@@ -1,4 +1,4 @@
-"""Converts the probabilities of labels for each token into labelled parts of a text."""
+"""Converts the label probabilities of tokens to the labelled parts of a text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 Offsets = npt.NDArray[np.int32]
 
 _OUTSIDE = "O"
-"""The label of tokens that belong to no labelled part."""
+"""The label of tokens that are outside all labelled parts."""
 
 
 def tokens_of(outputs: PoolingOutputs) -> list[tuple[Floats, Offsets]]:
-    """Split the outputs of a classifier of tokens into the outputs of each text.
+    """Split the outputs of a token classifier into one pair of arrays for each text.
 
     Returns: for each text the probabilities, [num_tokens, num_labels], and the index of each
         token's first character and the index after its last character, [num_tokens, 2].
@@ -29,7 +29,7 @@ def tokens_of(outputs: PoolingOutputs) -> list[tuple[Floats, Offsets]]:
 def labelled_tokens(
     text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the most probable label of each token, as a pipeline of transformers does.
+    """Return the most probable label of each token, in the format of transformers pipelines.
 
     Special tokens and tokens with the label "O" are left out.
 
@@ -70,7 +70,7 @@ def labelled_groups(
 def _best_labels(
     text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return each token that has characters, with its most probable label."""
+    """Return the most probable label of each token. Skip tokens without characters."""
     best = probabilities.argmax(axis=1)
     return [
         {
@@ -98,7 +98,7 @@ def _split_label(label: str) -> tuple[str, str]:
 def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the tokens of a group as one labelled part of the text."""
     start, end = tokens[0]["start"], tokens[-1]["end"]
-    # The characters of some tokenizers' tokens include the space before a word.
+    # In some tokenizers, a token includes the space before its word.
     start += len(text[start:end]) - len(text[start:end].lstrip())
     return {
         "entity_group": name,

@@ -46,7 +46,7 @@ _EXPIRED_IN_QUEUE = "the request waited"
 
 _ABORT_PATHS = ("/abort_request", "/abort_requests")
 _OVERLOADED = (503, 529)
-"""The statuses of a response with which an overloaded server rejects a request."""
+"""The HTTP statuses with which an overloaded server rejects a request."""
 
 
 class Gate:
@@ -64,7 +64,7 @@ class Gate:
         self.is_draining = False
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Prevent other processes from admitting requests inside the `with` block."""
+        """Run the `with` block while no other process admits requests."""
         return self._running.transaction()
 
     @property
@@ -73,15 +73,15 @@ class Gate:
         return self._running.used
 
     def enter(self, client: Client = ANONYMOUS) -> None:
-        """Count a request that starts to run."""
+        """Record that a request starts."""
         self._running.add(client.share, 1)
 
     def leave(self, client: Client = ANONYMOUS) -> None:
-        """Count the end of a request."""
+        """Record that a request has ended."""
         self._running.remove(client.share, 1)
 
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
-        """Return the error for a client's new request, or None if the limits allow the request."""
+        """Return an error if the limits forbid a new request, or None if the request may run."""
         if self.is_draining:
             return ApiError(
                 503,
@@ -145,14 +145,14 @@ class Throttle:
         num_later = sum(then > started for then in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
-            # The server took `now - started` seconds to reject this request. Meanwhile, the
+            # The server took `now - started` seconds to reject this request. During this time, the
             # frontend has sent more requests, which the server must also reject. The frontend
             # therefore sends no requests for the same number of seconds. Otherwise, the number of
             # requests that a slow server must still reject would grow without limit.
             self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return the error for a new request, or None if the throttle admits the request."""
+        """Return an error if the throttle rejects a new request, or None if the request may run."""
         self._forget_old(now)
         num_rejected = len(self._rejection_times)
         num_admitted = len(self._admission_times)
@@ -234,7 +234,7 @@ class AdmissionControl:
             self._gate.leave(client)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a health check of `nereid serve`. It does not count as a request.
+        """Handle a health check from `nereid serve`. Health checks are not counted as requests.
 
         Only _MAX_CHECKS such requests run at a time without being counted, because any client can
         send the user agent of `nereid serve`.
@@ -246,7 +246,7 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Wrap `send` to detect responses in which the server rejects a request.
+        """Return a wrapper of `send` that detects when the server rejects a request.
 
         The throttle with the key `key` records these rejections. A rejection is a 503 with the
         header Retry-After, which only routes to a model send. In Anthropic's API, the status is
@@ -269,7 +269,7 @@ class AdmissionControl:
         return send_observed
 
     def _throttle(self, key: tuple[str, str], now: float) -> Throttle:
-        """Return the throttle for a client and a path, and create the throttle if necessary."""
+        """Return the throttle of a client for a path. Create the throttle if there is none yet."""
         if key not in self._throttles and len(self._throttles) >= _MAX_THROTTLES:
             # A client can send a new client id with each request, and each id creates a throttle.
             # Throttles without recent rejections must therefore be deleted.

@@ -17,7 +17,7 @@ from nereid_client.middleware.request_metrics import RequestMetrics
 
 CLIENT_HEADER = "x-client-id"
 CLIENT_OF_SCOPE = "nereid_client"
-"""The key of an ASGI scope with the Client of a request that the frontend sends to itself.
+"""The key of an ASGI scope that stores the `Client` of a request that the frontend sends to itself.
 
 A request from the network cannot set this key.
 """
@@ -47,7 +47,7 @@ class ApiKey:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a 401."""
+        """Call the application, or send a response with the status 401."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -95,7 +95,7 @@ class ApiKey:
 
 
 def _key_in(headers: Headers) -> str:
-    """Return the key that the client sent, or "" if it sent none.
+    """Return the API key in the headers of a request, or "" if there is none.
 
     The key is the bearer token of the header Authorization. Anthropic's clients send the key in the
     header x-api-key instead, and Azure's clients in the header api-key.

@@ -1,4 +1,4 @@
-"""Limits for request bodies: the size of one body, the size of all bodies, and a time limit."""
+"""Limits on request bodies: the size of one body, the size of all bodies, and the time."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.middleware.shared_budget import SharedBudget
 
 UPLOAD_PATH = "/v1/files"
-_ERROR_HEADERS = {"Connection": "close"}  # the rest of the body is not read
+_ERROR_HEADERS = {"Connection": "close"}  # because the rest of the body is not read
 _MAX_DIGITS = 20  # of a Content-Length that is converted to an integer
 
 
@@ -48,7 +48,7 @@ class BodyLimit:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or send a 408, 413 or 429."""
+        """Call the application, or send a response with the status 408, 413 or 429."""
         if scope["type"] != "http" or _is_upload(scope):
             await self._app(scope, receive, send)
             return
@@ -63,12 +63,13 @@ class BodyLimit:
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout_s is None else loop.time() + self._timeout_s
 
-        # The exception handler of the application sends the errors and counts them in the metric.
+        # The application's exception handler sends the errors that this function raises, and
+        # counts the errors in a metric.
         async def receive_counted() -> Message:
             nonlocal num_received, is_complete
             try:
-                # After the body, the next message reports that the client has disconnected. The
-                # wait for this message has no limit.
+                # After the body, the next message reports that the client has disconnected. No time
+                # limit applies to this message.
                 async with asyncio.timeout_at(None if is_complete else deadline) as timeout:
                     message = await receive()
             except TimeoutError:
@@ -91,7 +92,7 @@ class BodyLimit:
             self._total.remove(client, num_received)
 
     def _length_error(self, content_length: str) -> ApiError | None:
-        """Return an error if the header Content-Length exceeds the limit, else None.
+        """Return an error if the header Content-Length exceeds the limit, or else None.
 
         A very long number is not converted to an integer, because that takes quadratic time.
         """

@@ -1,4 +1,4 @@
-"""API keys with weights and limits, from a file that is read again when it changes.
+"""API keys with weights and limits. The file with the keys is read again after a change.
 
 The file is TOML. Each table is one client:
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeyEntry(BaseModel):
-    """One table of the key file."""
+    """One table in the key file: a client with an API key, a weight and limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,12 +73,12 @@ class Bucket:
         self._key = key
 
     def take(self, amount: int, now: float) -> None:
-        """Use an amount. The used amount can exceed the limit."""
+        """Add `amount` to the used amount. The used amount can exceed the limit."""
         if self.per_minute:
             self._usages.add(self._key, amount, self.per_minute, now)
 
     def wait_s(self, now: float, amount: float = 1.0) -> float:
-        """Return the seconds until at least `amount` is available.
+        """Return the number of seconds until at least `amount` is available.
 
         Return 0 if the amount is available now, or if there is no limit.
         """
@@ -88,14 +88,14 @@ class Bucket:
         return max(0.0, (used + amount - self.per_minute) * 60 / self.per_minute)
 
     def change_limit(self, per_minute: int, now: float) -> None:
-        """Use another limit from now on. The used amount does not change."""
+        """Replace the limit. The used amount does not change."""
         if per_minute != self.per_minute:
             self.take(0, now)  # from now on, the used amount decreases with the new rate
             self.per_minute = per_minute
 
 
 class Client:
-    """A client of the API. The object stores the client's limits and counts its requests.
+    """A client of the API, with the limits of the client and counters of its requests.
 
     Args:
         name: the name of the client in the key file. "" if there is no key file, or for the key in
@@ -121,7 +121,7 @@ class Client:
         priority: int | None = None,
         usages: Usages | None = None,
     ) -> None:
-        """Create a client. See the class for the arguments. Without `entry`, it has no limits."""
+        """Create a client, which has no limits without `entry`. See the class for the arguments."""
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
@@ -131,7 +131,7 @@ class Client:
         self.update(entry or KeyEntry(key="unused"), now=0.0)
 
     def update(self, entry: KeyEntry, now: float) -> None:
-        """Use new limits from the key file. The requests and tokens of the last minute still count.
+        """Replace the limits of the client. What it has used in the last minute still counts.
 
         Args:
             entry: the client's table in the key file.
@@ -143,7 +143,7 @@ class Client:
         self._tokens.change_limit(entry.tokens_per_minute, now)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return the error for a new request, or None if the limits for each minute allow it."""
+        """Return an error if the limits forbid a new request, or None if the request may run."""
         wait_s = self._requests.wait_s(now)
         if wait_s > 0:
             return limit_error(
@@ -170,7 +170,7 @@ class Client:
 
 
 ANONYMOUS = Client()
-"""The client of all requests if there is no key file."""
+"""The client that all requests have if there is no key file."""
 
 current_client: ContextVar[Client] = ContextVar("current_client", default=ANONYMOUS)
 """The client of the request that the current task handles.
@@ -204,14 +204,15 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._usages = usages
-        self._clients: dict[str, Client] = {}  # by name
-        self._digests: list[tuple[bytes, Client]] = []  # the hash of each client's key
+        self._clients: dict[str, Client] = {}  # the clients by name
+        # The hash of each API key, with the client that has this key.
+        self._digests: list[tuple[bytes, Client]] = []
         self._version = self._current_version()
         self._check_due = clock() + _CHECK_EVERY_S
         self._load()
 
     def find(self, key: str) -> Client | None:
-        """Return the client with an API key, or None if no client has it.
+        """Return the client that has an API key, or None if no client has this key.
 
         The time does not depend on the key: its digest is compared with the digest of every client.
         """
@@ -229,7 +230,7 @@ class KeyFile:
         return name in self._clients
 
     def _reload_if_changed(self) -> None:
-        """Read the file again if it has changed. A wrong file is logged, and has no effect."""
+        """Read the file again after a change. A wrong file is logged, and changes nothing."""
         now = self._clock()
         if now < self._check_due:
             return
@@ -247,7 +248,7 @@ class KeyFile:
             _log.warning("The frontend has read %d API keys from %s", count, self._path)
 
     def _load(self) -> None:
-        """Read the key file. A client that was already in the file keeps its `Client` object.
+        """Read the key file. Clients that were in the file before keep their `Client` objects.
 
         Raises: SettingsError.
         """
@@ -272,7 +273,7 @@ class KeyFile:
 
 
 def read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """Return the tables of a key file by name.
+    """Read the key file, and return its tables by the name of the client.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
@@ -302,7 +303,7 @@ def _digest(key: str) -> bytes:
 
 
 def limit_error(problem: str, wait_s: float) -> ApiError:
-    """Return the error with the status 429 for a request above a limit of its API key."""
+    """Return an error with the status 429 for a request that exceeds a limit of its API key."""
     seconds = max(1, math.ceil(wait_s))
     return ApiError(
         429,

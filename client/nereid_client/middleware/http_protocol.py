@@ -1,4 +1,4 @@
-"""The HTTP protocol of the frontend: uvicorn's protocol with limits on the headers of a request.
+"""uvicorn's HTTP protocol, with limits on the size and the time of a request's headers.
 
 uvicorn limits neither the size of the headers nor the time to receive them. A client that opens
 many connections and sends nothing, or headers without an end, would use up files and memory.
@@ -18,7 +18,7 @@ _TOO_LARGE = (
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose headers are too large or take too long.
+    """An HTTP protocol that closes a connection if the headers are too large or take too long.
 
     Attributes:
         timeout_s: the time to receive the headers of a request. 0 means no limit.
@@ -30,7 +30,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
-    # The bytes that were received since the last complete headers.
+    # The number of bytes that were received since the last complete headers.
     _num_header_bytes = 0
     # Whether the bytes that were received last completed the headers or the body of a request.
     _has_progress = False
@@ -50,7 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_progress = False
-        super().data_received(data)  # calls the methods below, which change the attributes
+        # The parser calls the methods below, which change the attributes above.
+        super().data_received(data)
         if self._has_headers or self._has_progress:
             return
         self._num_header_bytes += len(data)
@@ -72,7 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Reset the header limits after a complete request, before the next request arrives."""
+        """Reset the header limits at the end of a request, before the next request arrives."""
         self._has_headers = False
         self._has_progress = True
         super().on_message_complete()

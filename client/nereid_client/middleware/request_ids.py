@@ -8,7 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.error_responses import uses_anthropic_api
 
-_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # safe in logs and in headers
+# Ids of this form are safe in logs and in headers.
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class RequestIds:

@@ -1,4 +1,4 @@
-"""Metrics of the frontend, in the format of Prometheus.
+"""The metrics of the frontend, in the format of Prometheus.
 
 The Triton server has metrics of its own. They cannot include the requests that the frontend
 refuses, because the server never receives these.
@@ -20,12 +20,12 @@ from nereid_client.json_logs import REQUEST_FIELDS
 from nereid_client.workers.place import is_from_worker
 
 SUPERVISOR_USER_AGENT = "nereid-serve"
-"""The user agent of the health checks and first requests that `nereid serve` sends."""
+"""The user agent of the requests that `nereid serve` sends: health checks and first requests."""
 _log = logging.getLogger(__name__)
 
 # If this variable is set, prometheus_client stores the metrics of each process in files.
 _FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-_CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
+_CLIENT_CLOSED_REQUEST = 499  # the status 499, which nginx introduced for clients that disconnect
 _UNKNOWN_ROUTE = "unknown"
 _DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -89,7 +89,7 @@ class RequestMetrics:
         )
 
     def set_server_metrics_up(self, *, is_up: bool) -> None:
-        """Record whether the metrics of the Triton server could be read."""
+        """Record whether the last request for the Triton server's metrics succeeded."""
         self._server_metrics_up.set(is_up)
 
     def count_request(self, route: str, status: int, duration_s: float) -> None:
@@ -104,7 +104,7 @@ class RequestMetrics:
         self._durations.labels(route).observe(duration_s)
 
     def count_client_request(self, client: str, status: int) -> None:
-        """Count an answered request of a client. Do nothing for a client without a name.
+        """Count an answered request in the metrics of a client. Ignore clients without a name.
 
         Only clients in the key file have names, so the number of time series is limited.
         """
@@ -112,13 +112,13 @@ class RequestMetrics:
             self._client_requests.labels(client, str(status)).inc()
 
     def count_client_tokens(self, client: str, num_prompt: int, num_generated: int) -> None:
-        """Count the tokens of a client's request. Do nothing for a client without a name."""
+        """Count a request's tokens in the metrics of its client. Ignore clients without a name."""
         if client:
             self._client_tokens.labels(client, "prompt").inc(num_prompt)
             self._client_tokens.labels(client, "generation").inc(num_generated)
 
     def count_refusal(self, error: ApiError) -> None:
-        """Count a request that was rejected because of a limit of the frontend.
+        """Count a request that the frontend rejected because of a limit.
 
         Do nothing if `error.limit` is None, because no limit caused such an error.
         """
@@ -140,7 +140,7 @@ class RequestMetrics:
 
 
 class CountRequests:
-    """Middleware that counts and logs each request with its route and the status of its response.
+    """Middleware that counts and logs each request, with the route and the status of the response.
 
     The requests of `nereid serve`, which checks the frontend several times a second while it
     starts, are not counted. If another frontend process has forwarded a request, only that process
@@ -177,7 +177,7 @@ class CountRequests:
             status = status or 500  # Starlette sends this response after all middleware
             raise
         finally:
-            # If no response has started, the client closed the connection.
+            # If no response has started, the client has closed the connection.
             status = status or _CLIENT_CLOSED_REQUEST
             duration_s = time.monotonic() - arrived
             route = self._path(scope)
@@ -190,7 +190,7 @@ class CountRequests:
                 _log.info("%s %s %d", scope["method"], route, status, extra=facts | ids)
 
     def _path(self, scope: Scope) -> str:
-        """Return the path of the request's route, with placeholders.
+        """Return the path of the route that answers a request, with placeholders for parameters.
 
         The path of the request itself would add a time series for each path that a client invents.
         The scope of a request that a middleware refused has no route, so all routes are searched.
@@ -205,5 +205,5 @@ class CountRequests:
 
 
 def is_from_supervisor(scope: Scope) -> bool:
-    """Return whether `nereid serve` has sent a request, according to the header User-Agent."""
+    """Return whether a request comes from `nereid serve`, according to the header User-Agent."""
     return Headers(scope=scope).get("user-agent") == SUPERVISOR_USER_AGENT

@@ -1,4 +1,4 @@
-"""Records the ids of running requests, so that clients can abort these requests."""
+"""Records the ids of running requests, so that clients can abort requests by id."""
 
 import asyncio
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ from nereid_client.errors import ApiError
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request that runs now.
+    """A request that is running.
 
     Attributes:
         ids: the ids by which the request can be aborted.
@@ -26,7 +26,7 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """The requests that run now."""
+    """The requests that are running."""
 
     def __init__(self) -> None:
         self._requests: set[RunningRequest] = set()
@@ -35,7 +35,7 @@ class RunningRequests:
     def track(
         self, request_id: str, client: str, timeout: asyncio.Timeout
     ) -> Iterator[RunningRequest]:
-        """Add a request while the context runs."""
+        """Add a request while the `with` block runs."""
         request = RunningRequest({request_id}, client, timeout)
         self._requests.add(request)
         try:
@@ -44,7 +44,7 @@ class RunningRequests:
             self._requests.discard(request)
 
     def abort(self, caller: RunningRequest, ids: Collection[str] | None) -> int:
-        """Abort requests, and return their number.
+        """Abort requests, and return the number of aborted requests.
 
         A client of the key file can abort only its own requests.
 
@@ -65,7 +65,7 @@ class RunningRequests:
 
 
 def abort_error() -> ApiError:
-    """Return the response to a request that was aborted."""
+    """Return the error that ends an aborted request."""
     return ApiError(
         499, "The request was aborted, because its id was sent to /abort_request", code="cancelled"
     )

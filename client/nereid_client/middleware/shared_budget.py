@@ -1,4 +1,4 @@
-"""A limit that all clients share, so that no single client can use all of it."""
+"""A limit that all clients share. A single client cannot use all of it."""
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ class SharedBudget:
         return self._used
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Prevent other processes from changing the budget inside a `with` block."""
+        """Run the `with` block while no other process changes the budget."""
         return nullcontext()
 
     def used_by(self, client: str) -> int:
@@ -46,12 +46,12 @@ class SharedBudget:
         return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
-        """Record that a client uses `amount` more."""
+        """Record that a client uses `amount` more units of the resource."""
         self._used += amount
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that a client has released `amount` units of the resource."""
+        """Record that a client no longer uses `amount` units of the resource."""
         self._used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:

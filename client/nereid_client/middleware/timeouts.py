@@ -1,4 +1,4 @@
-"""Ends requests that take too long, and requests whose client stops reading the response."""
+"""Ends a request that takes too long, or whose client stops reading the response."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Timeouts:
-    """Middleware that ends requests which take too long, and cancels their generation.
+    """Middleware that ends requests after a time limit, and cancels their generation.
 
     A client may set a shorter limit with the header `X-Request-Timeout: SECONDS`. If the response
     has not started, the client receives a 504. In a stream, the last event is the error.
@@ -62,7 +62,8 @@ class Timeouts:
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
             return
-        limits_s = [limit for limit in (self._limit_s, requested_s) if limit]  # 0 means no limit
+        # A limit of 0 or None means that the time is not limited.
+        limits_s = [limit for limit in (self._limit_s, requested_s) if limit]
         limit_s = min(limits_s, default=None)
         response = _ObservedResponse(send)
         state = scope.setdefault("state", {})
@@ -89,12 +90,12 @@ class Timeouts:
             self._metrics.count_refusal(late)
             await response.end_with(late, scope, receive)
         except asyncio.CancelledError:
-            # uvicorn cancels the requests that still run when the frontend has to stop.
+            # When the frontend has to stop, uvicorn cancels the requests that are still running.
             await response.end_with(_stopped_error(), scope, receive)
             raise
 
     def _report_unread(self, scope: Scope) -> None:
-        """Count and log a request that was ended because the client did not read the response."""
+        """Count and log a request that ended because the client stopped reading the response."""
         error = ApiError(499, "The client did not read the response", limit="unread_timeout_s")
         self._metrics.count_refusal(error)
         _log.warning(
@@ -127,7 +128,7 @@ def _requested_limit(scope: Scope) -> float | None:
 
 
 def _stopped_error() -> ApiError:
-    """Return a 503 error for a request that cannot finish because the server stops."""
+    """Return an error with the status 503 for a request that ends because the server stops."""
     return ApiError(
         503,
         "The server is stopping, and this request did not finish in time. Send the request again.",
@@ -137,7 +138,7 @@ def _stopped_error() -> ApiError:
 
 
 def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
-    """Return the error with the status 504 for a request that took too long."""
+    """Return an error with the status 504 for a request that took too long."""
     source = "the request's header X-Request-Timeout" if is_requested else (
         "the server's setting request_timeout_s"
     )  # fmt: skip
@@ -150,7 +151,7 @@ def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
 
 
 class _ObservedResponse:
-    """Sends a response to the client, and records whether the response has started and ended.
+    """Sends a response to the client. Records when the response starts and ends.
 
     Attributes:
         unsent_since: the time of the event loop's clock at which the current message was passed to
@@ -164,7 +165,7 @@ class _ObservedResponse:
         self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a message. Store the current time in `unsent_since` until the message is sent."""
+        """Send a message. Until the message is sent, `unsent_since` contains the current time."""
         self.unsent_since = self._clock()
         try:
             await self._send(message)
@@ -178,7 +179,7 @@ class _ObservedResponse:
             self._has_ended = True
 
     async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error as the response, or as the last event of a stream that has started."""
+        """Send an error: as the response, or as the last event if the stream has started."""
         if not self._has_started:
             await error_response(error, scope)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces. Each request gets a span, and the models receive the trace context.
+"""OpenTelemetry traces: each request has a span, and the models receive the trace context.
 
 Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK of
 OpenTelemetry (the optional extra `tracing`) is installed. Otherwise, the client's header
@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Record a span of the client's trace while the application handles the request."""
+        """Record a span while the application handles the request. The client's trace continues."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -75,7 +75,7 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                # The path of an unknown route is the client's text, and is not recorded.
+                # The path of an unknown route is text from the client, so it is not recorded.
                 route = getattr(scope.get("route"), "path_format", "unknown")
                 span.update_name(f"POST {route}")
                 span.set_attribute("http.route", route)

@@ -1,11 +1,11 @@
-"""Counts the requests and tokens of each client in each minute, for the client's limits."""
+"""Records how many requests and tokens each client uses in a minute, for the client's limits."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
 
 
 class Usages:
-    """Stores the used amount of each limit. A used amount decreases with time.
+    """Stores how much of each limit has been used. The stored amounts decrease with time.
 
     Each limit has a key, such as "requests of team-a". All times are seconds of time.monotonic().
     """
@@ -14,7 +14,7 @@ class Usages:
         self._stored: dict[str, tuple[float, float]] = {}
 
     def used(self, key: str, per_minute: int, now: float) -> float:
-        """Return the amount of a limit that is used at the time `now`.
+        """Return how much of a limit is used at the time `now`.
 
         Example: an amount of 100 was stored, and `per_minute` is 60. After 10 s, the used amount is
         90.
@@ -29,7 +29,7 @@ class Usages:
         return max(amount - passed_s * per_minute / 60, 0.0) if amount else 0.0
 
     def add(self, key: str, amount: float, per_minute: int, now: float) -> None:
-        """Increase the used amount of a limit by `amount`.
+        """Add `amount` to the used amount of a limit.
 
         The other parameters are those of `used`.
         """
@@ -37,11 +37,11 @@ class Usages:
             self._write(key, self.used(key, per_minute, now) + amount, now)
 
     def _transaction(self) -> AbstractContextManager[None]:
-        """Prevent other processes from changing amounts inside a `with` block."""
+        """Run the `with` block while no other process changes the used amounts."""
         return nullcontext()
 
     def _read(self, key: str) -> tuple[float, float]:
-        """Return the stored amount of a limit, and the time at which it was stored."""
+        """Return the last stored used amount, and the time when this amount was stored."""
         return self._stored.get(key, (0.0, -math.inf))
 
     def _write(self, key: str, amount: float, now: float) -> None:

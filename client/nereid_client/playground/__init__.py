@@ -1,4 +1,4 @@
-"""The playground: a page for a browser, with which a user tries the served models.
+"""The playground: a web page on which a user tries the served models.
 
 The page is one HTML document that contains its style and its scripts, so that the browser loads no
 other file.
@@ -33,7 +33,7 @@ SCRIPTS = (
     "gauges",
     "main",
 )
-"""The names of the playground's scripts in the order in which they are joined into one script."""
+"""The names of the playground's scripts. The scripts are joined in this order."""
 
 _FOLDER = resources.files(__name__)
 
@@ -43,12 +43,12 @@ def _read(name: str) -> str:
 
 
 def _page(name: str, style: str, script: str) -> str:
-    """Insert a style sheet and a script into an HTML file, and return the page."""
+    """Insert a style sheet and a script into an HTML page, and return the page."""
     return _read(name).replace("{style}", style).replace("{script}", script)
 
 
 def _hash(text: str) -> str:
-    """Return the content security policy expression that allows an inline script or style.
+    """Return the expression that allows an inline script or style in a content security policy.
 
     Example: `_hash("")` returns "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='".
     """
@@ -78,10 +78,10 @@ _HEADERS = {
 @router.get(PATH, include_in_schema=False)
 @router.head(PATH, include_in_schema=False)
 async def playground_page() -> HTMLResponse:
-    """Return the playground."""
+    """Return the page of the playground."""
     return HTMLResponse(_PLAYGROUND, headers=_HEADERS)
 
 
 def sign_in_page() -> HTMLResponse:
-    """Return the page that asks for the API key, with the status 401."""
+    """Return the page that asks the user for the API key, with the status 401."""
     return HTMLResponse(_SIGN_IN, status_code=401, headers=_HEADERS)

@@ -14,7 +14,7 @@ BatchEndpoint = Literal[
     "/v1/rerank",
     "/v1/score",
 ]
-"""The endpoints to which the lines of a batch can be sent."""
+"""The endpoints that can process the lines of a batch."""
 
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]

@@ -8,7 +8,7 @@ Retention = Literal["in_memory", "5m", "1h", "24h"]
 """The values of the field `prompt_cache_retention`."""
 
 RETENTION_S: dict[Retention, int] = {"in_memory": 300, "5m": 300, "1h": 3600, "24h": 86400}
-"""The time in seconds for each value of `Retention`."""
+"""Maps each value of `Retention` to a time in seconds."""
 
 
 class ExtendSessionRequest(RequestBody):

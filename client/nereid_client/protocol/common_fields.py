@@ -34,7 +34,7 @@ class Origin(Enum):
 
 VLLM, SGLANG, LLAMA_CPP = Origin.VLLM, Origin.SGLANG, Origin.LLAMA_CPP
 FRONTEND_ONLY = "frontend only"
-"""Metadata of a field that only the frontend reads. The field is not passed on to the backend."""
+"""Marks a field that only the frontend reads and does not send to the backend."""
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -253,7 +253,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def num_choices(self) -> int:
-        """The number of choices of each prompt."""
+        """The number of choices to generate for each prompt."""
         return self.n or 1
 
     @property
@@ -263,7 +263,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def tier(self) -> str | None:
-        """The service tier in the response, or None if the request has none."""
+        """The service tier for the response, or None if the request does not have the field."""
         return None if self.service_tier is None else SERVICE_TIER
 
     @property

@@ -18,7 +18,7 @@ _CONTENT_PARTS = ("text", "image", "image_url")
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The input tensors of an embedding model or reranker.
+    """The input tensors for an embedding model or a reranker.
 
     Attributes:
         tensors: maps the name of a tensor to its values.
@@ -247,7 +247,7 @@ class CohereEmbedRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that the request has one of the fields with inputs, and that its value is valid."""
+        """Check that the request has exactly one valid field with inputs."""
         names = ("texts", "images", "inputs")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -287,7 +287,7 @@ class CohereEmbedRequest(RequestBody):
 
 
 def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the content parts of Cohere's field `inputs`. Each member must have one content part.
+    """Return the content parts in Cohere's field `inputs`. Each member must have one content part.
 
     Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
 
@@ -352,7 +352,7 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
 
 
 def _content_part(value: object, field: str, index: int) -> dict[str, str]:
-    """Return a content part as `{"text": ...}` or `{"image": ...}`.
+    """Validate a content part, and return it as `{"text": ...}` or `{"image": ...}`.
 
     Example: OpenAI's {"type": "image_url", "image_url": {"url": "data:"}} returns
     {"image": "data:"}.

@@ -34,7 +34,7 @@ def check_response_format(value: Mapping[str, Any], field: str, schema_field: st
 
 
 def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Convert a response format to the one that OpenAI defines for chat completions.
+    """Convert a response format to the format that OpenAI defines for chat completions.
 
     Other servers expect the schema in another field: llama.cpp in `schema`, and TGI in `value` of a
     json_object.
@@ -72,7 +72,7 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a chat has no tools of other types than functions, such as custom tools.
+    """Check that all tools of a chat are functions. Other types, such as custom tools, are refused.
 
     Raises: FieldError that names the first such tool.
     """
@@ -87,7 +87,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a tool choice has a known form and names tools of the request.
+    """Check that a tool choice has a known form, and that it only contains tools of this request.
 
     The known forms are none, auto, required, one function, and OpenAI's allowed_tools.
 
@@ -127,7 +127,8 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
         names = [_function_name(choice)]
     elif isinstance(choice, Mapping) and kind == "allowed_tools":
         names = _allowed_names(choice.get("allowed_tools"))
-    if names and all(names):  # the choice names at least one function, and none without a name
+    # The choice contains at least one function, and each function has a name.
+    if names and all(names):
         return names
     raise FieldError(
         "tool_choice",

@@ -96,7 +96,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body for the tokenizer model.
+        """Return the part of the body that the tokenizer model receives.
 
         Fields that are null are left out, because null means that a field is not given. Fields
         that only the frontend reads are left out too.
@@ -157,7 +157,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_suffix(self) -> Self:
-        """If the request has a suffix, check that all prompts are texts and that echo is false."""
+        """If the request has a suffix, check that all prompts are texts, and that echo is false."""
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise FieldError(
                 "suffix",
@@ -205,12 +205,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether a choice starts with the log-probabilities of the prompt."""
+        """Whether the log-probabilities of a choice begin with those of the prompt."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def num_generated(self) -> int:
-        """The number of choices to generate for each prompt. `best` then selects the best ones."""
+        """The number of choices to generate for each prompt. `best` then selects among them."""
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:
@@ -239,4 +239,4 @@ class CompletionRequest(GenerationRequest):
 PASSED_ON = (
     CompletionRequest.model_fields.keys() - CompletionRequest.fields_of_frontend()
 ) | REFUSED_BY_BACKEND
-"""Fields of a completion that are passed on to the ensemble."""
+"""The fields of a completion that the ensemble receives."""

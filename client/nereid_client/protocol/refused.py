@@ -1,4 +1,4 @@
-"""Fields of OpenAI, vLLM and SGLang that Nereid does not support, with the reason for each.
+"""The fields of OpenAI, vLLM and SGLang that Nereid does not support, and the reasons.
 
 A request with such a field is rejected with a 400 that names the field. A field that is neither
 listed here nor declared in generation_requests.py is passed on to the backend.
@@ -112,7 +112,7 @@ REFUSED_BY_BACKEND = frozenset(
         *("xtc_probability", "samplers", "n_probs"),
     }
 )
-"""Fields that the frontend passes on to the backend, which refuses them for gRPC clients too."""
+"""Fields that the frontend sends to the backend. The backend refuses them, for gRPC clients too."""
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
@@ -157,5 +157,5 @@ def refuse_nested(
 
 
 def _is_same(value: object, harmless: object) -> bool:
-    """Return whether two JSON values are equal. In Python, True equals 1; in JSON they differ."""
+    """Return whether two JSON values are equal. True and 1 are equal in Python, but not in JSON."""
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)

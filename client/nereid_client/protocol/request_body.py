@@ -12,7 +12,7 @@ _MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
 
 
 class RequestBody(BaseModel):
-    """The base class of request bodies. A body can have fields that are not declared."""
+    """The base class of all request bodies. A body may contain fields that are not declared."""
 
     model_config = ConfigDict(
         strict=True,
@@ -24,7 +24,7 @@ class RequestBody(BaseModel):
 
 
 def validated(kind: type[BodyT], value: object, place: str) -> BodyT:
-    """Return an object in a request body as an instance of the class `kind`.
+    """Validate an object in a request body, and return it as an instance of the class `kind`.
 
     Args:
         kind: the class that declares the fields of the object.
@@ -40,7 +40,7 @@ def validated(kind: type[BodyT], value: object, place: str) -> BodyT:
 
 
 def check_token_ids(value: object, field: str, place: str) -> list[int]:
-    """Return `value` as a list of token ids.
+    """Check that `value` is a list of token ids, and return the list.
 
     Args:
         value: the value in the request.

@@ -1,4 +1,4 @@
-"""The limits of the language model on the size of a request.
+"""The limits on the size of a request to the language model.
 
 The tokenizer model derives the limits from max_model_len and publishes them. The frontend checks a
 body against them before it parses the body or sends it to the Triton server, so that a hostile body
@@ -23,7 +23,7 @@ _ITEMS_PER_MESSAGE = 4
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits that the frontend checks itself.
+    """The limits on the size of a request that the frontend checks itself.
 
     Attributes:
         max_model_len: the largest number of tokens in the prompt and the output together.
@@ -119,7 +119,7 @@ class RequestLimits:
 
 
 class PublishedLimits:
-    """The limits that the tokenizer model publishes, cached for some seconds.
+    """The limits that the tokenizer model publishes. They are cached for some seconds.
 
     Args:
         fetch: returns the limits of the tokenizer model as a mapping from name to limit. An empty
@@ -157,7 +157,7 @@ class PublishedLimits:
 
 
 def _limits_of(published: Mapping[str, int]) -> RequestLimits | None:
-    """Return the limits that the tokenizer model published, or None if one of them is missing.
+    """Return the published limits as an object, or None if one of them is missing.
 
     The mapping of the tokenizer model can contain other keys, which are ignored.
     """

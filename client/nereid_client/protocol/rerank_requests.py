@@ -105,7 +105,7 @@ class RankingRequest(PoolingRequest):
 
     @property
     def texts(self) -> list[str]:
-        """The texts of the passages."""
+        """The texts in the passages."""
         return [text_of(one, "passages", f"passages[{at}]") for at, one in enumerate(self.passages)]
 
     @model_validator(mode="after")
@@ -165,7 +165,7 @@ class ScoreRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        """Check that the request has queries and documents, and that their numbers match."""
+        """Check that the request has queries and documents, and that the number of queries fits."""
         for name in (self.query_field, self.document_field):
             value = getattr(self, name)
             if value is None:

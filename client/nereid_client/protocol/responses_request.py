@@ -69,7 +69,7 @@ REFUSED_IN_RESPONSES = {
     "request_id": Refusal(_USE_REQUEST_ID_HEADER),
     "rid": Refusal(_USE_REQUEST_ID_HEADER),
 }
-"""Fields of OpenAI's Responses API and of other APIs that a response refuses."""
+"""Maps each field that a response refuses to the reason. The fields belong to several APIs."""
 
 _NO_SUMMARY = "Nereid does not summarize; auto and detailed return the whole reasoning"
 _REFUSED_IN_REASONING = {
@@ -169,7 +169,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("metadata")
     @classmethod
     def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        """Check the number of entries in metadata, and the lengths of their keys and values."""
+        """Check the number of entries in `metadata`, and the length of each key and value."""
         if value is not None and len(value) > _MAX_METADATA:
             raise FieldError(
                 "metadata",
@@ -254,7 +254,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities, as requested by include or top_logprobs."""
+        """Whether the response has log-probabilities, because of `include` or `top_logprobs`."""
         return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -274,7 +274,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def response_format_of_text(self) -> Json | None:
-        """The field text.format as a chat completion's response_format, or None for plain text."""
+        """The field text.format as a chat completion's response_format. None means plain text."""
         given = self.format
         if given.get("type") == "text":
             return None
@@ -300,7 +300,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields of the body that have the same name in a chat completion."""
+        """Return the fields that a chat completion has under the same name."""
         return {
             name: value
             for name, value in body.items()
@@ -310,4 +310,4 @@ class ResponsesRequest(GenerationRequest):
 
 _TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
 _TRANSLATED |= ResponsesRequest.fields_of_frontend()
-"""Fields that the frontend reads, or that have another name in a chat completion."""
+"""Fields that the frontend itself evaluates, or that have another name in a chat completion."""

@@ -1,4 +1,4 @@
-"""Translate the fields `tools` and `tool_choice` of the Responses API for a chat completion."""
+"""Translate the fields `tools` and `tool_choice` from the Responses API to chat completions."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ REFUSED_IN_TOOLS = {
     "allowed_callers": Refusal("only the model calls functions", (["direct"], [])),
     "output_schema": Refusal("Nereid does not validate the output of a function"),
 }
-"""Fields that a tool of a response refuses."""
+"""The fields that Nereid refuses in a tool of the Responses API."""
 
 
 class FunctionTool(RequestBody):
@@ -50,7 +50,8 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     if choice in ("none", "auto", "required"):
         return choice
     if isinstance(choice, dict):
-        if "function" in choice or "allowed_tools" in choice:  # the form of chat completions
+        # The value already has the form for chat completions.
+        if "function" in choice or "allowed_tools" in choice:
             return choice
         if choice.get("type") == "function":
             return {"type": "function", "function": {"name": choice.get("name")}}
@@ -77,7 +78,7 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return the functions that are in namespaces.
+    """Find the functions that belong to namespaces.
 
     The keys are the names in the chat, and the values are pairs of namespace and name.
 
@@ -92,7 +93,7 @@ def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]
 
 
 def to_chat_tools(tool: Json, place: str) -> list[Json]:
-    """Return the functions of a tool in the format of chat completions.
+    """Convert a function or a namespace to a list of functions in the format of chat completions.
 
     A function of a namespace gets the name of the namespace as a prefix, and the description of the
     namespace before its own.
@@ -123,7 +124,7 @@ def to_chat_tools(tool: Json, place: str) -> list[Json]:
 
 
 def _to_chat_tool(function: FunctionTool) -> Json:
-    """Return a function in the format of chat completions, without fields that are null."""
+    """Convert a function to the format of chat completions. Leave out fields that are null."""
     fields = {"name", "description", "parameters", "strict"}
     return {
         "type": "function",
@@ -132,7 +133,7 @@ def _to_chat_tool(function: FunctionTool) -> Json:
 
 
 def _function(tool: Json, place: str) -> FunctionTool:
-    """Return a function of the field `tools`.
+    """Validate a member of the field `tools`, and return it as a function.
 
     Raises: FieldError if the tool is not a function, or one of its fields is wrong.
     """

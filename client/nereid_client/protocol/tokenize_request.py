@@ -62,7 +62,7 @@ class TokenizeRequest(RequestBody):
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:
-        """Return the tokenizer model's parameters for a prompt, or None for a chat."""
+        """Return the parameters that the tokenizer model needs for a prompt, or None for a chat."""
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

@@ -78,9 +78,10 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of these three lines matters. `changed` is read before the events, so that
-            # events which are recorded later end the wait below: `record` sets this object, and
-            # then replaces it. `is_over` is read before the events, so that no last event is lost.
+            # The order of the next three lines matters. First, `changed` is read: if `record`
+            # stores events after that, it sets this `changed` and replaces it, so the wait below
+            # ends. Second, `is_over` is read before the events, so that the last events are not
+            # missed.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
@@ -93,7 +94,7 @@ class BackgroundResponse:
 
 
 class Responses:
-    """All responses of an application that are stored or run in the background.
+    """All responses that an application stores or generates in the background.
 
     Args:
         limits: the limits of the store.
@@ -122,7 +123,7 @@ class Responses:
         self._gate = gate
         self._limit_s = limit_s or None  # None means no limit
         self._metrics = metrics
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the id of the running response
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # the running responses by id
 
     def start(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Start to generate a response in the background.
@@ -136,7 +137,7 @@ class Responses:
         task.add_done_callback(lambda task: self._end(run, task))
 
     async def cancel(self, run: BackgroundResponse) -> None:
-        """Cancel a response, and return when it has ended."""
+        """Cancel a response, and wait until it has ended."""
         task = self._tasks.get(run.id)
         if task is not None:
             task.cancel()
@@ -166,7 +167,7 @@ class Responses:
                 run.record(run.builder.fail(api_error))
 
     def _end(self, run: BackgroundResponse, task: asyncio.Task[None]) -> None:
-        """Store a response whose task has ended.
+        """Store the final state of a response whose task has ended.
 
         The response is unfinished if the task was cancelled, possibly before the task started, or
         if the task failed because of a bug.
@@ -211,13 +212,13 @@ class Responses:
 
 
 async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:
-    """Yield a stored response's events with sequence numbers greater than `after`."""
+    """Yield the events of a stored response whose sequence number is greater than `after`."""
     for part in _in_parts((record.events or ())[after + 1 :]):
         yield part
 
 
 def _in_parts(events: Sequence[bytes]) -> list[bytes]:
-    """Join the events into parts. Each part contains up to _EVENTS_PER_WRITE events.
+    """Join events to byte strings. Each byte string contains up to _EVENTS_PER_WRITE events.
 
     The server sends a part with one write to the socket, so fewer parts save time.
     """
@@ -228,7 +229,7 @@ def _in_parts(events: Sequence[bytes]) -> list[bytes]:
 
 
 def encode(value: object) -> bytes:
-    """Return a value as compact JSON."""
+    """Encode a value as compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -239,7 +240,7 @@ def _stored(
     *,
     is_background: bool = False,
 ) -> StoredResponse:
-    """Return the entry of the response store for a response that `builder` has built."""
+    """Return the database entry for a response that `builder` has built."""
     response = builder.as_json()
     items = tuple(item["id"] for item in response["output"])
     return StoredResponse(builder.id, encode(response), context, items, events, is_background)

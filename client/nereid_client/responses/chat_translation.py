@@ -18,7 +18,7 @@ RESPONSES_NAMES = FieldNames(
         "reasoning_effort": "reasoning.effort",
     }
 )
-"""The names that the fields of a chat completion have in the Responses API."""
+"""Maps the name of a field in a chat completion to the field's name in the Responses API."""
 
 
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
@@ -67,7 +67,7 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
 
 
 class _ChatBuilder:
-    """Builds the messages of a chat from the items of a response's input.
+    """Converts the items in a response's input to the messages of a chat.
 
     Attributes:
         messages: the messages so far.
@@ -124,7 +124,7 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _chat_part(part: Json) -> Json:
-    """Return a part of a user's message as a content part of a chat message."""
+    """Convert one content part of a user's message to the format of chat completions."""
     if part["type"] == "input_image":
         return {
             "type": "image_url",
@@ -134,7 +134,7 @@ def _chat_part(part: Json) -> Json:
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
-    """Add the text of a reasoning item to the assistant message that follows the item."""
+    """Add the text of a reasoning item to the assistant message that comes after this item."""
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
@@ -155,7 +155,7 @@ def _add_call(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
-    """Append the output of a function as a tool message."""
+    """Append a tool message with the output of a function."""
     output = item["output"]
     text = output if isinstance(output, str) else "".join(part["text"] for part in output)
     name = {"name": item["name"]} if "name" in item else {}

@@ -1,4 +1,4 @@
-"""Validate the items of a response's input, and convert them to the items that are stored.
+"""Validate the items in the input of a response, and convert them to the stored format.
 
 The accepted forms are those of OpenAI's API reference of November 2026 (ResponseInputItem). Each
 converted item has a type and an id, and contains only fields that were validated here. The items
@@ -14,7 +14,7 @@ from nereid_client.errors import ApiError, shown
 
 Json = dict[str, Any]
 FindItem = Callable[[str], Json | None]
-"""A function that returns the output item with this id, or None if no stored response has it."""
+"""The type of a function that returns the output item with an id, or None if no response has it."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _REMEDIES = {
@@ -28,18 +28,18 @@ _REMEDIES = {
     ),
     "input_file": "Nereid reads no files. Send the text of the file as input_text.",
 }
-"""What a client can send instead of a part of a type that is refused."""
+"""Maps a type of part that is refused to what a client can send instead."""
 _TEXTS = ("input_text", "output_text", "text")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
 def new_id(kind: str) -> str:
-    """Return a random id for an item of a type, such as "msg_..." for a message."""
+    """Return a random id that starts with the item's type, such as "msg_..." for a message."""
     return f"{_ID_PREFIXES.get(kind, 'rs')}_{secrets.token_hex(16)}"
 
 
 def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
-    """Return the items of the field `input`, in the same order.
+    """Validate the items in the field `input`, and return the stored format in the same order.
 
     Args:
         given: the value of `input`: a text of the user, or a list of items.
@@ -54,7 +54,7 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
-    """Check that each output of a function belongs to an earlier function call.
+    """Check that each function output follows the function call to which it belongs.
 
     Args:
         context: the items of the earlier responses.
@@ -76,7 +76,7 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
 
 
 def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> ApiError:
-    """Return the error for a wrong value in the field `input`.
+    """Return a FieldError for a wrong value inside the field `input`.
 
     Example of a message: 'input[0].role must be one of user, assistant, but the request has "tool"'
 
@@ -91,7 +91,7 @@ def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> Api
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Convert one item of a request's input to the item that is stored.
+    """Convert one item from a request's input to the format in which items are stored.
 
     Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
     "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
@@ -109,7 +109,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return the stored item to which an `item_reference` refers.
+    """Return the stored item that an `item_reference` selects by its id.
 
     Raises: ApiError 404 if no stored response has such an item.
     """
@@ -228,7 +228,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Json]] = {
 
 
 def _texts(content: object, place: str) -> list[str]:
-    """Return the texts of content, which is a string or a list of parts."""
+    """Return the texts in a content, which is a string or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The output items of a response that is being generated, and the events of the items.
+"""The output items of a response that is being generated, and the events that describe them.
 
 The methods of the items return events without sequence numbers, which the builder of the response
 adds.
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """A kind of output item that has text. Each kind has its own names of parts and events.
+    """A kind of output item that contains text. Each kind has its own names for parts and events.
 
     Attributes:
         item_type: the type of the item.
@@ -46,7 +46,7 @@ SUMMARY = TextKind(
     "response.reasoning_summary_part",
     "summary_index",
 )
-"""Reasoning in the field `summary`, where many clients read it. The summary is not shortened."""
+"""Reasoning is sent in the field `summary`, where many clients read it. It is not shortened."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class TextItem:
         return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
-        """Return the events that tell the client that the item starts."""
+        """Return the events that announce the start of the item to the client."""
         item = self._item("in_progress", [])
         return [
             {"type": "response.output_item.added", "output_index": self.index, "item": item},
@@ -88,7 +88,7 @@ class TextItem:
         ]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events that tell the client that the item is complete."""
+        """Return the events that announce the end of the item to the client."""
         part = self._part("".join(self._pieces), self._logprobs)
         done = {"type": f"{self.kind.text_event}.done", **self._place, "text": part["text"]}
         if self.kind is MESSAGE:
@@ -102,7 +102,7 @@ class TextItem:
 
     @property
     def _place(self) -> Json:
-        """The fields that identify the item's content part in each event for this part."""
+        """The fields that identify the content part of this item in events."""
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
@@ -164,12 +164,12 @@ class CallItem:
         return item if self.namespace is None else item | {"namespace": self.namespace}
 
     def opening(self) -> list[Json]:
-        """Return the events that tell the client that the item starts."""
+        """Return the events that announce the start of the item to the client."""
         item = self.item("in_progress")
         return [{"type": "response.output_item.added", "output_index": self.index, "item": item}]
 
     def closing(self, status: str) -> list[Json]:
-        """Return the events that tell the client that the item is complete."""
+        """Return the events that announce the end of the item to the client."""
         item = self.item(status)
         return [
             {
@@ -184,7 +184,7 @@ class CallItem:
 
 
 class LogprobMatcher:
-    """Assigns log-probabilities to pieces of text.
+    """Finds the log-probabilities that belong to each piece of text.
 
     Log-probabilities arrive for every token that the model generates, including the tokens of
     markers and function calls. If the text of a token is held back, the log-probabilities of the
@@ -212,19 +212,21 @@ class LogprobMatcher:
         tokens = [_bytes(entry) for entry in self._unassigned]
         begin = b"".join(tokens).find(wanted)
         if begin < 0:
-            # The tokens do not contain the text, because the postprocessor changed the text, for
-            # example to repair JSON. All tokens are returned.
+            # The tokens do not contain the text, because the postprocessor has changed it, for
+            # example to repair JSON. In this case, all tokens are returned.
             popped, self._unassigned = self._unassigned, []
             return popped
         token_ends = list(accumulate(map(len, tokens)))
-        first = bisect_right(token_ends, begin)  # the token with the first byte of the text
-        last = bisect_left(token_ends, begin + len(wanted))  # the token with the last byte
+        # The index of the token with the first byte of the text.
+        first = bisect_right(token_ends, begin)
+        # The index of the token with the last byte of the text.
+        last = bisect_left(token_ends, begin + len(wanted))
         popped = self._unassigned[first : last + 1]
         self._unassigned = self._unassigned[last + 1 :]
         return popped
 
     def clear(self) -> None:
-        """Remove the log-probabilities of tokens that are not part of a text item."""
+        """Remove the log-probabilities of tokens that belong to no text item."""
         self._unassigned = []
 
 

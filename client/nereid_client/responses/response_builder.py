@@ -1,4 +1,4 @@
-"""Build a response from deltas: the output items of the response, and the events of a stream."""
+"""Build a response from deltas: its output items, and the events of its stream."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -22,7 +22,7 @@ from nereid_client.streaming.openai_logprobs import chat_logprobs
 Json = dict[str, Any]
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
-"""Maps an HTTP status to the `code` of a response's error. The default is "server_error"."""
+"""Maps an HTTP status to the `code` in the error of a response. The default is "server_error"."""
 
 
 class ResponseBuilder:
@@ -89,7 +89,7 @@ class ResponseBuilder:
         }
 
     def opening(self) -> list[Json]:
-        """Return the events before the first delta."""
+        """Return the events that the client receives before the events for the first delta."""
         return [self._response_event("created"), self._response_event(self.status)]
 
     def add(self, delta: Delta) -> list[Json]:
@@ -149,7 +149,7 @@ class ResponseBuilder:
         return [*events, self._numbered(item.add(text, logprobs))]
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
-        """Append a piece of a function call to its item. Start the item with the first piece."""
+        """Append a piece of a function call to its item. The first piece starts the item."""
         self._logprobs.clear()
         events = []
         call = self._current_item
@@ -197,7 +197,7 @@ class ResponseBuilder:
         return closing
 
     def _end_because(self, finish_reason: str) -> list[Json]:
-        """End the response according to the backend's finish reason. Return the last events."""
+        """End the response according to the backend's finish reason, and return the last events."""
         if finish_reason == "abort":
             return self.fail(ApiError(500, "The server aborted the response"))
         if finish_reason == "length":
@@ -207,7 +207,7 @@ class ResponseBuilder:
         return self._end("completed", "completed")
 
     def _end(self, status: str, event: str) -> list[Json]:
-        """End the response with a status. The last event has the type `response.{event}`."""
+        """End the response with a status, and return the event with the type `response.{event}`."""
         events = self._finish_item("completed" if status == "completed" else "incomplete")
         self.status = status
         return [*events, self._response_event(event)]

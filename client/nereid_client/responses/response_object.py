@@ -1,4 +1,4 @@
-"""The fields that a response object copies from its request."""
+"""The fields that a response object copies from the request."""
 
 from nereid_client.protocol.common_fields import SERVICE_TIER
 from nereid_client.protocol.responses_request import ResponsesRequest
@@ -8,7 +8,7 @@ from nereid_client.protocol.responses_tools import Json
 def request_fields(
     request: ResponsesRequest, response_id: str, model: str, created: int, *, is_stored: bool
 ) -> Json:
-    """Return the fields of a response that do not change while the response is generated.
+    """Return the fields of a response object that do not change during the generation.
 
     A sampling parameter that the request does not have is null. The default of the model then
     applies.

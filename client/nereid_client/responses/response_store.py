@@ -1,4 +1,4 @@
-"""Stores responses. The store limits the number, the size and the age of responses.
+"""A store of responses that limits their number, their size and their age.
 
 A response is stored as the JSON that is sent to clients, so its size in bytes is known.
 """
@@ -18,12 +18,12 @@ from nereid_client.middleware.client_keys import current_client
 
 Json = dict[str, Any]
 
-_OVERHEAD_BYTES = 64  # the approximate size of a Python object without its content
+_OVERHEAD_BYTES = 64  # bytes of a Python object without its content, approximately
 
-# Responses that have ended are numbered in the order in which they ended. While a response runs,
+# The column `number` numbers the ended responses in the order in which they ended. While a response runs,
 # the column `worker` contains the number of the process that generates the response. Afterwards,
-# the column is NULL. The triggers update the table `totals`, because counting all rows would take
-# long.
+# the column is NULL. The triggers update the table `totals`, because counting all rows
+# would take long.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a store.
+    """The limits of a response store.
 
     Attributes:
         count: the number of responses, including running ones. 0 turns the store off.
@@ -115,7 +115,7 @@ class StoredResponse:
 
     @property
     def output(self) -> list[Json]:
-        """The output items."""
+        """The output items of the response."""
         items: list[Json] = json.loads(self.response)["output"]
         return items
 
@@ -146,7 +146,7 @@ class RunningElsewhere:
 
 
 class Store:
-    """The stored responses, and the responses that run in the background.
+    """Stores responses, and registers the responses that run in the background.
 
     If the store is full, the oldest responses that have ended are deleted. A running response is
     never deleted. If running responses fill the store, a new background response is rejected.
@@ -172,7 +172,7 @@ class Store:
         self._now = now
         self._worker = worker
         self._running: dict[str, Running] = {}  # the running responses of this process, by id
-        self._timer: asyncio.TimerHandle | None = None  # deletes the responses that expire
+        self._timer: asyncio.TimerHandle | None = None  # the timer that deletes expired responses
         self._database = Database(path, _SCHEMA)
 
     def __len__(self) -> int:
@@ -180,12 +180,12 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all responses in the store."""
+        """The total size of all responses in the store, in bytes."""
         return self._totals()[1]
 
     @property
     def is_on(self) -> bool:
-        """Whether responses are stored at all."""
+        """Whether this store accepts responses."""
         return self._limits.count > 0
 
     @property
@@ -231,7 +231,7 @@ class Store:
         self._running[run.id] = run
 
     def reserve(self, run: Running, num_bytes: int) -> None:
-        """Reserve `num_bytes` more bytes for a running response.
+        """Reserve `num_bytes` more bytes of the store for a running response.
 
         Raises: ApiError 503 if the store is full.
         """
@@ -248,7 +248,7 @@ class Store:
             )
 
     def finish(self, run: Running, record: StoredResponse) -> bool:
-        """Store the final state of a response that was running. The result is that of `add`.
+        """Store the final state of a response that was running. Return the same as `add`.
 
         The running response is removed in the same transaction. Other processes therefore always
         find either the running response or its final state.
@@ -259,7 +259,7 @@ class Store:
             return self.add(record)
 
     def add(self, record: StoredResponse) -> bool:
-        """Store a response that has ended, and delete the oldest ones if necessary.
+        """Store a response that has ended. Delete the oldest responses if the store is full.
 
         Returns: False if the response does not fit into the store.
         """
@@ -290,7 +290,7 @@ class Store:
         owner, worker, is_background, response, context, events = row
         if owner != current_client_name():
             return None
-        if worker is not None:  # the response still runs, in the process with this number
+        if worker is not None:  # the response still runs in the process with this number
             return self._running.get(response_id) or RunningElsewhere(worker)
         items = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
         return StoredResponse(
@@ -344,7 +344,7 @@ class Store:
             )
 
     def _totals(self, condition: str = "") -> tuple[int, int]:
-        """Return the number of responses, and the number of their bytes.
+        """Return the number of stored responses, and their total size in bytes.
 
         Args:
             condition: an SQL condition that selects rows of the table `totals`.
@@ -355,7 +355,7 @@ class Store:
         return int(count), int(num_bytes)
 
     def _free_space(self, num_bytes: int, count: int = 0) -> bool:
-        """Delete the oldest responses until the store has enough free space.
+        """Delete the oldest responses until a new response fits into the store.
 
         Args:
             num_bytes: the bytes that must be free.
@@ -403,7 +403,7 @@ class Store:
 
 
 def delete_running(path: str, worker: int) -> None:
-    """Delete the running responses of a frontend process that has ended.
+    """Delete the responses that were running in a frontend process that has ended.
 
     Args:
         path: the file of the database.
@@ -414,10 +414,10 @@ def delete_running(path: str, worker: int) -> None:
 
 
 def _split_events(events: bytes) -> list[bytes]:
-    r"""Split the text of server-sent events into its events. Each event ends with b"\n\n"."""
+    r"""Split the text of a stream into its server-sent events. Each event ends with b"\n\n"."""
     return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
 
 
 def size_of(events: Sequence[bytes]) -> int:
-    """Return the approximate number of bytes that events need in memory."""
+    """Return the approximate size of events in memory, in bytes."""
     return sum(map(len, events)) + _OVERHEAD_BYTES * len(events)

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 async def generate_truncated(
     backend: Backend, request_id: str, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Yield the deltas for a conversation. If the conversation is too long, shorten it first.
+    """Yield the deltas of the answer to a conversation. Shorten the conversation if it is too long.
 
     Args:
         backend: generates the deltas.
@@ -74,7 +74,7 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     ]
     if not turn_starts:
         return None
-    # The number of characters before each message.
+    # The number of characters that come before each message.
     offsets = list(accumulate((len(to_json(message)) for message in messages), initial=0))
     excess = share * offsets[-1]
     enough = offsets[num_opening] + excess

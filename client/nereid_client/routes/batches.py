@@ -1,4 +1,4 @@
-"""/v1/batches, as in OpenAI's API: run the requests of a file with the lowest priority."""
+"""/v1/batches, as in OpenAI's API: run all requests in a file, with the lowest priority."""
 
 import asyncio
 from typing import Any
@@ -40,7 +40,7 @@ async def create_batch(request: Request) -> Json:
 
 @router.get("/v1/batches", summary="List the batches")
 async def list_batches(request: Request) -> Json:
-    """Return one page of the client's batches. The newest batch is the first one."""
+    """Return one page of the client's batches, the newest batch first."""
     query = validate(BatchesQuery, dict(request.query_params))
     batches = await asyncio.to_thread(lambda: list(batches_of(request).store.all()))
     owner = current_client.get().name
@@ -56,7 +56,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Json:
 
 @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch")
 async def cancel_batch(request: Request, batch_id: str) -> Json:
-    """Cancel a batch. Its result files contain the responses that are already complete."""
+    """Cancel a batch. The result files contain the responses that were complete before."""
     batch = await _find(request, batch_id)
     if batch.has_ended:
         raise ApiError(

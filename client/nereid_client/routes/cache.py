@@ -14,7 +14,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.get("/v1/cache", summary="Statistics of the prefix cache")
 async def cache_statistics(request: Request, model: str | None = None) -> dict[str, Any]:
-    """Return counters of the prefix cache and its sessions.
+    """Return the counters of the prefix cache and of its sessions.
 
     A session consists of the cached prefixes of all requests with the same `prompt_cache_key`. A
     client with a key of the key file sees only its own sessions.

@@ -45,7 +45,7 @@ def labels_of(served: ServedModel, num_classes: int) -> list[str]:
 
 
 def _result(index: int, probabilities: list[float], served: ServedModel) -> dict[str, Any]:
-    """Return the result for one text.
+    """Return the classification of one text.
 
     Example: the probabilities [0.1, 0.9] of the labels "no" and "yes" return {"index": 0,
     "label": "yes", "probs": [0.1, 0.9], "num_classes": 2}.

@@ -33,7 +33,7 @@ router = APIRouter(tags=["Language model"])
 
 @router.post("/v1/completions", summary="Create a text completion")
 async def completions(request: Request) -> Response:
-    """Continue one text or several texts, as OpenAI's API does. No chat template is used.
+    """Continue one text or several texts, as OpenAI's API does. The chat template is not used.
 
     With `stream`, the response is a stream of server-sent events.
     """
@@ -79,7 +79,7 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
-    """Combine a prompt and a suffix with the model's markers for filling in the middle.
+    """Combine a prompt and a suffix to a fill-in-the-middle prompt for the model.
 
     Without a suffix, return the prompt unchanged.
 
@@ -95,7 +95,7 @@ async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> 
 def _generations(
     body: CompletionRequest, prompts: Sequence[Prompt], request_id: str
 ) -> list[Generation]:
-    """Return one call of the ensemble for each prompt."""
+    """Return the input of the ensemble for each prompt."""
     sampling_parameters = to_json(body.sampling_parameters())
     generations = []
     for index, prompt in enumerate(prompts):
@@ -121,7 +121,7 @@ def _stream(
 
 
 async def _generate_all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
-    """Generate all choices. For each prompt, return a list with the merged delta of each choice.
+    """Generate all choices. For each prompt, return a list with one merged delta for each choice.
 
     Raises: BackendError if a call fails. The other calls are then cancelled.
     """

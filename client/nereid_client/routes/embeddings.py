@@ -83,7 +83,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     options = body.options(served.info.get("prompts") or {}) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     rows = rows_of(outputs)
-    # The list of all vectors as JSON, by the type of the vectors.
+    # Maps each requested type to the JSON text of all vectors in this type.
     encoded_lists: dict[str, str] = {
         vector_type: await encode_list(map(WRITERS[vector_type], rows))
         for vector_type in body.embedding_types or ["float"]
@@ -124,7 +124,7 @@ async def tei_embed_sparse(request: Request) -> Response:
 
 
 async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
-    """Read a request in TEI's format, call the embedding model, and return the model's outputs.
+    """Read a request in TEI's format, call the embedding model, and return the output tensors.
 
     Args:
         request: the HTTP request.
@@ -142,7 +142,7 @@ async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
 
 
 def _index_value_pairs(row: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return a sparse vector in TEI's format.
+    """Convert a sparse vector to TEI's format.
 
     Example: {"indices": [7], "values": [0.5]} returns [{"index": 7, "value": 0.5}].
     """

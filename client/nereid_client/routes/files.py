@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 @router.post("/v1/files", summary="Upload a file")
 async def upload_file(request: Request) -> Json:
-    """Store a file with the requests of a batch: one JSON object in each line."""
+    """Store a file whose lines are the requests of a batch: one JSON object in each line."""
     store = batches_of(request).store.files
     content_type = request.headers.get("content-type", "")
     upload = await asyncio.to_thread(store.start_upload)
@@ -63,7 +63,7 @@ async def file_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file")
 async def delete_file(request: Request, file_id: str) -> Json:
-    """Delete a file. A batch that reads the file continues."""
+    """Delete a file. A batch that is reading the file is not affected."""
     file = await find_file(request, file_id, "file_id")
     await asyncio.to_thread(batches_of(request).store.files.delete, file.id)
     return {"id": file.id, "object": "file", "deleted": True}
@@ -101,8 +101,8 @@ async def _receive(request: Request, form: FormReader) -> None:
     stream = request.stream()
     try:
         while True:
-            # The limit applies to the wait for each part of the data. A large file as a whole may
-            # take longer.
+            # The limit applies to the wait for each part of the data, so a large file may take
+            # longer in total.
             async with asyncio.timeout(limit_s or None):
                 data = await anext(stream, None)
             if data is None:
@@ -157,7 +157,7 @@ def _page(batches: Batches, query: FilesQuery) -> Json:
 
 
 def page(objects: list[Json], limit: int, after: str | None) -> Json:
-    """Return one page of a list, as OpenAI's API does.
+    """Return one page of a list, in the format of OpenAI's API.
 
     Args:
         objects: all objects of the list, in order.

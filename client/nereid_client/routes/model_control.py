@@ -15,7 +15,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.post("/v1/models/{model_id:path}/load", summary="Load a model")
 async def load_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Load a model that the file of `--config` contains. Return when the model accepts requests."""
+    """Load a model from the file that `--config` names. Return when the model accepts requests."""
     control, spec = _find(request, model_id)
     try:
         await control.load(spec)
@@ -39,7 +39,7 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
-    """Return the object that loads models, and the entry of the model with this name.
+    """Return the object that loads models, and the entry for the model with this name.
 
     Raises: ApiError: 403 if the client may not load and unload models, 404 if no model has this
         name.
@@ -52,7 +52,8 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
             "`nereid serve --config FILE` serves the models of a file.",
             code="model_updates_disabled",
         )
-    # Only clients with a key of the key file have a name. The key in NEREID_API_KEY has no name.
+    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
+    # name.
     if current_client.get().name:
         raise ApiError(
             403,

@@ -48,7 +48,7 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 async def _served_names(request: Request) -> list[str]:
-    """Return the names of all served models. The first one is the language model."""
+    """Return the names of all served models. The first name belongs to the language model."""
     contexts = contexts_of(request)
     adapters = [name for context in contexts.all for name in await _adapter_names(context)]
     pooling_models = pooling_models_of(request)
@@ -58,7 +58,7 @@ async def _served_names(request: Request) -> list[str]:
 
 
 def _roots(request: Request) -> dict[str, str]:
-    """Return a map from each alias to the name of its model."""
+    """Map each alias to the name of the model that it stands for."""
     roots = {
         alias: context.settings.model_name
         for context in contexts_of(request).all

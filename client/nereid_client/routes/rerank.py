@@ -42,7 +42,7 @@ async def rerank(request: Request) -> Response:
 
 @router.post("/v2/rerank", summary="Rerank documents (Cohere's API, version 2)")
 async def rerank_cohere(request: Request) -> Response:
-    """Return the documents in the order of their relevance to a query, in Cohere's format.
+    """Return the documents, sorted by their relevance to a query, in Cohere's format.
 
     The field `format` selects another format.
     """
@@ -51,7 +51,7 @@ async def rerank_cohere(request: Request) -> Response:
 
 @router.post("/v1/ranking", summary="Rank passages (NVIDIA NIM's format)")
 async def rank_passages(request: Request) -> Response:
-    """Return the passages in the order of their scores, as NVIDIA's NIM for reranking does.
+    """Return the passages, sorted by their scores, as NVIDIA's NIM for reranking does.
 
     The scores are logits: no activation function is applied.
     """
@@ -100,7 +100,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
 
 
 def _with_text(body: RerankRequest, response_format: str) -> bool:
-    """Return whether the response repeats the documents.
+    """Return whether the response to a request repeats the documents.
 
     By default, responses in the formats of Jina and SGLang repeat the documents, and responses in
     the formats of Cohere and TEI do not.

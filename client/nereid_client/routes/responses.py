@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the routes of a stored response."""
+"""POST /v1/responses, and the routes for a stored response."""
 
 import json
 import secrets
@@ -113,7 +113,7 @@ async def count_input_tokens(request: Request) -> Json:
 
 @router.get("/v1/responses/{response_id}", summary="Get a stored response")
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    """Return a stored response, or the current state of one that runs in the background.
+    """Return a stored response, or the current state of a response that runs in the background.
 
     With the query parameter `stream=true`, return the events of a response in the background. The
     parameter `starting_after` is the sequence number of the last event to skip.
@@ -149,7 +149,7 @@ async def delete_response(request: Request, response_id: str) -> Json:
 
 @router.post("/v1/responses/{response_id}/cancel", summary="Cancel a response in the background")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a response that runs in the background, and return it.
+    """Cancel a response that runs in the background, and return the response.
 
     A response that has ended is returned unchanged.
     """
@@ -201,7 +201,7 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
 
 
 def _not_found(response_id: str, param: str) -> ApiError:
-    """Return the error with the status 404 for a response that the store does not have."""
+    """Return an error with the status 404 for a response that is not in the store."""
     return ApiError(
         404,
         f"The response {shown(response_id)} does not exist. It was never stored, or it was deleted "
@@ -219,7 +219,7 @@ def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
 
 
 def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
-    """Return whether the response will be stored.
+    """Return whether the response to this request will be stored.
 
     Raises: ApiError 400 if the request requires a stored response, but the store is turned off.
     """
@@ -236,7 +236,7 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
 
 
 def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
-    """Return all items that the model reads: the items of the earlier responses, then `input`.
+    """Return all items that the model reads: those of earlier responses, then the new input.
 
     Raises: ApiError 400 if an item is wrong or the earlier response has not ended, and 404 if the
         earlier response or a referenced item is not stored.
@@ -267,7 +267,7 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
 def _generate(
     request: Request, responses_request: ResponsesRequest, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Return the deltas of the chat completion that generates a response."""
+    """Generate a response as a chat completion, and return its deltas."""
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     if responses_request.truncation == "auto":

@@ -66,7 +66,7 @@ async def similarity(request: Request) -> Response:
 async def _call_reranker(
     request: Request, served: ServedModel, body: ScoreRequest
 ) -> PoolingOutputs:
-    """Return the reranker's outputs. The array `scores` has one score for each pair of texts."""
+    """Call the reranker. The output `scores` has one score for each pair of texts."""
     require_kind(served, "score")
     options = {
         "activation": "none" if body.use_activation is False else None,
@@ -79,7 +79,7 @@ async def _call_reranker(
 async def _call_embedder(
     request: Request, served: ServedModel, body: ScoreRequest
 ) -> PoolingOutputs:
-    """Return the embedding model's outputs.
+    """Call the embedding model.
 
     The array `embeddings` has a vector of length 1 for each query, and then one for each document.
     """

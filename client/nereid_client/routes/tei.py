@@ -33,12 +33,12 @@ from nereid_client.streaming.field_names import FieldNames
 router = APIRouter(tags=["Embeddings and reranking"])
 
 _DECODE_NAMES = FieldNames({"prompt": "ids"})
-"""The name of the token ids in /decode. In errors of the backend, they are the prompt."""
+"""Errors of the backend call the token ids `prompt`. This field is renamed to `ids`."""
 
 
 @router.post("/predict", summary="Classify texts (TEI's format)")
 async def predict(request: Request) -> list[Any]:
-    """Return the labels of a text and their scores. The label with the highest score is first.
+    """Return the labels of a text with their scores, the label with the highest score first.
 
     A classifier of tokens returns the labelled parts of the text instead, with their characters.
     If the request has a list of texts, return such a list for each text.
@@ -133,7 +133,7 @@ async def info(request: Request) -> dict[str, Any]:
 
 
 def _model_type(served: ServedModel) -> dict[str, Any]:
-    """Return the field `model_type`: the kind of the model, and its labels or kind of pooling.
+    """Return the field `model_type`, which contains the model's labels or its kind of pooling.
 
     Example: a classifier with the labels "no" and "yes" returns {"classifier": {"id2label": {"0":
     "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}}.
@@ -151,7 +151,7 @@ def _model_type(served: ServedModel) -> dict[str, Any]:
 
 
 def _predictions(scores: list[float], served: ServedModel) -> list[dict[str, Any]]:
-    """Return the labels of a text and their scores, sorted by descending score."""
+    """Return the labels of a text with their scores, sorted by descending score."""
     pairs = zip(labels_of(served, len(scores)), scores, strict=True)
     ranked = sorted(pairs, key=lambda pair: -pair[1])
     return [{"score": score, "label": label} for label, score in ranked]

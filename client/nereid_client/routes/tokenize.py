@@ -21,13 +21,13 @@ from nereid_client.triton_backend import Generation
 router = APIRouter(tags=["Language model"])
 
 _DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
-"""The name of the token ids in /detokenize. In errors of the backend, they are the prompt."""
+"""Errors of the backend call the token ids `prompt`. This field is renamed to `tokens`."""
 
 
 @router.post("/tokenize", summary="Tokenize a prompt or a chat")
 @router.post("/v1/tokenize", summary="Tokenize a prompt or a chat (SGLang's path)")
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Return the token ids that the model would receive, and their number, in vLLM's format.
+    """Return the token ids that the model would receive and their number, in vLLM's format.
 
     The messages of a chat are rendered with the chat template first. `max_model_len` is null,
     because the frontend does not read this setting.

@@ -50,7 +50,8 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     for the new weights. If the server refuses the new checkpoint, the old weights stay in use.
     """
     _check_setting(request, "replace weights", code="weight_updates_disabled")
-    # Only clients with a key of the key file have a name. The key in NEREID_API_KEY has no name.
+    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
+    # name.
     if current_client.get().name:
         raise ApiError(
             403,

@@ -12,7 +12,7 @@ from nereid_client.triton_backend import Backend, Generation
 
 
 class ControlledBackend:
-    """The backend of a language model. If the model is not loaded, a request loads the model.
+    """The backend of a language model. A request for an unloaded model loads the model.
 
     Args:
         backend: the backend of the model.
@@ -97,7 +97,7 @@ class ControlledBackend:
 
 
 class ControlledPooling:
-    """The backend of all pooling models. If a model is not loaded, a request loads the model.
+    """The backend of all pooling models. A request for an unloaded model loads the model.
 
     Args:
         backend: sends requests to the pooling models.

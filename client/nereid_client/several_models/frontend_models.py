@@ -1,4 +1,4 @@
-"""Creates an object with the settings and the backend of each language model."""
+"""Creates the settings and the backend of each language model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from nereid_client.triton_backend import Backend, TritonBackend
 def create_contexts(
     settings: Settings, metrics: RequestMetrics, make_backend: Callable[[], Backend] | None
 ) -> Contexts:
-    """Create an object with the settings and the backend of each language model.
+    """Create the object that contains the settings and the backend of each language model.
 
     The file `settings.models_file` describes the models. Without such a file, the frontend has one
     language model. Call this function in a running event loop.

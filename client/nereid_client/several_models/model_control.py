@@ -15,7 +15,7 @@ from nereid_client.several_models.models_file import ModelSpec
 
 _IDLE_CHECK_EVERY_S = 0.5
 _UNLOAD_CHECK_EVERY_S = 0.05
-# A model that uses memory for longer than this time after it was unloaded is not waited for.
+# If an unloaded model still uses memory after this time, the frontend stops waiting.
 _UNLOAD_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class ModelControl:
     ) -> None:
         self._repository = repository
         self._memory_budget = memory_budget
-        self._memory_lock = asyncio.Lock()  # held while models are unloaded for another model
+        # Locked while models are unloaded to make room for another model.
+        self._memory_lock = asyncio.Lock()
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None
         if any(spec.entry.idle_unload_s for spec in specs):
@@ -151,7 +152,7 @@ class ModelControl:
             state.last_used = time.monotonic()
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model, as requested by a client.
+        """Load a model because a client has requested it.
 
         Raises: BackendError if the model cannot be loaded.
         """
@@ -182,7 +183,7 @@ class ModelControl:
             await asyncio.wait({self._idle_task})
 
     async def _load_for_request(self, state: ModelState) -> None:
-        """Load a model for a request. If another request is loading the model, wait for the result.
+        """Load a model for a request. If another request is already loading the model, wait for it.
 
         Raises: ApiError.
         """
@@ -197,7 +198,8 @@ class ModelControl:
             if state.is_loaded:
                 return
             name = state.spec.triton_name
-            # None: the frontend does not know whether the model is loaded, so it asks the server.
+            # None: the frontend does not know whether the model is loaded, so it queries the
+            # server.
             if state.is_loaded is None and await self._repository.is_model_ready(name):
                 state.is_loaded = True
                 return
@@ -257,7 +259,7 @@ class ModelControl:
 
     async def _unload_for_memory(self, state: ModelState) -> None:
         """Unload an idle model, and wait until its processes have ended."""
-        # Nothing holds the lock, so no other task runs before this task holds the lock.
+        # No task holds the lock, so acquiring it does not let other tasks run first.
         async with state.lock:
             await self._unload(state)
             names = [state.spec.triton_name, *state.spec.steps.values()]
@@ -282,7 +284,7 @@ class ModelControl:
 
 
 def _memory_of(state: ModelState) -> int:
-    """Return the memory of a model in bytes."""
+    """Return the estimated memory of a model in bytes."""
     return state.spec.memory.total if state.spec.memory is not None else 0
 
 
@@ -292,7 +294,7 @@ def _uses_memory(state: ModelState) -> bool:
 
 
 def _can_be_unloaded(state: ModelState) -> bool:
-    """Return whether a model can be unloaded at once, because no request uses the model."""
+    """Return whether a model can be unloaded now, because no request uses the model."""
     return bool(state.is_loaded) and not state.num_requests and not state.lock.locked()
 
 

@@ -1,4 +1,4 @@
-"""Estimates the memory of a model from its settings and the headers of its weight files.
+"""Estimates how much memory a model needs, from its settings and its weight files' headers.
 
 The estimate is the size of the weights in memory and of the KV cache. It leaves out the activations
 of a step and the libraries.
@@ -16,18 +16,18 @@ from nereid_client.supervise.weight_files import tensors_of
 
 _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
-# The bytes of one number in memory for each value of the setting `dtype`.
+# Maps each value of the setting `dtype` to the number of bytes of one weight in memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-# The bytes of one number in memory for each value of `weight_dtype`, with the scales.
+# Maps each value of `weight_dtype` to the number of bytes of one weight, scales included.
 _ROUNDED_BYTES = {"int8": 1.04, "int4": 0.63}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# The numbers of a file in float16 become float32 on a CPU, unless `dtype` is set.
+# On a CPU, weights that are stored in float16 become float32, unless `dtype` is set.
 _FLOAT16_BYTES = 4.0
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """The memory of a model in bytes.
+    """The estimated memory of a model, in bytes.
 
     Attributes:
         weights: the size of the weights of the model and of its draft model.
@@ -39,11 +39,11 @@ class ModelMemory:
 
     @property
     def total(self) -> int:
-        """The memory of the model."""
+        """The total memory of the model."""
         return self.weights + self.kv_cache
 
     def describe(self) -> str:
-        """Return the memory as text.
+        """Describe the memory as text for a message.
 
         Example: "3 GiB (weights 2 GiB, KV cache 1 GiB)".
         """
@@ -75,7 +75,7 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
 
 
 def default_kv_cache(budget: int) -> int:
-    """Return the size of the KV cache of a language model without the setting kv_cache_memory.
+    """Return the size of the KV cache if a language model does not set kv_cache_memory.
 
     The size is a quarter of the memory budget, but at most 4 GiB.
     """
@@ -106,7 +106,7 @@ def format_bytes(size: int) -> str:
 
 
 def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
-    """Return the size of the weights in memory.
+    """Return the size of the weights in memory, in bytes.
 
     The size of files in other formats than safetensors is the size of the weights in memory.
     """
@@ -126,7 +126,7 @@ def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
 
 
 def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:
-    """Return the bytes of one number of a tensor in memory. None means the bytes in the file.
+    """Return the bytes of one number in memory, or None if the number keeps the size in the file.
 
     Args:
         stored: the data type of the tensor in the file, such as "BF16".

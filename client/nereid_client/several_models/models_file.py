@@ -54,7 +54,7 @@ class ModelEntry(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the model. The keys are lower-case names, and the values are strings."""
+        """The settings of the model. The keys are in lower case, and all values are strings."""
         return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
 
 
@@ -85,7 +85,7 @@ class ModelSpec(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model in requests."""
+        """All names with which requests can select the model."""
         return (self.name, *self.entry.aliases)
 
     @property
@@ -118,7 +118,7 @@ class ModelsFile:
 
 
 def read_models_file(path: Path) -> ModelsFile:
-    """Return the content of a file.
+    """Read the file, and return its content.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
@@ -152,7 +152,7 @@ def read_models_file(path: Path) -> ModelsFile:
 
 
 def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
-    """Return the models with their memory, and with a size of the KV cache of language models.
+    """Return the models with estimates of their memory, and language models with a KV cache size.
 
     Raises: SettingsError if a model, or the models that are loaded at the start, need more memory
         than the budget.
@@ -188,7 +188,7 @@ def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that all names of models differ, and that at least one model is a language model.
+    """Check that the names of all models differ, and that there is at least one language model.
 
     Raises: SettingsError.
     """
@@ -217,7 +217,7 @@ def _triton_name(name: str) -> str:
 
 
 def _setting_text(value: object) -> str:
-    """Convert the value of a setting to the text that an environment variable would contain.
+    """Convert the value of a setting to text, as an environment variable contains it.
 
     Example: True -> "true".
     """

@@ -1,4 +1,4 @@
-"""Writes a Triton model repository with all models of the file models.toml.
+"""Writes a Triton model repository that contains all models of the file models.toml.
 
 Each model is a copy of a model in Nereid's model repository. The copy has another name and other
 settings.
@@ -30,7 +30,7 @@ def write_repository(
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
         if spec.kind == "llm":
-            # The ensemble has no settings of its own. Its steps have the settings of the model.
+            # The ensemble itself has no settings. The models that it calls have the settings.
             _copy(folder / spec.triton_name, source / "llm", settings={}, steps=spec.steps)
             for step, name in spec.steps.items():
                 _copy(folder / name, source / step, settings=settings, steps={})

@@ -1,4 +1,4 @@
-"""The models that `nereid serve --config` serves: their settings, probes and model repository."""
+"""The models for `nereid serve --config`: their settings, test requests and model repository."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
 # These environment variables configure the test engine, not a model.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# Each model has its own values of these settings, so the environment variables are not used as
-# default values.
+# Each model has its own values for these settings. The environment variables are therefore not used
+# as default values.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 
@@ -108,8 +108,8 @@ class ServedModels:
             variables = {
                 f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
             }
-            # The check covers all models of the repository, also if only the settings of a pooling
-            # model are given here. The language model then needs a checkpoint, too.
+            # The check covers all models in the repository, even if only a pooling model has
+            # settings here. The language model therefore needs a checkpoint for the check, too.
             variables.setdefault("NEREID_MODEL", str(self.path))
             try:
                 startup_checks.check_model_settings(
@@ -154,15 +154,15 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the default settings of each kind of model, from the environment variables.
+    """Return the default settings for each kind of model, from environment variables.
 
     Variables without a value and the settings in `_NEVER_DEFAULTS` are omitted.
 
     Example: NEREID_DTYPE=bfloat16 and NEREID_EMBEDDING_DTYPE=float32 return
     {"llm": {"dtype": "bfloat16"}, "embedding": {"dtype": "float32"}, "rerank": {}}.
     """
-    # The prefix "NEREID_" is not enough to find the settings of the language model, because the
-    # variables of the other kinds and of the server have this prefix, too.
+    # The prefix "NEREID_" does not identify the settings of the language model, because the
+    # variables of other models and of the server have the same prefix.
     engine = _engine_variables()
     variables = {"llm": [name for name in environment if name in engine]}
     for kind in ("embedding", "rerank"):

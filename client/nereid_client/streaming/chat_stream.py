@@ -65,7 +65,7 @@ class _ChatChunks(ChunkBuilder[Delta]):
 
 
 def _message_delta(delta: Delta) -> Json:
-    """Return the field `delta` of a chunk: the new parts of the message.
+    """Return the field `delta` of a chunk, which contains the new parts of the message.
 
     Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
     """
@@ -124,7 +124,7 @@ def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
 
 
 def _prompt_fields(delta: Delta) -> Json:
-    """Return the fields of a chunk that describe the prompt. vLLM has the same fields."""
+    """Return the fields of a chunk that describe the prompt, as in vLLM."""
     fields: Json = {}
     if "prompt_token_ids" in delta:
         fields["prompt_token_ids"] = delta["prompt_token_ids"]
@@ -144,7 +144,7 @@ def _choice(index: int, delta: Json) -> Json:
 
 
 def _call_piece(piece: ToolCallPiece) -> Json:
-    """Return a piece of a tool call in the format of a chunk.
+    """Convert a piece of a tool call to the format of a chunk.
 
     Example: {"index": 0, "arguments": "{"} returns {"index": 0, "function": {"arguments": "{"}}.
     """

@@ -35,7 +35,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
 
     @abstractmethod
     def opening(self) -> list[Json]:
-        """Return the chunks before the first delta."""
+        """Return the chunks that come before the chunks for the first delta."""
 
     @abstractmethod
     def add(self, item: ItemT) -> list[Json]:
@@ -87,7 +87,8 @@ async def chunk_events(
     try:
         while item is not None:
             unsent += [sse.event(chunk) for chunk in builder.add(item)]
-            if unsent and builder.unfinished:  # the last chunks are sent together with [DONE]
+            # The last chunks are sent together with [DONE], after the loop.
+            if unsent and builder.unfinished:
                 yield b"".join(unsent)
                 unsent = []
             item = await anext(rest, None)

@@ -1,4 +1,4 @@
-"""The fields that all chunks of a completion have in common, and the sum of the token counts."""
+"""The fields that all chunks of a completion share, and the sum of token counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CompletionFrame:
-    """The fields that all chunks have in common, and the options that affect all chunks.
+    """The fields that all chunks of a completion share, and the options that affect all chunks.
 
     Attributes:
         id: the id of the completion.
@@ -34,7 +34,7 @@ class CompletionFrame:
     service_tier: str | None = None
 
     def with_choices(self, kind: str, choices: list[Json]) -> Json:
-        """Return a chunk or a whole completion.
+        """Return a chunk or a whole completion that contains the given choices.
 
         Args:
             kind: the value of the field `object`, such as "chat.completion.chunk".
@@ -51,7 +51,7 @@ class CompletionFrame:
 
 
 def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
-    """Return OpenAI's usage object for a whole request.
+    """Return OpenAI's usage object with the sums for a whole request.
 
     The tokens of a prompt are counted once, although all choices of the prompt report them. The
     generated tokens of all choices are added. The details are present if the backend reports them.

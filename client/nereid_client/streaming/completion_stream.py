@@ -16,12 +16,12 @@ from nereid_client.streaming.deltas import Delta, Usage
 from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined, prompt_logprobs
 
 PromptDelta = tuple[int, Delta]
-"""The index of a prompt, and a delta of one of its choices."""
+"""The index of a prompt, and a delta for one of the choices of this prompt."""
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """The options of a completion request. They decide what a choice contains.
+    """The options of a completion request that determine what a choice contains.
 
     Attributes:
         echoes: for each prompt, the text that its choices start with ("" without `echo`).
@@ -94,7 +94,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
 
 
 _CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
-"""The fields of a delta that need a chunk."""
+"""A delta with one of these fields needs a chunk."""
 
 
 def completion(
@@ -120,7 +120,7 @@ def completion(
 
 
 def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
-    """Return the best choices. A choice is better if its tokens have a higher mean log-probability.
+    """Return the choices with the highest mean log-probability of their tokens.
 
     The best choice is first. If there are at most `number` choices, return all of them in their
     original order.
@@ -173,7 +173,7 @@ def _whole_choice(
 
 
 def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
-    """Return the token counts of a choice.
+    """Return the token counts of one choice.
 
     If only the prompt is requested, the generated tokens are dropped and do not count.
     """
@@ -187,7 +187,7 @@ def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
 
 
 def _token_ids(options: CompletionOptions, *, first: Delta, delta: Delta) -> Json:
-    """Return the fields with token ids.
+    """Return the fields that contain token ids.
 
     Args:
         options: decides whether token ids are requested.

@@ -79,7 +79,7 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, a map from token ids (as strings) to log-probabilities.
+"""For each token of the prompt: a map from token ids, written as strings, to log-probabilities.
 
 The map contains the token and the most probable tokens at its position. The first token has None.
 """
@@ -137,7 +137,7 @@ _REPLACED_KEYS = (
     *("index", "cumulative_logprob", "prompt_token_ids", "prompt_logprobs"),
     *("finish_reason", "stop_reason", "usage"),
 )
-"""Keys whose values are not appended to each other. The sum has the last value."""
+"""For these keys, values are not appended: the merged delta has the last value."""
 
 
 def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
@@ -149,7 +149,7 @@ def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 _KINDS = ("reasoning", "content", "tool_calls")
-"""The keys of a delta whose values belong to different items or blocks of an answer."""
+"""The keys of a delta that belong to different kinds of output."""
 
 
 def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
@@ -172,7 +172,7 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 Group = Callable[[Iterable[Delta]], list[Delta]]
-"""A function that merges deltas: `by_choice` or `by_kind`."""
+"""The type of a function that merges deltas, such as `by_choice` or `by_kind`."""
 
 
 def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
@@ -196,7 +196,7 @@ def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
 
 
 async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:
-    """Return one merged delta for each choice, in the order of their index.
+    """Merge all deltas of a stream. Return one delta for each choice, in the order of their index.
 
     Raises: BackendError, also if a choice has no finish reason at the end of the stream.
     """
@@ -221,7 +221,7 @@ def unfinished_error() -> BackendError:
 
 
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
-    """Yield deltas. Merge the deltas that arrive before the reader requests the next one.
+    """Yield deltas. While the reader is busy, merge the deltas that arrive.
 
     A slow reader therefore never delays the backend, and needs memory only for the text that the
     reader has not read. Closing this generator closes `deltas`.
@@ -247,7 +247,7 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generators as they arrive, each with the generator's index.
+    """Yield the deltas of several generators as they arrive, with the number of the generator.
 
     Example: (1, {"text": "a"}) is a delta of the second generator.
 
@@ -255,7 +255,7 @@ async def interleaved(
 
     Raises: BackendError, the first one that a source raises.
     """
-    if len(sources) == 1:  # one generator needs no tasks
+    if len(sources) == 1:  # a single generator needs no tasks
         async with aclosing(sources[0]) as source:
             async for delta in source:
                 yield 0, delta
@@ -289,14 +289,14 @@ async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> Non
         async with aclosing(source):
             async for delta in source:
                 await queue.put((index, delta))
-    except Exception as error:  # the task ends here, and the reader of the queue raises the error
+    except Exception as error:  # the task ends here, and the reader of the queue raises this error
         await queue.put(error)
         raise
     await queue.put(None)
 
 
 class _Inbox:
-    """The deltas of a stream that its reader has not read yet."""
+    """The deltas of a stream that the reader has not received yet."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -316,7 +316,7 @@ class _Inbox:
             self._changed.set()
 
     async def pop_all(self) -> list[Delta]:
-        """Wait for deltas, remove them and return them. An empty list is the end of the stream."""
+        """Wait for deltas, and return all that have arrived. At the end, return an empty list."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""Translates the field names in errors of chat completions into the names of another API.
+"""Translates field names in errors from the names of chat completions to those of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.
@@ -13,7 +13,7 @@ from nereid_client.streaming.deltas import Delta
 
 
 class FieldNames:
-    """The names that the fields of a chat completion have in another API.
+    """The names that another API has for the fields of a chat completion.
 
     Args:
         names: maps a field of a chat completion to the field of the other API.
@@ -37,11 +37,11 @@ class FieldNames:
         return ApiError(400, message, param=param, code=api_error.code)
 
     def _rename_start(self, text: str) -> str:
-        """Replace the field's name at the start of a text, if there is one."""
+        """Replace the field name at the start of a text, if there is one."""
         return self._pattern.sub(lambda match: self._names[match[1]], text)
 
     async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-        """Yield deltas unchanged, and rename the fields in an error of the backend.
+        """Yield the deltas unchanged. If the backend fails, rename the fields in the error.
 
         Raises: ApiError for every BackendError.
         """

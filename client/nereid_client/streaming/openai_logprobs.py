@@ -1,4 +1,4 @@
-"""Convert log-probabilities of deltas to the formats of chat completions and text completions."""
+"""Convert the log-probabilities in deltas to the formats of chat and text completions."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
 
 
 class CompletionLogprobs:
-    """Builds the field `logprobs` of one choice of a text completion. Each delta adds a part.
+    """Builds the field `logprobs` for one choice of a text completion, one delta after the other.
 
     The field `text_offset` has the position of each token in the text of the choice, in
     characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
@@ -63,13 +63,13 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        self._text = echo  # the end of the choice's text, in which the next tokens are located
+        self._text = echo  # the end of the choice's text, where the next tokens are searched
         self._base = 0  # the position of `_text` in the text of the choice
-        self._position = 0  # the position after the last token that was located
+        self._position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part for the tokens of the prompt. It comes before the parts of the deltas.
+        """Return the part for the prompt's tokens. This part comes before the parts for the deltas.
 
         Args:
             token_ids: the token ids of the prompt.
@@ -171,7 +171,8 @@ class CompletionLogprobs:
         offset = self._position - self._base
         expected = self._text[offset : offset + len(piece)]
         if self._position == 0 and expected != piece:
-            # Some tokenizers start the first token with a space that the text does not have.
+            # Some tokenizers put a space before the first token, but the text does not have this
+            # space.
             stripped = piece.lstrip(" ")
             if stripped and self._text.startswith(stripped):
                 self._position = len(stripped)
@@ -188,7 +189,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Join the parts of the field `logprobs` of one choice into one object.
+    """Join the parts that were built for one choice to one field `logprobs`.
 
     Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
     """
@@ -212,7 +213,7 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 
 def _first_token(text: str, others: Sequence[str]) -> str:
-    """Return the text of a prompt's first token, given the texts of the other tokens.
+    """Return the text of the first token of a prompt. The texts of the other tokens are known.
 
     Example: "a cat" and [" cat"] return "a". If the other tokens are not the end of the text, the
     first token is the text before the second one.

@@ -1,4 +1,4 @@
-"""The encoding of server-sent events, and a response that ends when its client disconnects."""
+"""Encode server-sent events, and send them until the client disconnects."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-# The slow encoder, for texts that pydantic's encoder rejects (see `_encode`).
+# This encoder is slow. It is used for texts that pydantic's encoder rejects (see `_encode`).
 _encode_any_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -30,7 +30,7 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    r"""Return a server-sent event with a name. The name is the value `data["type"]`.
+    r"""Return a server-sent event with an event name, which is the value of `data["type"]`.
 
     Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
     """
@@ -38,7 +38,7 @@ def named_event(data: Mapping[str, Any]) -> bytes:
 
 
 def _encode(data: Mapping[str, Any]) -> bytes:
-    r"""Return JSON in ASCII, because some clients take U+2028 and U+0085 for the end of a line.
+    r"""Return JSON in ASCII, because some clients mistake U+2028 and U+0085 for the end of a line.
 
     pydantic's encoder is several times faster than Python's, but rejects half of a surrogate pair,
     such as "\ud800".
@@ -50,7 +50,7 @@ def _encode(data: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """A response that sends events as they arrive, and stops as soon as the client disconnects.
+    """A response that sends events as they arrive. It stops as soon as the client disconnects.
 
     Starlette's StreamingResponse notices a disconnect only at its next write. A request in the
     queue has nothing to write yet, although cancelling it early saves the most work.
@@ -68,7 +68,7 @@ class EventStream(Response):
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # otherwise nginx buffers the events
+        self.headers["x-accel-buffering"] = "no"  # nginx buffers the events without this header
         self._events = events
         self._source = source
 
@@ -85,7 +85,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
-        """Send the headers and all events. Then close the generators `_events` and `_source`."""
+        """Send the headers and all events, then close the generators `_events` and `_source`."""
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             is_last = False
@@ -97,7 +97,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result. Cancel the coroutine if the client disconnects.
+    """Run a coroutine, and return the result. Cancel the coroutine if the client disconnects.
 
     Call this only after the body of the request has been read. Before, `receive` would return parts
     of the body.

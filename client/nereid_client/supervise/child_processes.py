@@ -31,15 +31,15 @@ _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
-# The Triton server logs a message with these words if a stub process has died, or if a stub process
-# gets no CPU time for a second.
+# The Triton server logs a message with these words in two cases: a stub process has died, or a stub
+# process gets no CPU time for a second.
 _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Waiter(Protocol):
-    """A function that waits, and returns True if the caller should stop waiting.
+    """The type of a function that waits, and returns True if the caller should stop waiting.
 
     Example: `threading.Event.wait`.
     """
@@ -110,7 +110,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id. The kernel does not reuse it before `stop` or `kill` has returned."""
+        """The process id. The kernel reuses it only after `stop` or `kill` has returned."""
         return self._process.pid
 
     @property
@@ -129,11 +129,11 @@ class ChildProcess:
         return self.crash is not None or self.exit_code in _CRASH_CODES or is_stub_dead
 
     def describe_end(self) -> str:
-        """Return a description of how the program ended, such as "NAME ended with exit code 1"."""
+        """Describe how the program ended. Example: "NAME ended with exit code 1"."""
         code = self._process.poll()
         if code is None:
             return f"{self.name} is still running"
-        self._reader.join(timeout=1)  # the reason is in the last lines
+        self._reader.join(timeout=1)  # the last lines usually contain the reason
         if code < 0:
             return f"{self.name} was ended by {signal.Signals(-code).name}"
         return f"{self.name} ended with exit code {code}"
@@ -173,14 +173,15 @@ class ChildProcess:
         with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")
-                with contextlib.suppress(ValueError, OSError):  # a closed log, or a full disk
+                # The log is closed, or the disk is full.
+                with contextlib.suppress(ValueError, OSError):
                     log.write(line + "\n")
                 self._record(line)
                 if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Store an output line as an error, a crash, a rejection or a normal line."""
+        """Store an output line. The line can report an error, a crash or a rejected setting."""
         if _ERROR_LINE.match(line):
             self.errors.append(line)
         elif line and not line.startswith(("|", "+-")):
@@ -195,7 +196,7 @@ class ChildProcess:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of each descendant whose own parent ends."""
+    """Make this process the new parent of descendants whose parent process ends."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -227,7 +228,7 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as described by /proc/PID/stat.
+    """The state of a process, from the file /proc/PID/stat.
 
     Attributes:
         pid: the id of the process.
@@ -251,7 +252,7 @@ class Process:
 
 
 def process_of(pid: int) -> Process | None:
-    """Return a process, or None if it does not exist."""
+    """Return the state of a process, or None if the process does not exist."""
     return _process(Path(f"/proc/{pid}"))
 
 
@@ -273,7 +274,7 @@ def children_of(pid: int) -> list[Process]:
 
 
 def descendants_of(pid: int) -> list[Process]:
-    """Return the running descendants of a process, parents first."""
+    """Return the running descendants of a process. Parents come before their children."""
     children: dict[int, list[Process]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process)
@@ -295,7 +296,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def _die_with_parent() -> None:
-    """In the child process: ask the kernel to send SIGTERM when the parent process ends."""
+    """Ask the kernel to send SIGTERM to this child process when the parent process ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -306,7 +307,7 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants(keep: Collection[int] = ()) -> list[int]:
-    """Reap the descendants that have ended. Return the ids of the others, parents first."""
+    """Reap the descendants that have ended. Return the running ones' ids, parents first."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process.pid)
@@ -329,7 +330,7 @@ def _processes() -> Iterator[Process]:
 
 
 def _process(entry: Path) -> Process | None:
-    """Return the state of a process from its folder in /proc, or None if the process has ended."""
+    """Return the state of a process from the folder /proc/PID, or None if the process has ended."""
     try:
         status = (entry / "stat").read_text(errors="replace")
     except OSError:  # the process has ended

@@ -29,7 +29,7 @@ _OTHER_ENGINE = "NEREID_ENGINE"
 
 
 def choose_address(repository: Path, environment: Mapping[str, str]) -> str | None:
-    """Return a new name for the fork server's socket, or None if no fork server is necessary.
+    """Return a new address for the socket of the fork server, or None if no fork server is needed.
 
     Args:
         repository: the model repository.

@@ -1,4 +1,4 @@
-"""HTTP requests of `nereid serve` to the frontend and to the Triton server on this machine."""
+"""HTTP requests that `nereid serve` sends to the frontend and the Triton server on this machine."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to an HTTP request.
+    """The response to an HTTP request.
 
     Attributes:
         status: the HTTP status, or None if there was no answer.
@@ -43,7 +43,7 @@ def fetch(
         body: the body of a POST request. None sends a GET request.
         api_key: the API key, or "" to send none.
     """
-    # The frontend does not count requests with this user agent in its metrics.
+    # Requests with this user agent do not count in the frontend's metrics.
     headers = {"User-Agent": SUPERVISOR_USER_AGENT, "Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

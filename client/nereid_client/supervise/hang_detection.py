@@ -21,7 +21,7 @@ _MAX_CHECK_INTERVAL_S = 30.0
 
 @dataclass(frozen=True)
 class Probe:
-    """A small request to one model.
+    """A small test request to one model.
 
     Attributes:
         model: the name of the model in the model repository.
@@ -54,7 +54,7 @@ PROBES = {
         {"inputs": [_tensor("query", "a"), _tensor("documents", "a")]},
     ),
 }
-"""The small request to each model, by the name of the model."""
+"""Maps the name of each model to its test request."""
 
 
 class HangWatch(threading.Thread):
@@ -101,7 +101,7 @@ class HangWatch(threading.Thread):
         while self.finding is None and not self._stopped.wait(interval_s):
             try:
                 self.finding = self._check()
-            except MemoryError:  # the next check may succeed
+            except MemoryError:  # the next check may succeed, so the error is ignored
                 continue
 
     def _check(self) -> str | None:

@@ -89,7 +89,7 @@ class MemoryWatch:
         self._budget = budget or int(total * _DEFAULT_SHARE)
         # If fewer bytes are available, the largest process is killed.
         self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
-        # The time at which each process above the budget was found, by process id.
+        # Maps a process id to the time at which the process was first found above the budget.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 
@@ -104,7 +104,7 @@ class MemoryWatch:
         self._over_since = {pid: self._over_since.get(pid, now) for pid in over}
         for pid, since in self._over_since.items():
             process = over[pid]
-            if since == now:  # the process was below the budget at the last check
+            if since == now:  # the process was not above the budget at the last check
                 self._complain(
                     f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but "
                     f"the budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
@@ -146,7 +146,7 @@ def read_processes() -> list[ProcessMemory]:
 
 
 def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """Return the memory of the machine, or of the container if its limit is smaller."""
+    """Return the memory of the machine, or of the container if the container's limit is smaller."""
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
     total = 1024 * meminfo["MemTotal"]
     available = 1024 * meminfo["MemAvailable"]
@@ -190,7 +190,7 @@ def _numbers(text: str, pattern: str) -> dict[str, int]:
 
 
 def _describe(pid: int) -> str:
-    """Return a description of a process from its command line.
+    """Describe a process by its command line.
 
     Example: ["python", "-m", "nereid_backend.serving.executor.engine_process"] returns "the process
     engine_process".
@@ -199,7 +199,7 @@ def _describe(pid: int) -> str:
     if "-m" in words[:-1]:
         return f"the process {words[words.index('-m') + 1].rpartition('.')[2]}"
     if len(words) > 1 and words[0].endswith("triton_python_backend_stub"):
-        model_file = Path(words[1])  # MODEL/VERSION/model.py
+        model_file = Path(words[1])  # the path ends with MODEL/VERSION/model.py
         return f"the process of the model {model_file.parent.parent.name}"
     return f"the process {Path(words[0]).name}" if words else f"process {pid}"
 

@@ -40,7 +40,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class PoolingModel:
-    """A pooling model to serve.
+    """A pooling model that `nereid serve` serves.
 
     Attributes:
         kind: its name in the model repository, "embedding" or "rerank".
@@ -54,13 +54,13 @@ class PoolingModel:
 
     @property
     def example(self) -> tuple[str, dict[str, Any]]:
-        """The path and the body of an example request to this model."""
+        """The path and the body of a request that this model can answer."""
         path, body = _EXAMPLES[self.kind]
         return path, {"model": self.name, **body}
 
 
 def add_flags(group: "argparse._ArgumentGroup") -> None:
-    """Add the flags of the pooling models to a group of an argument parser."""
+    """Add the flags for pooling models to a group of an argument parser."""
     for flag, (kind, folder, text) in _FLAGS.items():
         group.add_argument(
             flag,
@@ -106,7 +106,7 @@ def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[Po
 
 
 def _check_checkpoint(path: Path, flag: str) -> None:
-    """Check that a path is a checkpoint. The message of the error names `flag`.
+    """Raise a CliError that names `flag` if a path is not a checkpoint.
 
     Raises: CliError.
     """

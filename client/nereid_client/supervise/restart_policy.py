@@ -1,4 +1,4 @@
-"""The rules by which `nereid serve` restarts a program that ended."""
+"""The rules by which `nereid serve` restarts a program that has ended."""
 
 import time
 from collections.abc import Callable
@@ -51,5 +51,5 @@ class Restarts:
         return float(min(self._policy.backoff_s * 2 ** (self.number - 2), _MAX_WAIT_S))
 
     def describe(self) -> str:
-        """Return the number of this restart, such as "restart 2 of 5"."""
+        """Describe this restart, for example as "restart 2 of 5"."""
         return f"restart {self.number} of {self._policy.max_restarts}"

@@ -9,12 +9,12 @@ from nereid_client.supervise.pooling_models import PoolingModel
 from nereid_client.supervise.restart_policy import RestartPolicy
 
 STANDARD_OUTPUT = Path("-")
-"""A value of `ServePlan.log_path`: the log is written to the standard output."""
+"""A special value of `ServePlan.log_path`: the log is written to the standard output."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run.
+    """A program that `nereid serve` starts.
 
     Attributes:
         name: the name of the program, for messages.
@@ -76,5 +76,5 @@ class ServePlan:
 
     @property
     def log_name(self) -> str:
-        """The name of the log in messages."""
+        """The name of the log for messages."""
         return "on the standard output" if self.log_path == STANDARD_OUTPUT else str(self.log_path)

@@ -1,4 +1,4 @@
-"""The checks of `nereid serve` before it starts anything. Each one raises a CliError."""
+"""The checks that `nereid serve` runs before it starts a program. Each one raises a CliError."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ _JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "genera
 
 
 def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> None:
-    """Check that this Python is a supported one.
+    """Raise a CliError if this version of Python is not supported.
 
     Raises: CliError.
     """
@@ -111,7 +111,7 @@ def check_model_repository(path: Path) -> None:
 
 
 def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings of the frontend.
+    """Check the settings of the frontend, and return them.
 
     Raises: CliError if a setting is wrong.
     """
@@ -183,8 +183,9 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             f"--host: {host} is not an address of this machine ({error.strerror})"
         ) from None
     with socket.socket(family, kind, protocol) as probe:
-        # With SO_REUSEADDR, `bind` succeeds although old connections to the port are still closing.
-        # Servers set this option too, so this check fails only if a server would also fail.
+        # Without SO_REUSEADDR, `bind` would fail while old connections to the port are still
+        # closing. Servers set this option too, so this check fails only if a server would also
+        # fail.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)

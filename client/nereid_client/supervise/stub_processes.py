@@ -1,4 +1,4 @@
-"""Find stub processes (Python models) that have died or that the Triton server has abandoned.
+"""Find stub processes (each runs a Python model) that are dead or that the server has abandoned.
 
 Triton server 2.51 does not notice that a stub process has died: its health routes still report that
 it is ready, requests of that model may wait forever, and the stub is not restarted. The process
@@ -36,7 +36,7 @@ _ABANDONED_AFTER_S = 5.0
 
 
 class StubWatch:
-    """Observes the stub processes of one Triton server.
+    """Observes the stub processes that one Triton server starts.
 
     Args:
         server: the process id of the server, or of the script that becomes the server by exec.
@@ -56,20 +56,23 @@ class StubWatch:
         *,
         can_unload: bool = False,
     ) -> None:
-        """Start to observe without any known stub. See the class for the arguments."""
+        """Create the watch, which knows no stub process yet. See the class for the arguments."""
         self.are_models_loaded = False
         self.has_crashed = False
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
-        self._models: dict[int, str] = {}  # the model of each known stub, by process id
-        self._dead_since: dict[int, float] = {}  # by the process id of a dead stub
+        self._models: dict[int, str] = {}  # the model of each known stub process, by process id
+        # The time at which each dead stub was found, by process id.
+        self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs
-        self._check_due = 0.0  # the time of the next check whether the server waits for a stub
-        self._waiting_since: float | None = None  # None while the server waits for no stub
+        # The time of the next check whether the server waits for a stub process.
+        self._check_due = 0.0
+        # None while the server does not wait for a stub process.
+        self._waiting_since: float | None = None
 
     def dead_model(self) -> str | None:
-        """Return the name of a model whose stub has died, or None if all are alive."""
+        """Return the name of a model whose stub process has died, or None if all are alive."""
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
@@ -79,7 +82,8 @@ class StubWatch:
             is_running = process is not None and process.state != "Z"  # "Z" is a zombie.
             if is_running:
                 continue
-            # The server itself ends a stub when it unloads a model, or when a model cannot load.
+            # The server itself ends a stub process in two cases: it unloads a model, or a model
+            # cannot load.
             may_vanish = self._can_unload or not self.are_models_loaded
             if process is None and may_vanish:
                 del self._models[pid]
@@ -106,7 +110,7 @@ class StubWatch:
         return self._waiting_since is not None and now - self._waiting_since >= _ABANDONED_AFTER_S
 
     def _rescan(self) -> None:
-        """Find the stubs that the server has started."""
+        """Find the stub processes that the server has started."""
         for child in children_of(self._server):
             if child.name == _PROGRAM[:_NAME_LENGTH] and child.pid not in self._models:
                 self._models[child.pid] = _model_of(command_line(child.pid))

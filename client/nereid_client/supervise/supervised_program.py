@@ -43,7 +43,7 @@ class SupervisedProgram:
         self.stubs = StubWatch(self.child.pid, can_unload=can_unload)
 
     def failure(self) -> str | None:
-        """Return why the program must be restarted, or None if no restart is necessary."""
+        """Return the reason why the program must be restarted, or None if it still works."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
         if self.child.crash is not None:

@@ -31,7 +31,7 @@ _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_CHECK_EVERY_S = 0.1
-_LAST_RESPONSES_S = 1.0  # a model that ends itself needs this time to answer waiting requests
+_LAST_RESPONSES_S = 1.0  # seconds in which a model that ends itself can answer waiting requests
 
 
 class Supervisor:
@@ -41,7 +41,7 @@ class Supervisor:
     """
 
     def __init__(self, plan: ServePlan) -> None:
-        """Create a supervisor for the programs in `plan`. `run` starts the programs."""
+        """Create a supervisor for the programs in `plan`. The method `run` starts the programs."""
         self._plan = plan
         self._stop = threading.Event()  # set by the first signal
         self._hurry = threading.Event()  # set by the second signal
@@ -108,7 +108,7 @@ class Supervisor:
         self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:
-        """Start the hang detection for the running server, and stop the previous hang detection."""
+        """Start the hang detection for the running server, and stop the previous one."""
         plan = self._plan
         for watch in self._hang_watches:
             watch.stop()
@@ -122,7 +122,7 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """Print that the server is ready, once all models have answered.
+        """Print that the server is ready, as soon as all models have answered.
 
         Until then, print from time to time what the server is waiting for.
         """
@@ -171,7 +171,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return why a server with running processes does not work, or None if the server works."""
+        """Return why the server does not work although its processes run, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model has reported that it has stopped, and it rejects all further requests.
@@ -196,7 +196,7 @@ class Supervisor:
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
         if self._fork_server is not None:
-            # The fork server continues to run. It kills the processes that it created for the
+            # The fork server continues to run, and kills the processes that it created for the
             # failed server.
             others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
@@ -217,7 +217,7 @@ class Supervisor:
                 self._start_warm_up()
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
-        """Print the reason for the failure of a program that will not be restarted.
+        """Print why a program failed that will not be restarted.
 
         Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
             start, else 1.
@@ -242,7 +242,7 @@ class Supervisor:
         return 1
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
-        """Print the names of the models, the addresses, and commands to try."""
+        """Print the models, the addresses, and example commands."""
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
         for model in self._plan.pooling_models:
@@ -255,7 +255,7 @@ class Supervisor:
         say("Press Ctrl-C to stop.")
 
     def _drain(self) -> None:
-        """Tell the frontend to accept no new requests, and wait until the running ones end."""
+        """Tell the frontend to accept no new requests. Wait until the running requests end."""
         limit_s = self._plan.drain_timeout_s
         frontend = self._frontend.child
         if limit_s <= 0 or frontend.exit_code is not None:

@@ -1,4 +1,4 @@
-"""Count the requests that run, so that a server can finish them before it stops."""
+"""Count the requests that are running, so that a server can finish them before it stops."""
 
 import json
 import re
@@ -6,11 +6,12 @@ import re
 from nereid_client.supervise.frontend_client import FrontendClient, fetch
 
 _GAUGE = re.compile(r"^nereid:num_requests(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_TIMEOUT_S = 5.0  # longer than the frontend waits for the Triton server in /health/ready
+# Seconds; this is longer than the frontend waits for the Triton server in /health/ready.
+_TIMEOUT_S = 5.0
 
 
 def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
-    """Return the number of requests that run.
+    """Return the number of running requests.
 
     Args:
         frontend: the frontend.
@@ -20,7 +21,7 @@ def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
 
 
 def count_running(frontend: FrontendClient, page: str | None) -> int:
-    """Return the number of requests that run.
+    """Return the number of running requests.
 
     The frontend counts all requests that it received. The executors of the language models count
     their own requests, including those that came directly through the Triton server's endpoints.
@@ -50,5 +51,5 @@ def _count_in_frontend(frontend: FrontendClient) -> int:
         return int(
             json.loads(fetch(f"{frontend.url}/health/ready", _TIMEOUT_S).text)["num_requests"]
         )
-    except (ValueError, KeyError, TypeError):  # the frontend did not answer, or is stopping
+    except (ValueError, KeyError, TypeError):  # the frontend did not answer, or it is stopping
         return 0

@@ -1,4 +1,4 @@
-"""Find incomplete weight files of a checkpoint by reading only their headers.
+"""Find incomplete weight files in a checkpoint. Only the headers of the files are read.
 
 This finds an interrupted download in milliseconds, while loading the weights takes seconds or
 minutes. A safetensors file consists of the length of the header (an unsigned 64-bit little-endian
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_LENGTH_BYTES = 8  # the size of the header's length
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_LENGTH_BYTES = 8  # bytes of the number at the start of a file, which is the length of the header
+_MAX_HEADER_BYTES = 100_000_000  # bytes; the safetensors library has the same limit
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -59,7 +59,7 @@ def _first_damage(files: Sequence[Path]) -> str | None:
 
 
 def _damage_of_file(path: Path) -> str | None:
-    """Return a description of the damage to one safetensors file, or None if there is none."""
+    """Describe the damage to one safetensors file. Return None if the file is intact."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def _damage_of_file(path: Path) -> str | None:
 
 
 def _wrong_length_message(path: Path, size: int, length: int, *, is_pointer: bool) -> str:
-    """Return the description of a file of `size` bytes whose header cannot have `length` bytes."""
+    """Describe a file of `size` bytes whose header cannot have `length` bytes."""
     if is_pointer:
         return (
             f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to download the "

@@ -1,4 +1,4 @@
-"""Requests from one worker to another, over Unix sockets."""
+"""Forward requests from one worker to another over Unix sockets."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ from nereid_client.streaming.sse import EventStream
 from nereid_client.workers.place import WorkerPlace, is_from_worker
 
 _READ_BYTES = 64 * 1024
-# These headers describe only the connection to the client, so they are not forwarded.
+# Headers with these names describe only the connection to the client, so they are not forwarded.
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"transfer-encoding", b"keep-alive"}
 
 
 class RunsElsewhereError(Exception):
-    """A request refers to a response that another worker generates.
+    """Raised if a request refers to a response that another worker generates.
 
     The request must be forwarded to this worker.
 
@@ -84,7 +84,7 @@ def place_of(request: Request) -> WorkerPlace:
 
 
 class _ResponseReader:
-    """Reads the response of another worker from a connection.
+    """Reads from a connection the response that another worker sends.
 
     Attributes:
         headers: the headers that have arrived. The names are in lower case.
@@ -147,7 +147,7 @@ class _ResponseReader:
 async def _send(
     place: WorkerPlace, worker: int, request: Request, body: bytes
 ) -> tuple[int, dict[str, str], AsyncGenerator[bytes]]:
-    """Send a copy of a request, with the body `body`, to another worker.
+    """Connect to another worker, and send it a copy of a request with the body `body`.
 
     Returns: the status, the headers and the body of the response.
 

@@ -1,4 +1,4 @@
-"""The place of a worker among all workers: its number, and the files that all workers share."""
+"""The number of this worker, and the files that all workers share."""
 
 import json
 import os
@@ -13,7 +13,7 @@ _VARIABLE = "NEREID_FRONTEND_WORKER"
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The number of a frontend process, and the folder that all frontend processes share.
+    """The number of a worker, and the folder that all workers share.
 
     Attributes:
         number: the number of this worker, from 0.
@@ -35,7 +35,7 @@ class WorkerPlace:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables with which the worker's process is started."""
+        """The environment variables for starting the worker's process."""
         return {
             _VARIABLE: json.dumps(asdict(self)),
             # prometheus_client reads this variable when it is imported.
@@ -44,7 +44,7 @@ class WorkerPlace:
 
     @property
     def requests_path(self) -> str:
-        """The path of the database with the running requests and the used limits of clients."""
+        """The path of the database that stores running requests and the used limits of clients."""
         return str(Path(self.folder, "requests.db"))
 
     @property
@@ -58,12 +58,12 @@ class WorkerPlace:
         return [number for number in range(self.count) if number != self.number]
 
     def socket_path(self, number: int) -> str:
-        """Return the path of the Unix socket on which worker `number` gets forwarded requests."""
+        """Return the path of the Unix socket on which worker `number` receives requests."""
         return str(Path(self.folder, f"worker-{number}.sock"))
 
 
 def is_from_worker(scope: Scope) -> bool:
-    """Return whether another worker, and not a client, sent a request.
+    """Return whether a request was sent by another worker, not by a client.
 
     A request from another worker arrives on a Unix socket. The address of a Unix socket is an
     absolute path, and has no port.

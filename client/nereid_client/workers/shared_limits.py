@@ -1,4 +1,4 @@
-"""Stores the running requests and the used limits of clients in a database of all workers.
+"""Stores running requests and the used limits of clients in a database that all workers share.
 
 A worker checks the limits and counts the new request in one transaction. The limits are therefore
 as exact with several workers as with one worker.
@@ -33,7 +33,7 @@ def forget_worker(path: str, worker: int) -> None:
 
 
 class RequestsOfWorkers(SharedBudget):
-    """Counts the requests that run in all workers, in total and by client.
+    """Counts the requests that are running in all workers, in total and for each client.
 
     Args:
         limit: the largest number of requests that run in all workers together.
@@ -48,16 +48,16 @@ class RequestsOfWorkers(SharedBudget):
 
     @property
     def used(self) -> int:
-        """The number of requests that run in all workers."""
+        """The number of requests that are running in all workers."""
         return int(self._database.row("SELECT TOTAL(amount) FROM running")[0])
 
     def used_by(self, client: str) -> int:
-        """Return the number of a client's requests that run in all workers."""
+        """Return how many requests of a client are running in all workers."""
         query = "SELECT TOTAL(amount) FROM running WHERE client = ?"
         return int(self._database.row(query, (client,))[0])
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Prevent other workers from changing the counts inside the `with` block."""
+        """Run the `with` block while no other worker changes the counts."""
         return self._database.transaction()
 
     def add(self, client: str, amount: int) -> None:
@@ -76,7 +76,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """The amounts that clients have used of their limits, in all workers together.
+    """Stores how much of each limit the clients have used in all workers together.
 
     Args:
         database: the database that all workers share.

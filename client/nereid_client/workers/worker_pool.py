@@ -29,7 +29,7 @@ _CHECK_EVERY_S = 0.05
 # `nereid serve` kills the pool.
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
-_FOLDER_PREFIX = "nereid-frontend-"  # the id of the pool's process follows
+_FOLDER_PREFIX = "nereid-frontend-"  # the process id of the pool is appended
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -145,7 +145,7 @@ class WorkerPool:
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker if it has ended. Do nothing if the workers accept no new requests.
+        """Restart a worker if it has ended. While the workers accept no new requests, do nothing.
 
         Returns: the exit code of the frontend if the worker may not be restarted, else None.
         """
@@ -160,8 +160,8 @@ class WorkerPool:
         code = worker.process.poll()
         if code is None:
             return None
-        # A worker creates its socket when it is ready. A worker without a socket could not start,
-        # and would fail again.
+        # A worker creates its socket when it is ready. If the socket does not exist, the worker
+        # could not start, and a new worker would also fail.
         socket_path = Path(worker.place.socket_path(worker.place.number))
         has_started = socket_path.exists()
         socket_path.unlink(missing_ok=True)
@@ -208,7 +208,7 @@ class WorkerPool:
 
 
 def _delete_abandoned_folders() -> None:
-    """Delete the folders of pools that were killed, because they can contain stored responses."""
+    """Delete the folders of killed pools, because these folders can contain stored responses."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -229,7 +229,7 @@ def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
 
 
 def _prepare_worker() -> None:
-    """Prepare the new process of a worker, before the program of the worker starts.
+    """Prepare the new process of a worker before the worker's program starts.
 
     The kernel will send SIGTERM to this process when its parent process ends. SIGUSR1 is blocked
     until the worker can handle the signal, because the signal would end a starting worker.

@@ -20,9 +20,9 @@ Json = dict[str, Any]
 
 _OVERHEAD_BYTES = 64  # bytes of a Python object without its content, approximately
 
-# The column `number` numbers the ended responses in the order in which they ended. While a response runs,
-# the column `worker` contains the number of the process that generates the response. Afterwards,
-# the column is NULL. The triggers update the table `totals`, because counting all rows
+# The column `number` numbers the ended responses in the order in which they ended. While a
+# response runs, the column `worker` contains the number of the process that generates the response.
+# Afterwards, the column is NULL. The triggers update the table `totals`, because counting all rows
 # would take long.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (

@@ -35,8 +35,7 @@ class ClientBackend:
         client = current_client.get()
         # Without a key file, a client has neither a name nor a share. The engine then treats all
         # requests alike.
-        has_share = client.share != ""
-        if has_share:
+        if client.share:
             generation = replace(
                 generation,
                 client_id=client.share,

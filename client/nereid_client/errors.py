@@ -273,16 +273,20 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     Args:
         details: the errors of one field: one error for each type that the field accepts.
     """
-    path = _path(details[0])
-    if isinstance(details[0]["input"], list):
-        # If the value is a list, a member of the list can be wrong. The error message then
-        # describes only this member.
-        of_member = [detail for detail in details if _path(detail).startswith(f"{path}[")]
-        details = of_member[:1] or details
-        path = _path(details[0])
-    requirements = [_requirement(detail) for detail in details if _path(detail) == path]
+    field, value = _path(details[0]), details[0]["input"]
+    if isinstance(value, list):
+        # A member of the list can be wrong. The message then describes only the first such member.
+        for detail in details:
+            member = _path(detail)
+            if member.startswith(f"{field}["):
+                requirement = _requirement(detail)
+                return (
+                    f"{member} must be {requirement}, but the request has {shown(detail['input'])}"
+                )
+    requirements = [_requirement(detail) for detail in details if _path(detail) == field]
+    # Several types can have the same requirement, which the message contains only once.
     requirement = " or ".join(dict.fromkeys(requirements))
-    return f"{path} must be {requirement}, but the request has {shown(details[0]['input'])}"
+    return f"{field} must be {requirement}, but the request has {shown(value)}"
 
 
 def shown(value: object, limit: int = 80) -> str:

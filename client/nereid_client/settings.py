@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 @contextmanager
 def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
-    """Convert a ValidationError from the `with` block to a SettingsError with one sentence.
+    """Convert a ValidationError from the `with` block to a SettingsError about its first error.
 
     Example of a message: "--port: the value must be less than or equal to 65535, but it is
     '70000'."

@@ -117,20 +117,21 @@ class MessageBuilder:
         The calls of a message are numbered from 0, so the last call has the number
         `_num_calls - 1`.
         """
-        events = []
+        call_number = piece["index"]
+        is_last_call = call_number == self._num_calls - 1
         is_call_open = self._block is not None and self._block.kind == "tool_use"
-        continues_call = is_call_open and piece["index"] == self._num_calls - 1
-        if not continues_call:
-            if piece["index"] < self._num_calls:
-                raise BackendError(
-                    "INTERNAL",
-                    f"The Triton server sent arguments of tool call {piece['index']} after this "
-                    "call had ended",
-                )
-            self._num_calls = piece["index"] + 1
-            call = {"id": piece.get("id", ""), "name": piece.get("name", ""), "input": {}}
-            events += self._start(_Block({"type": "tool_use", **call}))
-        return events + self._append(piece.get("arguments", ""))
+        if is_last_call and is_call_open:
+            return self._append(piece.get("arguments", ""))
+        if call_number < self._num_calls:
+            raise BackendError(
+                "INTERNAL",
+                f"The Triton server sent arguments of tool call {call_number} after this call had "
+                "ended",
+            )
+        self._num_calls = call_number + 1
+        call = {"id": piece.get("id", ""), "name": piece.get("name", ""), "input": {}}
+        start_events = self._start(_Block({"type": "tool_use", **call}))
+        return start_events + self._append(piece.get("arguments", ""))
 
     def _start(self, block: "_Block") -> list[Json]:
         """Finish the current block, and start `block`. Return the events for both steps."""

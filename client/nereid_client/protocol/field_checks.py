@@ -8,6 +8,9 @@ from nereid_client.errors import FieldError, shown
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
 
+_SCHEMA_FIELDS = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
+"""Maps the type of a response format to the fields in which other servers expect the schema."""
+
 
 def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
     """Check that a response format has a known type, and that a json_schema contains a schema.
@@ -48,13 +51,14 @@ def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str,
 
     Raises: FieldError if the value of such a field is not a schema.
     """
-    schema_fields = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
-    names = schema_fields.get(str(value.get("type")), ())
-    name = next((name for name in names if value.get(name) is not None), None)
-    if name is None or value.get("json_schema") is not None:
+    has_openai_schema = value.get("json_schema") is not None
+    possible_fields = _SCHEMA_FIELDS.get(str(value.get("type")), ())
+    present_fields = [name for name in possible_fields if value.get(name) is not None]
+    if has_openai_schema or not present_fields:
         return dict(value)
-    schema = value[name]
-    _check_schema(schema, field, f"{field}.{name}")
+    schema_field = present_fields[0]
+    schema = value[schema_field]
+    _check_schema(schema, field, f"{field}.{schema_field}")
     wrapped: dict[str, Any] = {"name": str(value.get("name") or "answer"), "schema": schema}
     if value.get("strict") is not None:
         wrapped["strict"] = value["strict"]

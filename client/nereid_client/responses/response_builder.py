@@ -47,10 +47,10 @@ class ResponseBuilder:
         self._request_fields = request_fields
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
-        self._finished_items: list[Json] = []
+        self._finished_items: list[Json] = []  # each item as JSON
         self._current_item: TextItem | CallItem | None = None
-        self._num_calls = 0
-        self._logprobs = LogprobMatcher()
+        self._num_calls = 0  # the number of function calls that have started
+        self._logprobs = LogprobMatcher()  # for the text of the current item
         # If the request asks for a summary, the reasoning is sent as the summary.
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
         self._reasoning_kind = SUMMARY if has_summary else REASONING
@@ -58,7 +58,7 @@ class ResponseBuilder:
         self._error: Json | None = None
         self._incomplete: Json | None = None  # the reason if the response is incomplete
         self._completed_at: int | None = None  # the Unix time in seconds
-        self._sequence_number = 0  # of the next event
+        self._sequence_number = 0  # the number of the next event
 
     @property
     def id(self) -> str:

@@ -1,11 +1,14 @@
 """POST /pooling."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request, Response
 
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
     Floats,
     encode_list,
+    encode_object,
     envelope,
     json_response,
     rows_of,
@@ -25,13 +28,10 @@ from nereid_client.request_context import request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
-_TASKS = {
-    "embed": (EMBEDDING, "dense"),
-    "token_embed": (EMBEDDING, "multi_vector"),
-    "classify": (RERANK, "classify"),
-    "token_classify": (RERANK, "token_classify"),
-}
-"""Maps the field `task` to a kind of model and a kind of output."""
+_EMBEDDING_TASKS = {"embed": "dense", "token_embed": "multi_vector"}
+"""Maps each task of an embedding model to the kind of output."""
+_CLASSIFIER_TASKS = {"classify": "classify", "token_classify": "token_classify"}
+"""Maps each task of a classifier to the kind of output."""
 
 
 @router.post("/pooling", summary="Compute vectors or labels (vLLM's format)")
@@ -43,9 +43,9 @@ async def pooling(request: Request) -> Response:
     each token does. The default depends on the model.
     """
     body = await read_request(request, VectorsRequest)
-    models = (EMBEDDING, RERANK) if body.task is None else (_TASKS[body.task][0],)
-    served = await choose_model(request, body.model, models)
-    kind = _TASKS[body.task][1] if body.task else _default_kind(served)
+    served = await choose_model(request, body.model, _kinds_of_model(body.task))
+    tasks = _EMBEDDING_TASKS | _CLASSIFIER_TASKS
+    kind = _default_kind(served) if body.task is None else tasks[body.task]
     require_kind(served, kind)
     if served.kind == RERANK:
         outputs = await _classify(request, served, body)
@@ -53,14 +53,22 @@ async def pooling(request: Request) -> Response:
     else:
         outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
         rows = rows_of(outputs)
-    write = WRITERS[body.vector_type]
+    # The numbers of a vector are converted to JSON text only once, because this takes long.
+    to_json_text = WRITERS[body.vector_type]
     items = (
-        f'{{"index":{index},"object":"pooling","data":{write(row)}}}'
+        encode_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
         for index, row in enumerate(rows)
     )
     members = envelope("pool", request_id_of(request), served.name)
     members["usage"] = usage_of(outputs)
     return json_response(members, "data", await encode_list(items))
+
+
+def _kinds_of_model(task: str | None) -> Sequence[str]:
+    """Return the kinds of model that can perform a task. None means any task."""
+    if task is None:
+        return (EMBEDDING, RERANK)
+    return (EMBEDDING,) if task in _EMBEDDING_TASKS else (RERANK,)
 
 
 def _default_kind(served: ServedModel) -> str:

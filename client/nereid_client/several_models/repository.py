@@ -4,16 +4,13 @@ Each model is a copy of a model in Nereid's model repository. The copy has anoth
 settings.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from nereid_client.several_models.models_file import ModelSpec
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-_NAME = re.compile(r'^name: "\w+"', re.MULTILINE)
-_STEP_NAME = re.compile(r'model_name: "(\w+)"')
-_PARAMETER = re.compile(r"^parameters .*\n?", re.MULTILINE)
+from nereid_client.several_models.models_file import ModelSpec
 
 
 def write_repository(
@@ -53,13 +50,14 @@ def _copy(
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())
-    text = (source / "config.pbtxt").read_text(encoding="utf-8")
-    text = _NAME.sub(f'name: "{folder.name}"', text, count=1)
-    text = _STEP_NAME.sub(lambda match: f'model_name: "{steps[match[1]]}"', text)
+    config = ModelConfig()
+    text_format.Parse((source / "config.pbtxt").read_text(encoding="utf-8"), config)
+    config.name = folder.name
+    for step in config.ensemble_scheduling.step:
+        step.model_name = steps[step.model_name]
     if settings:
-        text = _PARAMETER.sub("", text)
+        config.parameters.clear()
     for name, value in settings.items():
-        # A JSON string is also a valid string in the protobuf text format.
-        quoted = json.dumps(value, ensure_ascii=False)
-        text += f'parameters {{ key: "{name}" value {{ string_value: {quoted} }} }}\n'
+        config.parameters[name].string_value = value
+    text = text_format.MessageToString(config, as_utf8=True)
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")

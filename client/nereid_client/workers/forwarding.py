@@ -110,12 +110,15 @@ class _ResponseReader:
     async def body(self) -> AsyncGenerator[bytes]:
         """Yield the body of the response as it arrives. Close the connection at the end."""
         try:
+            # Parts of the body can arrive together with the headers, before the first iteration. In
+            # contrast, a read can also contain no part, for example only the end of the response.
             while self._parts or not self._is_complete:
-                if not self._parts:
+                if self._parts:
+                    received = b"".join(self._parts)
+                    self._parts.clear()
+                    yield received
+                else:
                     await self._read()
-                parts, self._parts = self._parts, []
-                if parts:
-                    yield b"".join(parts)
         except EOFError:
             return  # the other worker ended, and the client receives an incomplete body
         finally:

@@ -421,6 +421,7 @@ void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const
   } else {
     grouped_linear<8>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
   }
+  nereid_adapt(is_bfloat16, weights->values, x, out, num_rows, weights->dim, weights->num_outputs, num_threads);
 #else
   (void)is_bfloat16, (void)weights, (void)bias, (void)x, (void)out, (void)num_rows, (void)num_threads;
 #endif

@@ -69,21 +69,6 @@ constexpr int panels_for() {
 }
 #endif
 
-// Rounds the numbers of a vector to bfloat16.
-inline Halves to_halves(Floats numbers) {
-  const Words words = reinterpret_cast<Words>(numbers);
-  const Words rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
-  // NaN must stay NaN, but rounding could make it infinite.
-  const Words result = (words & 0x7fffffffu) > 0x7f800000u ? (Words{} + 0x7fc0u) : rounded;
-  return __builtin_convertvector(result, Halves);
-}
-
-// Stores the first `count` numbers of a vector: none if `count` is negative, at most kLanes.
-template <typename Vector, typename Number>
-inline void store_first(Vector numbers, Number* to, int64_t count) {
-  std::memcpy(to, &numbers, sizeof(Number) * std::clamp<int64_t>(count, 0, kLanes));
-}
-
 // The arithmetic of the tiles below for one data type. A Word contains the weights of one output for kInputs inputs.
 // They are multiplied in kSteps steps. An Input contains the numbers of a row for one step. `add` adds the products of a
 // vector of weights and one Input to the sums.
@@ -96,7 +81,6 @@ struct Float32 {
   static Weights load_weights(const Word* at, int) { return load(at); }
   static Floats add(Floats sums, Weights weights, Input input) { return sums + weights * input; }
   static Input input(const Number* at, int) { return *at; }
-  static void store(Floats sums, Number* to, int64_t count) { store_first(sums, to, count); }
 };
 
 #ifdef NEREID_PAIRS
@@ -116,9 +100,6 @@ struct Pairs {
     std::memcpy(&pair, at, sizeof pair);
     return pair;
   }
-  static void store(Floats sums, Number* to, int64_t count) {
-    store_first(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(sums)), to, count);
-  }
 };
 using Bfloat16s = Pairs;
 #else
@@ -136,7 +117,6 @@ struct Bfloat16s {
   }
   static Floats add(Floats sums, Weights weights, Input input) { return sums + weights * input; }
   static Input input(const Number* at, int step) { return to_float(at[step]); }
-  static void store(Floats sums, Number* to, int64_t count) { store_first(to_halves(sums), to, count); }
 };
 #endif
 
@@ -190,7 +170,7 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       const int64_t place = panel * kPanel + v * kLanes;
-      T::store(sums[r][v], out + r * call.num_outputs + place, call.num_outputs - place);
+      store_some(sums[r][v], out + r * call.num_outputs + place, call.num_outputs - place);
     }
 }
 
@@ -302,6 +282,7 @@ void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const 
   } else {
     linear<Float32>(weight, bias, x, out, num_rows, dim, num_outputs, num_threads);
   }
+  nereid_adapt(is_bfloat16, weight, x, out, num_rows, dim, num_outputs, num_threads);
 #else
   (void)is_bfloat16, (void)weight, (void)bias, (void)x, (void)out;
   (void)num_rows, (void)dim, (void)num_outputs, (void)num_threads;

@@ -5,6 +5,9 @@ An adapter has two small matrices for a linear layer with the weight W:
 
     output = W x + up (down x)        down is [rank, in_features], up is [out_features, rank]
 
+On a CPU, a kernel adds the products of the adapters (native_adapters.py). On other devices, a
+forward hook of each layer adds them with torch, as follows.
+
 One step computes requests with different adapters. The matrices of all adapters of the step are
 joined along their ranks, so that a layer needs two products for any number of adapters. Between the
 two products, a mask sets the numbers to zero that belong to the adapters of other requests:
@@ -17,15 +20,15 @@ two products, a mask sets the numbers to zero that belong to the adapters of oth
 Merged layers have the same input (merged_linear.py), so their first matrices are also joined. The
 first layer of a group then computes the masked numbers for all layers of the group.
 
-The products are added by a forward hook of each linear layer. The layer itself stays unchanged, so
-an adapter works with every class of linear layer: packed, merged and quantised layers.
+The layer itself stays unchanged, so an adapter works with every class of linear layer: packed,
+merged and quantised layers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, cast
+from functools import cached_property, partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,28 +39,20 @@ from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload
 from nereid_backend.linear import native_linear
+from nereid_backend.linear.native_adapters import (
+    AdapterWeights,
+    LayerPair,
+    NativeAdapters,
+    adapter_bytes,
+)
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
 
+# The number of copies of the matrices for a layer that does not belong to `NativeAdapters`.
+_COPIES = 2
 # A step can reuse the joined matrices of an earlier step that had more adapters. These matrices are
 # reused if their total rank is at most this number times the rank that the step needs.
 _MAX_UNUSED = 2
-
-
-class LayerPair(NamedTuple):
-    """The matrices of one adapter for one linear layer, in the model's dtype and on its device.
-
-    Attributes:
-        down: [rank, in_features].
-        up: [out_features, rank], multiplied by the adapter's scale.
-    """
-
-    down: Tensor
-    up: Tensor
-
-
-AdapterWeights = Mapping[str, LayerPair]
-"""The matrices of an adapter by the name of the linear layer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,39 +130,70 @@ class LoraLayers:
         """Create an instance for a model. The instance contains no adapters yet."""
         self._model = model
         self._device = next(model.parameters()).device
+        # The matrices for layers that do not belong to `_native`.
         self._weights: dict[Adapter, AdapterWeights] = {}
-        # The rank of each adapter, summed over all layers.
+        # The rank of each adapter, summed over the layers of `_weights`.
         self._total_ranks: dict[Adapter, int] = {}
         self._hooks: dict[str, RemovableHandle] = {}
+        # The layers that need hooks, for each adapter.
+        self._hooked: dict[Adapter, list[str]] = {}
         # The adapters whose matrices are joined, and the joined matrices by layer.
         self._adapters: tuple[Adapter, ...] = ()
         self._joined: dict[str, _Joined] = {}
         # The adapter of each row of the running step, as an index in `_adapters`; -1 for rows
-        # without an adapter. None outside of a step with adapters.
+        # without an adapter. None outside of a step that needs hooks.
         self._owners: Tensor | None = None
         # The adapter of each chunk of the running step, in the same form.
         self._chunk_owners = np.zeros(1, dtype=np.int64)
         # The masks of the running step; see `_mask`. The keys are the arguments of `_mask`.
         self._masks: dict[tuple[tuple[tuple[int, ...], ...], int], Tensor] = {}
 
+    @cached_property
+    def _native(self) -> NativeAdapters:
+        """The matrices for layers on a CPU.
+
+        The object is created for the first adapter, because the layers of the model are packed
+        after this instance is created.
+        """
+        return NativeAdapters(self._model)
+
     def __contains__(self, adapter: Adapter) -> bool:
         """Return whether the matrices of an adapter are in memory."""
         return adapter in self._weights
 
+    def num_bytes(self, weights: AdapterWeights) -> int:
+        """Return the memory that the matrices of an adapter need in a step, in bytes.
+
+        On a GPU, a layer needs its matrices twice, because a step also needs a copy that is joined
+        with the matrices of other adapters.
+        """
+        return sum(
+            adapter_bytes(pair)
+            if name in self._native
+            else _COPIES * (pair.down.nbytes + pair.up.nbytes)
+            for name, pair in weights.items()
+        )
+
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Store the matrices of an adapter. The keys of `weights` are names of linear layers."""
-        self._weights[adapter] = weights
-        self._total_ranks[adapter] = sum(len(pair.down) for pair in weights.values())
-        for name in weights:
+        native = {name: pair for name, pair in weights.items() if name in self._native}
+        self._native.add(adapter, native)
+        joined = {name: pair for name, pair in weights.items() if name not in native}
+        self._weights[adapter] = joined
+        self._total_ranks[adapter] = sum(len(pair.down) for pair in joined.values())
+        self._hooked[adapter] = [*joined, *filter(self._native.needs_hook, native)]
+        for name in self._hooked[adapter]:
             if name not in self._hooks:
+                add = self._add_product if name in joined else self._native.adapt
                 layer = self._model.get_submodule(name)
-                self._hooks[name] = layer.register_forward_hook(partial(self._add_product, name))
+                self._hooks[name] = layer.register_forward_hook(partial(add, name))
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter, and remove hooks that no other adapter needs."""
-        del self._weights[adapter], self._total_ranks[adapter]
+        self._native.remove(adapter)
+        del self._weights[adapter], self._total_ranks[adapter], self._hooked[adapter]
         self._join(())
-        needed = {name for weights in self._weights.values() for name in weights}
+        needed = {name for names in self._hooked.values() for name in names}
         for name in self._hooks.keys() - needed:
             self._hooks.pop(name).remove()
 
@@ -179,21 +205,26 @@ class LoraLayers:
             chunks: the chunks of one forward pass, in the order of its rows.
 
         Yields:
-            Whether a chunk has an adapter. If not, the layers compute the unchanged model.
+            Whether layers need their hooks. If not, the model can be computed without calling its
+            modules, because the CPU kernels add the products of the adapters.
         """
         parts = [(chunk.sequence.adapter, chunk.num_tokens) for chunk in chunks]
         adapters = tuple(dict.fromkeys(adapter for adapter, _ in parts if adapter is not None))
         if not adapters:
             yield False
             return
-        self._use(adapters)
-        indices = {adapter: index for index, adapter in enumerate(self._adapters)}
-        owners = [-1 if adapter is None else indices[adapter] for adapter, _ in parts]
-        counts = np.array([num_tokens for _, num_tokens in parts])
-        self._chunk_owners = np.array(owners)
-        self._owners = upload(self._chunk_owners.repeat(counts), self._device)
+        owners = [adapter for adapter, _ in parts]
+        counts = [num_tokens for _, num_tokens in parts]
+        if any(map(self._weights.__getitem__, adapters)):
+            self._use(adapters)
+            indices = {adapter: index for index, adapter in enumerate(self._adapters)}
+            self._chunk_owners = np.array(
+                [-1 if adapter is None else indices[adapter] for adapter in owners]
+            )
+            self._owners = upload(self._chunk_owners.repeat(counts), self._device)
         try:
-            yield True
+            with self._native.serving(owners, counts):
+                yield any(map(self._hooked.__getitem__, adapters))
         finally:
             self._end_step()
 
@@ -208,7 +239,9 @@ class LoraLayers:
         # All rows use the adapter with the index 0. One element is broadcast to all rows.
         self._owners = torch.zeros(1, dtype=torch.int64, device=self._device)
         try:
-            yield
+            # A single chunk has all rows.
+            with self._native.serving([adapter], [1]):
+                yield
         finally:
             self._end_step()
 

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.errors import CapacityError, ModelError, RequestError
-from nereid_backend.linear.lora_layers import AdapterWeights, LoraLayers
-from nereid_backend.lora.peft_files import LayerSizes, num_bytes, read_adapter
-
-# The memory of an adapter is counted twice, because a step also needs a copy of the matrices. The
-# copy is joined with the copies for the other adapters of the step.
-_COPIES = 2
+from nereid_backend.linear.lora_layers import LoraLayers
+from nereid_backend.linear.native_adapters import AdapterWeights
+from nereid_backend.lora.peft_files import LayerSizes, read_adapter
 
 
 class AdapterStore:
@@ -124,7 +121,7 @@ class AdapterStore:
             ModelError: if the adapter is larger than the limit.
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
-        size = _COPIES * num_bytes(weights)
+        size = self._layers.num_bytes(weights)
         if size > self._max_bytes:
             raise ModelError(
                 f"the adapter {adapter.name} needs {size} bytes, but all adapters together may "

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.errors import ModelError
-from nereid_backend.linear.lora_layers import AdapterWeights, LayerPair
+from nereid_backend.linear.native_adapters import AdapterWeights, LayerPair
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -43,6 +43,8 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
+# The numbers in a file may have twice the size of the numbers in memory.
+_FILE_RATIO = 2
 # PEFT can compute the first values of an adapter with one of these methods. PEFT then also changes
 # the weights of the model, so the adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -69,7 +71,7 @@ def read_adapter(
         name: the name with which requests select the adapter.
         folder: the adapter's folder.
         layers: the linear layers of the model that an adapter can change.
-        max_bytes: the largest size of the adapter's files.
+        max_bytes: the largest size of the adapter in memory.
         like: a tensor with the dtype and the device of the model.
 
     Raises:
@@ -78,7 +80,7 @@ def read_adapter(
     root = Path(folder).absolute()
     config_file, weights_file = root / _CONFIG_FILE, root / _WEIGHTS_FILE
     config_bytes = _read(config_file, max_bytes)
-    weights_bytes = _read(weights_file, max_bytes)
+    weights_bytes = _read(weights_file, max_bytes, _FILE_RATIO)
     config = _read_config(config_file, config_bytes)
     try:
         tensors = safetensors.torch.load(weights_bytes)
@@ -86,11 +88,6 @@ def read_adapter(
         raise ModelError(f"{weights_file}: the file is broken ({error}).") from error
     weights = _read_weights(weights_file, config, tensors, layers, like)
     return Adapter(name, str(root), _digest(config_bytes, weights_bytes)), weights
-
-
-def num_bytes(weights: AdapterWeights) -> int:
-    """Return the size of an adapter's matrices in bytes."""
-    return sum(matrix.nbytes for pair in weights.values() for matrix in pair)
 
 
 def _digest(*contents: bytes) -> bytes:
@@ -105,11 +102,15 @@ def _digest(*contents: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(file: Path, max_bytes: int) -> bytes:
-    """Return the content of a file. Raise a ModelError if the file is missing or too large."""
+def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        ModelError: if the file cannot be read, or has more than `ratio` times `max_bytes` bytes.
+    """
     try:
         size = file.stat().st_size
-        if size > max_bytes:
+        if size > ratio * max_bytes:
             raise ModelError(
                 f"{file}: the file has {size} bytes, but all adapters together may have "
                 f"{max_bytes} bytes (lora_memory). Raise lora_memory."

@@ -113,18 +113,18 @@ class PackedPath:
         """
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
-        with self._adapters.serving(plan.chunks) as has_adapters:
+        with self._adapters.serving(plan.chunks) as needs_hooks:
             if self.images is not None and has_images(plan):
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
-            if has_adapters:
-                # Captured graphs and the compiled forward pass compute the model without adapters.
+            if needs_hooks:
+                # Captured graphs and the compiled forward pass do not call the hooks of layers.
                 return self._run_model(batch, self._attention(batch))
-        for graphs in (self.graphs, self.pieces):
-            logits = None if graphs is None else graphs.forward(batch)
-            if logits is not None:
-                return logits
-        return self.run(batch)
+            for graphs in (self.graphs, self.pieces):
+                logits = None if graphs is None else graphs.forward(batch)
+                if logits is not None:
+                    return logits
+            return self.run(batch)
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs and return its logits, [num_logits, vocab_size].

@@ -38,10 +38,12 @@ def folders(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def size(folders):
+def size(folders, checkpoint):
     """The memory that one adapter needs in an engine."""
-    tensors = load_file(f"{folders['a']}/adapter_model.safetensors")
-    return 2 * sum(tensor.nbytes for tensor in tensors.values())
+    engine = open_engine(checkpoint("llama"), lora_adapters={"a": folders["a"]})
+    [resident] = engine._parts.adapters._resident.values()
+    engine.close()
+    return resident
 
 
 @pytest.fixture

@@ -102,9 +102,24 @@ def test_native_kernels_and_speculation_give_the_same_tokens(tmp_path):
     engine.close()
 
 
-def test_steps_with_adapters_do_not_use_the_compiled_forward_pass(tmp_path):
+def test_the_compiled_forward_pass_computes_steps_with_adapters(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["qwen3"].make()))
+    engine = open_engine(
+        tmp_path / "0", lora_adapters=adapters(tmp_path), block_size=16, compile_forward=True
+    )
+    compiled = engine._parts.runner._path._compiled
+    assert compiled is not None
+    num_calls = []
+    run = compiled._run
+    compiled._run = lambda *inputs: num_calls.append(1) or run(*inputs)
+    assert answer_mixed(engine) == expected
+    assert len(num_calls) >= MAX_TOKENS
+    engine.close()
+
+
+def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(tmp_path):
     expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
-    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path), prepack=False)
     num_compiled = []
     path = engine._parts.runner._path
 
@@ -113,10 +128,23 @@ def test_steps_with_adapters_do_not_use_the_compiled_forward_pass(tmp_path):
         return path._run_model(batch, attention)
 
     path.use(compiled)
-    engine.generate([PROMPTS[0]], dataclasses.replace(PARAMS, lora_name="wide"))
+    wide = dataclasses.replace(PARAMS, lora_name="wide")
+    assert engine.generate([PROMPTS[0]], wide)[0].outputs[0].token_ids == expected[1][0]
     assert not num_compiled
     assert engine.generate([PROMPTS[0]], PARAMS)[0].outputs[0].token_ids == expected[0][0]
     assert len(num_compiled) == MAX_TOKENS
+    engine.close()
+
+
+def test_layers_without_kernels_give_the_same_tokens(tmp_path):
+    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    engine = open_engine(
+        tmp_path / "0",
+        lora_adapters=adapters(tmp_path),
+        max_num_batched_tokens=12,
+        prepack=False,
+    )
+    assert answer_mixed(engine) == expected
     engine.close()
 
 

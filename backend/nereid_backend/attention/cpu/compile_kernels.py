@@ -19,6 +19,7 @@ SOURCES = (
     Path(__file__).with_name("cpu_shim.cpp"),
     _PACKAGE / "linear" / "cpu_linear.cpp",
     _PACKAGE / "linear" / "cpu_grouped.cpp",
+    _PACKAGE / "linear" / "cpu_adapters.cpp",
     _PACKAGE / "sampling" / "cpu_logits.cpp",
 )
 HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))

@@ -83,6 +83,33 @@ struct GroupedWeights {
   int64_t dim, num_outputs;
 };
 
+// A product that computes one linear layer, or several merged layers one after the other.
+struct AdaptedProduct {
+  const void* weight;   // the address of the weights in nereid_linear, or of the integers in nereid_grouped_linear
+  int64_t num_outputs;  // the sum of the outputs of the layers
+  int64_t first_layer, num_layers;
+};
+
+// The matrices of one LoRA adapter for one linear layer. The rank is a multiple of 4, and 0 if the adapter does not
+// change the layer.
+struct AdapterMatrices {
+  const void* down;  // [rank][dim, rounded up to a multiple of 16]
+  const void* up;    // [panels of 16 outputs][rank][16], multiplied by the adapter's scale
+  int64_t rank;
+};
+
+// The adapters of the rows of one step.
+struct AdapterStep {
+  const AdaptedProduct* products;  // ordered by the address of the weights
+  int64_t num_products;
+  const int64_t* layer_outputs;              // the numbers of outputs of all linear layers
+  const AdapterMatrices* const* adapters;    // for each adapter of the step, the matrices of all linear layers
+  int64_t num_adapters, is_bfloat16;         // is_bfloat16: the type of the numbers in the matrices
+  const int64_t *owners, *chunk_owners;      // the adapter of each token and of each chunk; -1 means none
+  int64_t num_tokens, num_chunks;
+  int64_t unfit_rows;  // set by nereid_adapt to a number of rows that cannot be divided over the chunks
+};
+
 extern "C" {
 
 // Stores the new keys and values of a step, and then computes the attention of a group of decodes, which may be empty.
@@ -125,5 +152,14 @@ int nereid_has_grouped_linear();
 // bfloat16 or both float32. bias is [num_outputs] of the same type, or null.
 void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const void* bias, const void* x, void* out,
                            int64_t num_rows, int num_threads);
+
+// Sets the step whose adapters the linear layers use in this thread. Null ends the step.
+void nereid_serve_adapters(AdapterStep* step);
+
+// Adds the products of the step's adapters to the output of a linear layer, which has been computed. The arguments are
+// those of nereid_linear, whose weights identify the layer. If the layer computes another number of rows than the step
+// has tokens, each chunk has the same number of rows.
+void nereid_adapt(int is_bfloat16, const void* weight, const void* x, void* out, int64_t num_rows, int64_t dim,
+                  int64_t num_outputs, int num_threads);
 
 }  // extern "C"

@@ -94,6 +94,32 @@ class NativeGroupedWeights(ctypes.Structure):
     )
 
 
+class NativeAdaptedProduct(ctypes.Structure):
+    """The struct `AdaptedProduct` of cpu_kernels.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("num_outputs", "first_layer", "num_layers")),
+    )
+
+
+class NativeAdapterMatrices(ctypes.Structure):
+    """The struct `AdapterMatrices` of cpu_kernels.h."""
+
+    _fields_ = (("down", c_void_p), ("up", c_void_p), ("rank", c_int64))
+
+
+class NativeAdapterStep(ctypes.Structure):
+    """The struct `AdapterStep` of cpu_kernels.h."""
+
+    _fields_ = (
+        *(("products", c_void_p), ("num_products", c_int64), ("layer_outputs", c_void_p)),
+        *(("adapters", c_void_p), ("num_adapters", c_int64), ("is_bfloat16", c_int64)),
+        *(("owners", c_void_p), ("chunk_owners", c_void_p)),
+        *((name, c_int64) for name in ("num_tokens", "num_chunks", "unfit_rows")),
+    )
+
+
 class KernelTimes(ctypes.Structure):
     """The time that compiled models have spent in the kernels, in nanoseconds."""
 
@@ -109,6 +135,8 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
     "nereid_serve": (c_void_p,),
     "nereid_linear": (c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int),
     "nereid_grouped_linear": (c_int, *[c_void_p] * 4, c_int64, c_int),
+    "nereid_serve_adapters": (c_void_p,),
+    "nereid_adapt": (c_int, *[c_void_p] * 3, *[c_int64] * 3, c_int),
     "nereid_read_logits": (*_LOGITS, c_void_p, c_void_p, c_int),
     "nereid_sample": (*_LOGITS, *[c_void_p] * 3, c_int),
     "nereid_likeliest": (*_LOGITS, c_void_p, c_int64, *[c_void_p] * 2, c_int),

@@ -80,6 +80,31 @@ inline Floats load_some(const T* from, int64_t count) {
   return numbers;
 }
 
+// Rounds the numbers of a vector to bfloat16.
+inline Halves to_halves(Floats numbers) {
+  const Words words = reinterpret_cast<Words>(numbers);
+  const Words rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
+  // NaN must stay NaN, but rounding could make it infinite.
+  const Words result = (words & 0x7fffffffu) > 0x7f800000u ? (Words{} + 0x7fc0u) : rounded;
+  return __builtin_convertvector(result, Halves);
+}
+
+// Stores the first `count` numbers of a vector: none if `count` is negative, at most kLanes.
+template <typename Vector, typename Number>
+inline void store_first(Vector numbers, Number* to, int64_t count) {
+  std::memcpy(to, &numbers, sizeof(Number) * std::clamp<int64_t>(count, 0, kLanes));
+}
+
+// Stores the first `count` numbers of a vector as float32 or bfloat16.
+inline void store_some(Floats numbers, float* to, int64_t count) { store_first(numbers, to, count); }
+inline void store_some(Floats numbers, Bfloat16* to, int64_t count) {
+#ifdef NEREID_PAIRS
+  store_first(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(numbers)), to, count);
+#else
+  store_first(to_halves(numbers), to, count);
+#endif
+}
+
 // Returns a vector of equal numbers.
 inline Floats fill(float value) { return Floats{} + value; }
 

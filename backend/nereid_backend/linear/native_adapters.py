@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LoRA adapters of linear layers on a CPU.
+
+The kernels of native_linear.py and grouped_linear.py add the products of the adapters to the
+outputs that they compute (cpu_adapters.cpp). A step only tells the kernels which adapter each row
+has. The kernels find the layer of a product by the address of its weights, so compiled models can
+also have adapters. Other linear layers, such as those that oneDNN computes, call the same code from
+a forward hook.
+"""
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nereid_backend.attention.cpu.cpu_library import (
+    NativeAdaptedProduct,
+    NativeAdapterMatrices,
+    NativeAdapterStep,
+    kernels,
+)
+from nereid_backend.core.adapter import Adapter
+from nereid_backend.linear import grouped_linear, native_linear
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.merged_linear import MergedNativeLinear
+from nereid_backend.linear.native_linear import LANES, NativeLinear
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# The kernels compute this number of rows of the first matrix of an adapter together.
+_RANKS = 4
+
+
+class LayerPair(NamedTuple):
+    """The matrices of one adapter for one linear layer, in the model's dtype and on its device.
+
+    Attributes:
+        down: [rank, in_features].
+        up: [out_features, rank], multiplied by the adapter's scale.
+    """
+
+    down: Tensor
+    up: Tensor
+
+
+AdapterWeights = Mapping[str, LayerPair]
+"""The matrices of an adapter by the name of the linear layer."""
+
+
+class NativeAdapters:
+    """The adapters in memory, with their matrices in the layout of the kernels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Create an instance without adapters. The weights of the model must not move later.
+
+        If the device is not a CPU, or if its kernels do not exist, the instance has no layers.
+        """
+        # The numbers of the layers by name. Merged layers have adjacent numbers, in their order.
+        self._numbers: dict[str, int] = {}
+        # The keys of layers that need a hook, by name. A key replaces the address of the weights.
+        self._hook_keys: dict[str, int] = {}
+        # The number of outputs of each layer.
+        sizes: list[int] = []
+        products: list[NativeAdaptedProduct] = []
+        for group in _groups(model):
+            first = len(sizes)
+            for name, layer in group.items():
+                key = _address(layer)
+                if key is None:
+                    key = self._hook_keys[name] = id(layer)
+                num_outputs = _num_outputs(layer)
+                products.append(NativeAdaptedProduct(key, num_outputs, len(sizes), 1))
+                self._numbers[name] = len(sizes)
+                sizes.append(num_outputs)
+            if len(group) > 1:
+                merged = next(iter(group.values())).merged
+                assert isinstance(merged, Tensor)
+                total = sum(sizes[first:])
+                products.append(NativeAdaptedProduct(merged.data_ptr(), total, first, len(group)))
+        products.sort(key=lambda product: product.weight)
+        self._products = (NativeAdaptedProduct * len(products))(*products)
+        self._sizes = (ctypes.c_int64 * len(sizes))(*sizes)
+        # Whether the matrices are bfloat16. Otherwise they are float32.
+        self._is_bfloat16 = False
+        self._is_serving = False
+        # For each adapter, the array that the kernels read, and the matrices.
+        self._arrays: dict[Adapter, ctypes.Array[NativeAdapterMatrices]] = {}
+        self._matrices: dict[Adapter, list[LayerPair]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the linear layer with this name belongs to this object."""
+        return name in self._numbers
+
+    def needs_hook(self, name: str) -> bool:
+        """Return whether the layer with this name needs a forward hook that calls `adapt`."""
+        return name in self._hook_keys
+
+    def adapt(
+        self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        """Add the products of the adapters to the output of a layer. Mutates: `output`.
+
+        Outside of a step with adapters, the output stays unchanged.
+
+        Args:
+            name: the name of the layer, which must need a hook.
+            module: the layer.
+            inputs: the arguments of the layer. The first argument is [..., in_features].
+            output: [..., out_features].
+        """
+        del module
+        if not self._is_serving:
+            return
+        dtype = output.dtype if output.dtype in _DTYPES else torch.float32
+        x = inputs[0].to(dtype).contiguous()
+        out = output.to(dtype).contiguous()
+        num_outputs = out.shape[-1]
+        kernels().nereid_adapt(
+            out.dtype == torch.bfloat16,
+            self._hook_keys[name],
+            x.data_ptr(),
+            out.data_ptr(),
+            out.numel() // num_outputs,
+            x.shape[-1],
+            num_outputs,
+            torch.get_num_threads(),
+        )
+        if out.data_ptr() != output.data_ptr():
+            output.copy_(out)
+
+    def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
+        """Copy the matrices of an adapter into the layout of the kernels.
+
+        Args:
+            adapter: the adapter.
+            weights: the matrices for layers that this object contains.
+        """
+        pairs = {self._numbers[name]: _kernel_layout(pair) for name, pair in weights.items()}
+        array = (NativeAdapterMatrices * len(self._sizes))()
+        for number, pair in pairs.items():
+            array[number] = NativeAdapterMatrices(
+                pair.down.data_ptr(), pair.up.data_ptr(), len(pair.down)
+            )
+            # All adapters have the data type of the model.
+            self._is_bfloat16 = pair.down.dtype == torch.bfloat16
+        self._arrays[adapter] = array
+        self._matrices[adapter] = list(pairs.values())
+
+    def remove(self, adapter: Adapter) -> None:
+        """Free the matrices of an adapter."""
+        del self._arrays[adapter], self._matrices[adapter]
+
+    @contextmanager
+    def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
+        """Apply adapters to the layers that this thread computes.
+
+        Args:
+            owners: the adapter of each chunk; None for chunks without an adapter.
+            counts: the number of rows of each chunk.
+
+        Raises:
+            RuntimeError: if a layer has computed a number of rows that cannot be divided over the
+                chunks. The outputs of the step are then wrong.
+        """
+        if not self._numbers:
+            yield
+            return
+        adapters = [adapter for adapter in dict.fromkeys(owners) if adapter is not None]
+        indices: dict[Adapter | None, int] = {None: -1}
+        indices |= {adapter: index for index, adapter in enumerate(adapters)}
+        chunk_owners = np.array([indices[owner] for owner in owners], dtype=np.int64)
+        row_owners = chunk_owners.repeat(counts)
+        addresses = [ctypes.addressof(self._arrays[adapter]) for adapter in adapters]
+        pointers = (ctypes.c_void_p * len(adapters))(*addresses)
+        step = NativeAdapterStep(
+            products=ctypes.addressof(self._products),
+            num_products=len(self._products),
+            layer_outputs=ctypes.addressof(self._sizes),
+            adapters=ctypes.addressof(pointers),
+            num_adapters=len(adapters),
+            is_bfloat16=self._is_bfloat16,
+            owners=row_owners.ctypes.data,
+            chunk_owners=chunk_owners.ctypes.data,
+            num_tokens=len(row_owners),
+            num_chunks=len(chunk_owners),
+        )
+        kernels().nereid_serve_adapters(ctypes.byref(step))
+        self._is_serving = True
+        try:
+            yield
+        finally:
+            self._is_serving = False
+            kernels().nereid_serve_adapters(None)
+        if step.unfit_rows:
+            raise RuntimeError(
+                f"a linear layer has computed {step.unfit_rows} rows, which cannot be divided over "
+                f"the {len(chunk_owners)} chunks of the step, so the rows of each adapter are not "
+                "known"
+            )
+
+
+def adapter_bytes(pair: LayerPair) -> int:
+    """Return the memory that the kernels need for the matrices of one layer, in bytes."""
+    rank, inputs, outputs = _padded_sizes(pair)
+    return rank * (inputs + outputs) * pair.down.itemsize
+
+
+def _kernel_layout(pair: LayerPair) -> LayerPair:
+    """Return matrices in the layout of the kernels: `AdapterMatrices` in cpu_kernels.h.
+
+    Example: `down` [3, 20] becomes [4, 32], and `up` [20, 3] becomes [2, 4, 16]: two panels of 16
+    outputs. The added numbers are zero.
+    """
+    dtype = torch.bfloat16 if pair.down.dtype == torch.bfloat16 else torch.float32
+    rank, inputs, outputs = _padded_sizes(pair)
+    down = pair.down.new_zeros(rank, inputs, dtype=dtype)
+    down[: pair.down.shape[0], : pair.down.shape[1]] = pair.down
+    up = pair.up.new_zeros(outputs, rank, dtype=dtype)
+    up[: pair.up.shape[0], : pair.up.shape[1]] = pair.up
+    return LayerPair(down, up.view(-1, LANES, rank).transpose(1, 2).contiguous())
+
+
+def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
+    """Return the rank and the numbers of inputs and outputs in the layout of the kernels."""
+    rank, inputs = pair.down.shape
+    outputs = len(pair.up)
+    return (-(-rank // _RANKS) * _RANKS, -(-inputs // LANES) * LANES, -(-outputs // LANES) * LANES)
+
+
+def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """Return the linear layers of a model on a CPU by name, with merged layers in one group.
+
+    A layer that is not merged is alone in its group.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cpu" or not native_linear.is_available():
+        return []
+    groups: dict[object, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if _num_outputs(module):
+            key = id(module.group) if isinstance(module, MergedNativeLinear) else name
+            groups.setdefault(key, {})[name] = module
+    return [
+        dict(sorted(group.items(), key=lambda item: getattr(item[1], "place", 0)))
+        for group in groups.values()
+    ]
+
+
+def _num_outputs(module: nn.Module) -> int:
+    """Return the number of outputs of a linear layer; 0 for other modules."""
+    # transformers' Conv1D is a linear layer whose number of outputs is named nf.
+    for name in ("out_features", "nf"):
+        size = getattr(module, name, None)
+        if isinstance(size, int):
+            return size
+    return 0
+
+
+def _address(layer: nn.Module) -> int | None:
+    """Return the address of the weights by which the kernels find a layer.
+
+    Return None if the kernels do not compute the layer.
+    """
+    if isinstance(layer, NativeLinear):
+        return layer.packed.data_ptr()
+    if isinstance(layer, GroupedLinear) and grouped_linear.is_available():
+        return layer.values.data_ptr()
+    return None

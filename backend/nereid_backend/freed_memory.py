@@ -8,11 +8,14 @@ up to twice the memory of the weights.
 """
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from typing import cast
 
 # The memory is returned each time that this number of bytes was freed. A call takes about 1 ms.
 _STEP_BYTES = 32 * 2**20
+_PAGE_BYTES = mmap.PAGESIZE
 
 
 class FreedMemory:
@@ -35,3 +38,20 @@ class FreedMemory:
         self._num_bytes = 0
         if self._trim is not None:
             self._trim(0)
+
+
+def discard_pages(address: int, num_bytes: int) -> None:
+    """Return memory whose contents are no longer needed to the operating system before it is freed.
+
+    Only whole pages are returned. The memory stays allocated, and may contain zeros afterwards. On
+    systems other than Linux, nothing happens.
+
+    Example: with pages of 4096 bytes, the address 4000 and 9000 bytes return the two pages from
+    4096 to 12288.
+    """
+    start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+    end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
+    if sys.platform == "linux" and end > start:
+        # The call only saves memory, so its errors are ignored.
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

@@ -16,13 +16,15 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.freed_memory import FreedMemory
+from nereid_backend.freed_memory import FreedMemory, discard_pages
 
 _HUGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
 # Each tensor starts at a multiple of this number of bytes, the size of a cache line. A CPU vector
 # that spans two cache lines would need two reads.
 _ALIGNMENT = 64
+# The number of bytes that are moved at a time.
+_SLICE_BYTES = 4 * 2**20
 # Smaller tensors are not moved.
 _MIN_BYTES = 64 * 2**10
 
@@ -67,7 +69,7 @@ def move_weights(model: nn.Module) -> None:
         tensors = sharing.pop(next(iter(sharing)))
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()
-        mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
+        _move(storage, mapped[start:], len(tensors))
         for tensor in tensors:
             tensor.data = _view_of_copy(tensor, mapped, start)
         # These names also refer to the old memory.
@@ -75,6 +77,28 @@ def move_weights(model: nn.Module) -> None:
         start += _aligned(size)
         freed.add(size)
     freed.give_back()
+
+
+def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
+    """Copy a storage to the beginning of `target`.
+
+    If only the tensors that are moved use the storage, its pages are returned to the operating
+    system while they are copied. The memory then never contains a large weight twice.
+
+    Args:
+        storage: the old memory of some tensors. Its contents are undefined after the call, unless
+            other tensors also use the storage.
+        target: bytes, uint8. Mutated.
+        num_tensors: the number of tensors that are moved with this storage.
+    """
+    # The variable `storage` of the caller also counts.
+    is_unshared = torch._C._storage_Use_Count(storage._cdata) <= num_tensors + 1
+    source = torch.tensor([], dtype=torch.uint8).set_(storage)
+    for start in range(0, len(source), _SLICE_BYTES):
+        part = source[start : start + _SLICE_BYTES]
+        target[start : start + len(part)].copy_(part)
+        if is_unshared:
+            discard_pages(part.data_ptr(), len(part))
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:

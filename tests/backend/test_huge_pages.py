@@ -49,6 +49,15 @@ def test_a_moved_model_computes_the_same_and_shares_what_it_shared():
     assert strides == {name: tensor.stride() for name, tensor in model.named_parameters()}
 
 
+def test_a_tensor_outside_the_model_keeps_its_numbers():
+    model = Model()
+    outside = model.embedding.weight.detach()[2:]
+    alone = model.turned.detach().clone()
+    move_weights(model)
+    assert torch.equal(outside, model.embedding.weight[2:])
+    assert torch.equal(alone, model.turned)
+
+
 def test_what_is_moved_lies_in_one_piece_of_memory_aligned_to_vectors():
     model = Model()
     move_weights(model)

@@ -11,19 +11,20 @@ integers of several layers are in memory at the same time:
     2. The integers of each layer are read, packed and stored in the layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from nereid_backend.checkpoints import quantised_tensors
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.errors import ModelError
 from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
 from nereid_backend.linear.prepack import change_class
-from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
+from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
 
 # The panels store scales and zeros as float16. If float16 changes a number by more than this part
@@ -106,6 +107,24 @@ class RoundedWeight:
         """Return the rounded weight."""
         values, scales, zeros = quantise_weight(self.weight[...], self.bits)
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
+
+    def fill(self, layer: nn.Linear) -> None:
+        """Store the rounded weight in a layer.
+
+        Only a few rows of the unrounded weight are in memory at the same time, unless the weight is
+        also quantised in the checkpoint. Mutates: the layer.
+
+        Raises:
+            ModelError: if the weight cannot be read, or has another shape than the layer.
+        """
+        if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
+            stored = self.weight.stored
+            _check_shape(stored.shape, layer)
+            round_layer(layer, stored.read_rows, self.bits)
+            return
+        weight = self.weight[...]
+        _check_shape(weight.shape, layer)
+        round_layer(layer, lambda start, end: weight[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
         """Return the weight without rounding.
@@ -202,7 +221,12 @@ def fill_placeholders(
             continue
         placeholder = waiting.pop(module.weight.data_ptr(), None)
         if placeholder is not None:
-            count += _fill(module, placeholder.weight.decode())
+            weight = placeholder.weight
+            if isinstance(weight, RoundedWeight):
+                weight.fill(module)
+                count += 1
+            else:
+                count += _fill(module, weight.decode())
             freed.add(placeholder.weight.num_elements)
     if waiting:
         raise ModelError(
@@ -221,12 +245,7 @@ def _names_of_shared(model: nn.Module) -> set[str]:
 def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
     """Store a weight in a layer, and return whether it is stored in panels. Mutates: the layer."""
     dtype = layer.weight.dtype
-    shape = weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape
-    if shape != layer.weight.shape:
-        raise ModelError(
-            f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "
-            f"{tuple(layer.weight.shape)}. Download the checkpoint again."
-        )
+    _check_shape(weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape, layer)
     if isinstance(weight, Tensor) or not _fits_panels(weight):
         numbers = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantise(dtype)
         layer.weight = nn.Parameter(numbers, requires_grad=False)
@@ -235,6 +254,15 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
     bits = 4 if weight.bits <= 4 else 8
     grouped.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
     return True
+
+
+def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
+    """Raise a ModelError if a weight has another shape than its layer."""
+    if tuple(shape) != tuple(layer.weight.shape):
+        raise ModelError(
+            f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "
+            f"{tuple(layer.weight.shape)}. Download the checkpoint again."
+        )
 
 
 def _fits_panels(weight: IntegerWeight) -> bool:

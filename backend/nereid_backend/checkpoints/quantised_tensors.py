@@ -90,7 +90,7 @@ class LazyWeight:
             ModelError: if the tensors cannot be read, or do not fit together.
         """
         if self.layout is None:
-            return self._main.read()
+            return self.stored.read()
         parts = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
         try:
             return self.layout.decode(parts, self.dtype)
@@ -98,7 +98,7 @@ class LazyWeight:
             # torch raises these errors if the tensors of the file are damaged, for example if a
             # tensor has a wrong shape.
             raise ModelError(
-                f"the quantised weight {self._main.name} in {self._main.file} cannot be read "
+                f"the quantised weight {self.stored.name} in {self.stored.file} cannot be read "
                 f"({error}). Download the file again."
             ) from error
 
@@ -106,12 +106,17 @@ class LazyWeight:
     def num_elements(self) -> int:
         """The number of elements of the weight."""
         factor = 1 if self.layout is None else self.layout.numbers_per_element
-        return round(math.prod(self._main.shape) * factor)
+        return round(math.prod(self.stored.shape) * factor)
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The main tensor of the weight. A weight that is not quantised has no other tensor."""
+        return next(iter(self.tensors.values()))
 
     @property
     def is_matrix(self) -> bool:
         """Whether the weight is stored as a single tensor with two dimensions."""
-        return self.layout is None and len(self._main.shape) == 2
+        return self.layout is None and len(self.stored.shape) == 2
 
     @property
     def has_integers(self) -> bool:
@@ -127,10 +132,6 @@ class LazyWeight:
         return sum(
             math.prod(tensor.shape) * tensor.number_bytes for tensor in self.tensors.values()
         )
-
-    @property
-    def _main(self) -> StoredTensor:
-        return next(iter(self.tensors.values()))
 
 
 def lazy_weights(

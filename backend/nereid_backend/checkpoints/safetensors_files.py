@@ -46,9 +46,20 @@ class StoredTensor:
         Raises:
             ModelError: if the tensor cannot be read.
         """
+        # A scalar has no dimension that could be sliced.
+        return self._read(...)
+
+    def read_rows(self, start: int, end: int) -> Tensor:
+        """Return the elements from `start` to `end` of the first dimension.
+
+        Raises:
+            ModelError: if the tensor cannot be read.
+        """
+        return self._read(slice(start, end))
+
+    def _read(self, index: object) -> Tensor:
         try:
-            # A scalar has no dimension that could be sliced.
-            tensor: Tensor = self.view[...]
+            tensor: Tensor = self.view[index]
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ModelError(
                 f"the tensor {self.name} in {self.file} cannot be read ({error}). Download the "

@@ -29,6 +29,8 @@ UNIT = 8
 # Activations are quantised in the same groups as the weights. A large activation makes the other
 # activations of its group less accurate, so large groups are divided into smaller groups.
 _MAX_GROUP_SIZE = 128
+# The number of outputs that are packed at a time, a multiple of LANES.
+_SLICE_ROWS = 256
 
 
 class GroupedLinear(nn.Linear):
@@ -108,29 +110,66 @@ class GroupedLinear(nn.Linear):
         bits: int,
     ) -> None:
         """Pack and store integers, scales and zeros; see `from_quantised`. Mutates: the layer."""
-        in_features = values.shape[1]
+        self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
+        # The slices bound the memory for temporary copies.
+        for start in range(0, len(values), _SLICE_ROWS):
+            rows = slice(start, start + _SLICE_ROWS)
+            self.store_rows(
+                start, values[rows], scales[rows], None if zeros is None else zeros[rows]
+            )
+
+    def allocate_panels(
+        self, in_features: int, group_size: int, *, bits: int, has_zeros: bool
+    ) -> None:
+        """Allocate the memory for integers. `store_rows` then stores the integers.
+
+        The arguments are those of `from_quantised`. `has_zeros` is whether the groups have zeros.
+        Mutates: the layer.
+        """
+        self.bits = bits
+        self.group_size = _used_group_size(group_size, in_features)
+        # Each given group is divided into this number of stored groups, which have the same scale.
+        self._repeats = -(-min(group_size, in_features) // self.group_size)
+        panels = -(-self.out_features // LANES)
+        groups = -(-in_features // self.group_size)
+        units = groups * self.group_size // (UNIT if bits == 4 else UNIT // 2)
+        values = torch.empty(panels, units, LANES, 4, dtype=torch.uint8)
+        scales = torch.empty(panels, groups, LANES, dtype=torch.float16)
+        self.register_buffer("values", values, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        zeros = torch.empty_like(scales) if has_zeros else None
+        self.register_buffer("zeros", zeros, persistent=False)
+
+    def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
+        """Pack and store the integers, scales and zeros of some outputs. Mutates: the layer.
+
+        Args:
+            start: the index of the first output, a multiple of 16. Unless the outputs are the last
+                outputs of the layer, their number is a multiple of 16, too.
+            values: see `from_quantised`.
+            scales: see `from_quantised`.
+            zeros: see `from_quantised`.
+        """
         # The layer stores unsigned integers.
-        offset = 2 ** (bits - 1) if values.dtype == torch.int8 else 0
+        offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
         # A negative int8 number becomes a large uint8 number. The sum then exceeds 255 and wraps
         # around, which gives the right result.
         unsigned = values.view(torch.uint8) + offset if offset else values
-        # Each given group is divided into `repeats` stored groups, which have the same scale.
-        used_size = _used_group_size(group_size, in_features)
-        repeats = -(-min(group_size, in_features) // used_size)
-        num_groups = -(-in_features // used_size)
+        num_groups = self.scales.shape[1]
+        first = start // LANES
+        panels = slice(first, first - (-len(values) // LANES))
 
-        def panels(of_groups: Tensor) -> Tensor:
-            # The last group may be incomplete. It then needs fewer than `repeats` copies, and the
+        def panels_of(of_groups: Tensor) -> Tensor:
+            # The last group may be incomplete. It then needs fewer than `_repeats` copies, and the
             # slice drops the surplus copies.
-            repeated = of_groups.repeat_interleave(repeats, dim=1)[:, :num_groups]
+            repeated = of_groups.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
-        self.bits = bits
-        self.group_size = used_size
-        packed_zeros = None if zeros is None else panels(zeros.float() + offset).half()
-        self.register_buffer("values", pack_values(unsigned, bits, used_size), persistent=False)
-        self.register_buffer("scales", panels(scales.float()).half(), persistent=False)
-        self.register_buffer("zeros", packed_zeros, persistent=False)
+        self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
+        self.scales[panels] = panels_of(scales.float())
+        if self.zeros is not None:
+            assert zeros is not None
+            self.zeros[panels] = panels_of(zeros.float() + offset)
 
     def dequantised(self) -> Tensor:
         """Return the weights as float32 [out_features, in_features]."""

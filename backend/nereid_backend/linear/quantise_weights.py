@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear import grouped_linear
-from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.grouped_linear import LANES, GroupedLinear
 from nereid_backend.linear.prepack import change_class, free_weight, shared_weights
 from nereid_backend.loading_progress import no_progress, report_items
 
@@ -30,8 +30,9 @@ _MIN_SCALE = 2.0**-24
 # not.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
-# The number of rows that are quantised at a time. It limits the memory for float32 copies.
-_ROWS = 1024
+# The largest size of the float32 copy of the rows that are quantised at a time. All temporary
+# tensors together need about four times this size.
+_SLICE_BYTES = 4 * 2**20
 
 
 class QuantisedWeight(NamedTuple):
@@ -101,11 +102,32 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     Example: with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
     """
-    parts = [_quantise_rows(rows.float(), bits) for rows in torch.split(weight.detach(), _ROWS)]
+    num_rows = _rows_of_slice(weight.shape[1])
+    parts = [_quantise_rows(rows.float(), bits) for rows in torch.split(weight.detach(), num_rows)]
     values, scales, zeros = zip(*parts, strict=True)
     return QuantisedWeight(
         torch.cat(values), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
     )
+
+
+def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
+    """Convert a layer to a GroupedLinear, a few rows at a time.
+
+    The weight of the layer is not read.
+
+    Args:
+        layer: the layer. Mutated.
+        read_rows: returns the rows from the first to the second number of the weight.
+        bits: 4 or 8.
+    """
+    num_rows, in_features = layer.weight.shape
+    grouped = change_class(layer, GroupedLinear)
+    # Integers of 8 bits are symmetric, so they have no zeros.
+    grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, has_zeros=bits == 4)
+    step = _rows_of_slice(in_features)
+    for start in range(0, num_rows, step):
+        rows = read_rows(start, min(start + step, num_rows)).float()
+        grouped.store_rows(start, *_quantise_rows(rows, bits))
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -163,8 +185,12 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
         keep: whether the weight must remain unchanged, because other layers share it.
     """
     assert isinstance(layer, nn.Linear)
-    values, scales, zeros = quantise_weight(layer.weight, bits)
+    weight = layer.weight.detach()
+    round_layer(layer, lambda start, end: weight[start:end], bits)
     if not keep:
         free_weight(layer)
-    grouped = change_class(layer, GroupedLinear)
-    grouped.set_quantised(values, scales, zeros, GROUP_SIZES[bits], bits=bits)
+
+
+def _rows_of_slice(num_inputs: int) -> int:
+    """Return the number of rows that are quantised at a time, a multiple of 16."""
+    return max(1, _SLICE_BYTES // (4 * LANES * num_inputs)) * LANES

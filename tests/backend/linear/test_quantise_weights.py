@@ -6,6 +6,7 @@ from backend.exactness import open_engine, run_staggered
 from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
 from nereid_backend.errors import ConfigError
+from nereid_backend.linear import quantise_weights
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.quantise_weights import quantise_linears
 from nereid_backend.model import load_weights
@@ -86,3 +87,28 @@ def test_unsupported_weight_types_are_refused():
     config = EngineConfig("/model", weight_dtype="fp8")
     with pytest.raises(ConfigError, match="weight_dtype: the value fp8 requires device=cuda"):
         load_weights._check_weight_dtype(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_that_is_rounded_in_slices_equals_the_layer_that_is_rounded_at_once(
+    bits, monkeypatch
+):
+    monkeypatch.setattr(quantise_weights, "_SLICE_BYTES", 4 * 16 * 100)
+    weight = torch.randn(75, 100)
+    layer = torch.nn.Linear(100, 75, bias=False)
+    slices = []
+
+    def read_rows(start, end):
+        slices.append((start, end))
+        return weight[start:end]
+
+    quantise_weights.round_layer(layer, read_rows, bits)
+    assert slices == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 75)]
+    expected = GroupedLinear.from_quantised(
+        *quantise_weights.quantise_weight(weight, bits),
+        quantise_weights.GROUP_SIZES[bits],
+        bits=bits,
+    )
+    assert torch.equal(layer.dequantised(), expected.dequantised())
+    x = torch.randn(3, 100)
+    assert torch.equal(layer(x), expected(x))

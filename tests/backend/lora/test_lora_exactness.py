@@ -9,6 +9,7 @@ from backend.checkpoints.writers import library, quiet
 from backend.exactness import MAX_TOKENS, PARAMS, PROMPTS, bytes_for, open_engine, reference
 from backend.lora.adapter_writer import linear_layers, write_adapter
 from backend.tiny_models import BY_NAME, Family
+from nereid_backend.linear import native_linear
 
 _PATHS = [
     Family("bloom", "bloom", {"n_head": 4, "n_layer": 2}),
@@ -136,7 +137,11 @@ def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(tm
     engine.close()
 
 
-def test_layers_without_kernels_give_the_same_tokens(tmp_path):
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_layers_with_hooks_give_the_same_tokens(has_kernels, tmp_path, monkeypatch):
+    if not has_kernels:
+        # The hooks then call torch, as they do on a GPU.
+        monkeypatch.setattr(native_linear, "is_available", lambda: False)
     expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
     engine = open_engine(
         tmp_path / "0",

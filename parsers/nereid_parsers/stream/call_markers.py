@@ -73,11 +73,13 @@ class SectionMarkers:
         Returns:
             The end of the marker, NEED_MORE or NO_MATCH.
         """
-        is_empty_section_cut_off = buffer.is_final and is_empty
+        may_wait = not (buffer.is_final and is_empty)
         for close in self.closes:
             match = match_marker(close, buffer.text, buffer.pos)
-            if match >= 0 or (match == NEED_MORE and not is_empty_section_cut_off):
+            if match >= 0:
                 return match
+            if match == NEED_MORE and may_wait:
+                return NEED_MORE
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
@@ -86,15 +88,17 @@ class SectionMarkers:
         Example: with the separator `, `, the text `,{"name"` gives the position after the comma.
 
         Returns:
-            The end of the separator, without its white space, or NEED_MORE or NO_MATCH. If the
-            message ends with the beginning of a separator, the result is NEED_MORE if this
-            beginning looks like markup. A short text such as "," is more likely content, so the
-            result is NO_MATCH.
+            The end of the separator, without its white space. NEED_MORE if the text ends inside the
+            separator, or NO_MATCH.
         """
         separator = self._separator
         if not separator:
             return NO_MATCH
         if buffer.starts_with(separator):
             return buffer.pos + len(separator)
-        is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
-        return NEED_MORE if is_markup and buffer.is_prefix_of(separator) else NO_MATCH
+        if not buffer.is_prefix_of(separator):
+            return NO_MATCH
+        # At the end of the message, a tag such as `<sep` is an incomplete separator. Other text,
+        # such as `,`, is more likely content.
+        may_be_separator = not buffer.is_final or looks_like_markup(buffer.unread())
+        return NEED_MORE if may_be_separator else NO_MATCH

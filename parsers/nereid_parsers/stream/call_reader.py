@@ -51,16 +51,26 @@ class CallReader:
     """
 
     __slots__ = (
-        "_buffer", "_calls_first", "_closing_markers", "_expected", "_format", "_is_in_section",
-        "_last_variant", "_open_call", "_section_markers", "_starts", "_text", "_writer",
+        "_buffer",
+        "_call_writer",
+        "_calls_first",
+        "_closing_markers",
+        "_expected",
+        "_format",
+        "_is_in_section",
+        "_last_variant",
+        "_open_call",
+        "_section_markers",
+        "_starts",
+        "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader of the text in `context`, which passes tool calls to `writer`."""
         self._format = context.format
         self._buffer = context.buffer
-        self._text = context.text
-        self._writer = writer
+        self._text_writer = context.text
+        self._call_writer = writer
         self._calls_first = context.calls_first
         self._section_markers = SectionMarkers(context.format.tools)
         self._is_in_section = False
@@ -80,7 +90,7 @@ class CallReader:
         The marker is removed from the output when the first tool call starts.
         """
         self._is_in_section = True
-        self._text.store_undecided(self._buffer.take(len(marker)))
+        self._text_writer.store_undecided(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
     # The next three methods return None if no tool call can start. The marker is then content.
@@ -101,7 +111,8 @@ class CallReader:
 
     def open_unmarked_call(self, opening: str) -> State | None:
         """Prepare to read a tool call that has no marker, but starts with the text `opening`."""
-        return self._expect(self._starts.at_unmarked_opening(opening, self._text.has_content))
+        has_content = self._text_writer.has_content
+        return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
         """Store the tool call that `read_start` reads next. Return None if `expected` is None."""
@@ -127,15 +138,15 @@ class CallReader:
         if self._is_in_section and marker in self._section_markers.closes:
             self._is_in_section = False
             return True
-        return bool(self._writer.num_started) and self._text.is_after_marker
+        return self.has_calls() and self._text_writer.is_after_marker
 
     def has_calls(self) -> bool:
         """Return whether a tool call has started in this message."""
-        return bool(self._writer.num_started)
+        return bool(self._call_writer.num_started)
 
     def add_deviation(self, deviation: str) -> None:
         """Store the description of a deviation from the format, see `CallWriter.add_deviation`."""
-        self._writer.add_deviation(deviation)
+        self._call_writer.add_deviation(deviation)
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
@@ -152,11 +163,11 @@ class CallReader:
             The state in which the text after this content is read.
         """
         self._open_call = None
-        self._writer.clear_deviations()
-        if not self._writer.num_started:
+        self._call_writer.clear_deviations()
+        if not self._call_writer.num_started:
             self._is_in_section = False  # The opening marker of the section is content, too.
-        self._text.write_undecided(self._buffer.take(num_chars), fault)
-        if self._calls_first and self._text.has_content:
+        self._text_writer.write_undecided(self._buffer.take(num_chars), fault)
+        if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
         return State.CONTENT
 
@@ -169,50 +180,58 @@ class CallReader:
         Args:
             num_chars: The number of unread characters that are content if the text has no tag.
             fault: The reason that the event gives for returning this text as content.
+
+        Returns:
+            The next state.
         """
-        if not looks_like_markup(self._text.undecided_text + self._buffer.unread()):
+        incomplete_call = self._text_writer.undecided_text + self._buffer.unread()
+        if not looks_like_markup(incomplete_call):
             return self.treat_as_content(num_chars, fault)
         self._is_in_section = False
         self._open_call = None
-        self._text.drop_undecided()
-        self._text.write_markup(self._buffer.take_unread())
+        self._text_writer.drop_undecided()
+        self._text_writer.write_markup(self._buffer.take_unread())
         return State.CONTENT
 
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the marker and the head of a tool call. Without a head, the marker is content.
+        """Read the opening marker of a tool call, and the text before the arguments.
 
-        Example: `<tool_call>{"` starts a tool call. In `<tool_call> is a tag`, the marker is
-        content. If the message ends with `<tool_call>{`, this text is removed.
+        Examples:
+            `<tool_call>{"` starts a tool call.
+            `<tool_call> is a tag` is content, because no tool call follows the marker.
+            `<tool_call>{` at the end of the message is an incomplete tool call and is removed.
+
+        Returns:
+            The next state, or None if more text must show whether a tool call starts.
         """
         expected = self._expected
-        match = expected.match(self._buffer, self._writer.tools)
+        match = expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        num_chars = len(expected.opening)
+        # Inside a tool section, even text without a marker, such as `{`, is an incomplete call.
         is_cut_off = self._buffer.is_final and expected.is_incomplete(
             self._buffer, includes_unmarked=self._is_in_section
         )
-        if is_cut_off:
-            return self._drop_or_treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
-        return self.treat_as_content(num_chars, _NO_CALL_AFTER_MARKER)
+        handle_text = self._drop_or_treat_as_content if is_cut_off else self.treat_as_content
+        return handle_text(len(expected.opening), _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
         """Create the reader of the body that follows a matched head. Call the reader's `begin`."""
         body = match.variant.create_reader(
-            self._writer, match.head, is_confirmed=match.is_confirmed
+            self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
-        self._open_call = OpenCall(match, body, self._buffer, self._text)
+        self._open_call = OpenCall(match, body, self._buffer, self._text_writer)
         body.begin()
 
     def _read_head(self, match: MatchedCall) -> State:
         """Read the matched head of a tool call, and return the state in which the body is read."""
         if match.variant.omits_marker:
-            self._writer.add_deviation(_MISSING_MARKER)
-        self._text.store_undecided(self._buffer.take_until(match.head.end))
+            self._call_writer.add_deviation(_MISSING_MARKER)
+        self._text_writer.store_undecided(self._buffer.take_until(match.head.end))
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
@@ -250,8 +269,8 @@ class CallReader:
         Return the next state. The content's markers include those that end a whole message, so a
         tool call that is a message of its own is followed by the state CONTENT.
         """
-        self._text.end_call()
-        self._text.start_after_call()
+        self._text_writer.end_call()
+        self._text_writer.start_after_call()
         self._open_call = None
         self._last_variant = variant
         self._closing_markers = variant.closing_markers
@@ -264,14 +283,18 @@ class CallReader:
 
         White space and superfluous brackets before a closing marker are skipped. Example: with the
         closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
-        end the tool call. If no closing marker follows, the next state is BETWEEN_CALLS.
+        end the tool call.
+
+        Returns:
+            The state CALL_END if more closing markers may follow, BETWEEN_CALLS after the last one
+            or without one, or None if more text is required.
         """
         after_whitespace = skip_whitespace(self._buffer.text, self._buffer.pos)
         after_brackets = skip_superfluous(self._buffer.text, after_whitespace)
         for start in (after_whitespace, after_brackets):
             match = match_closing_marker(self._closing_markers, self._buffer.text, start)
             if isinstance(match, ClosingMarker):
-                self._text.write_markup(self._buffer.take_until(match.end))
+                self._text_writer.write_markup(self._buffer.take_until(match.end))
                 self._closing_markers = match.later_markers
                 return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
             if match == NEED_MORE:
@@ -286,7 +309,7 @@ class CallReader:
         if not self._buffer.is_final:
             return None
         if start < len(self._buffer.text):
-            self._text.write_markup(self._buffer.take_unread())
+            self._text_writer.write_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
     def _start_next_object(self, pos: int) -> State | None:
@@ -298,15 +321,15 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         variant = self._last_variant
+        if variant is None or not self._buffer.text.startswith("{", pos):
+            return None
         # If a closing marker of the last tool call is still expected, the text at `pos` is inside
         # the markers of this call.
-        is_inside_markers = bool(self._closing_markers)
-        if variant is None or not is_inside_markers or not self._buffer.text.startswith("{", pos):
-            return None
         has_opening_marker = bool(variant.call.open.strip())
-        if not has_opening_marker or not isinstance(variant.call.body, JsonObject):
+        is_inside_markers = has_opening_marker and bool(self._closing_markers)
+        if not is_inside_markers or not isinstance(variant.call.body, JsonObject):
             return None
-        self._text.store_whitespace(self._buffer.take_until(pos))
+        self._text_writer.store_whitespace(self._buffer.take_until(pos))
         # No marker precedes this object, so its name must be the name of an offered tool.
         return self._read_head(MatchedCall(variant, Head(pos), is_confirmed=False))
 
@@ -316,14 +339,18 @@ class CallReader:
         This text is white space, a separator between two tool calls, or the closing marker of the
         tool section. Example: in `, {"name": `, the separator `,` is read, and `{` starts another
         tool call. The text `Hello` is content.
+
+        Returns:
+            The next state, or None if more text is required.
         """
         buffer = self._buffer
-        self._text.store_whitespace(buffer.take_until(skip_whitespace(buffer.text, buffer.pos)))
+        whitespace_end = skip_whitespace(buffer.text, buffer.pos)
+        self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
         close_end = NO_MATCH
         if self._is_in_section:
-            is_empty = bool(self._text.undecided)  # The opening marker is still undecided.
+            is_empty = bool(self._text_writer.undecided)  # The opening marker is still undecided.
             close_end = self._section_markers.match_close(buffer, is_empty=is_empty)
         if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
@@ -333,7 +360,7 @@ class CallReader:
         if NEED_MORE in (close_end, separator_end):
             return self._wait_or_drop(buffer.pos)
         if separator_end >= 0:
-            self._text.write_markup(buffer.take_until(separator_end))
+            self._text_writer.write_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
         if self._is_in_section:
             return self._expect(self._starts.in_section())
@@ -349,13 +376,13 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        is_empty = bool(self._text.undecided)  # The opening marker is still undecided.
+        is_empty = bool(self._text_writer.undecided)  # The opening marker is still undecided.
         can_be_content = self._calls_first or not is_special_token(close)
         if is_empty and can_be_content:
             return self.treat_as_content(len(close), _EMPTY_SECTION)
         if is_empty:
-            self._text.drop_undecided()
-        self._text.write_markup(self._buffer.take(len(close)))
+            self._text_writer.drop_undecided()
+        self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 
     # ---- the end of the text ---------------------------------------------------------------------
@@ -379,9 +406,9 @@ class CallReader:
             self._open_call = None
             return State.CONTENT
         # All text of the tool call is undecided until the CallWriter has started the tool call.
-        has_started = not self._text.undecided
+        has_started = not self._text_writer.undecided
         closing_markers = (*call.variant.closing_markers, *self._section_markers.closes)
-        was_closed = any(marker in self._text.undecided_text for marker in closing_markers)
+        was_closed = any(marker in self._text_writer.undecided_text for marker in closing_markers)
         if call.is_confirmed and not has_started and not was_closed:
             return self._drop_or_treat_as_content(0, _NO_CALL)
         return self.treat_as_content(0, _NO_CALL)
@@ -396,5 +423,5 @@ class CallReader:
 
         If the section contains a tag, its text is removed. Otherwise the text is content.
         """
-        if self._text.undecided:
+        if self._text_writer.undecided:
             self._drop_or_treat_as_content(0, _EMPTY_SECTION)

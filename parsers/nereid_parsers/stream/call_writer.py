@@ -111,9 +111,11 @@ class CallWriter:
         Returns:
             Whether the tool call has started. If False, the caller must treat its text as content.
         """
+        if not name:
+            return False
         is_unknown = self.tools.is_known and name not in self.tools
         unknown_is_content = not is_confirmed or self._unknown_tool is UnknownTool.CONTENT
-        if not name or (is_unknown and unknown_is_content):
+        if is_unknown and unknown_is_content:
             return False
         self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
         if self._is_discarded:
@@ -126,7 +128,7 @@ class CallWriter:
         return True
 
     def _open(self, name: str, call_id: str) -> None:
-        """Count a new tool call, and reset the attributes that describe the open tool call."""
+        """Increase the number of tool calls, and set the attributes that describe the open call."""
         self.is_open = True
         self.num_started += 1
         self._name = name
@@ -187,6 +189,8 @@ class CallWriter:
 
         A tool call without arguments gets the arguments `{}`.
         """
+        # The filter delays arguments such as `{"arguments": {"a": 1}}`, and removes the outer
+        # object when the arguments end.
         rest = self._filter.finish()
         if rest.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
@@ -196,8 +200,9 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the event for the end of the tool call, with all reports about the tool call."""
-        self._events.append(ToolCallEnd(self.last_index, "; ".join(self._deviations) or None))
+        """Append the event for the end of the tool call. It lists all stored deviations."""
+        description = "; ".join(self._deviations) if self._deviations else None
+        self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []
 
     def _append_all_events(self) -> None:
@@ -217,20 +222,19 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Return the arguments as a valid JSON object. Report each difference from `text`.
+        """Return the arguments as a valid JSON object. Store a deviation for each change.
 
         The result is None if `text` is broken and cannot be repaired. Examples: `{"a": [1` gives
         `{"a": [1]}`, and `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called
         "arguments".
         """
-        valid_text = text
-        if not _is_json_object(text):
-            repaired = _repair(text)
-            if repaired is None:
-                self.add_deviation(_BROKEN_ARGUMENTS)
-                return None
+        is_valid = _is_json_object(text)
+        valid_text = text if is_valid else _repair(text)
+        if valid_text is None:
+            self.add_deviation(_BROKEN_ARGUMENTS)
+            return None
+        if not is_valid:
             self.add_deviation(_REPAIRED_ARGUMENTS)
-            valid_text = repaired
         inner = unwrap(valid_text) if may_be_wrapped(self._name, self.tools) else None
         if inner is None:
             return valid_text
@@ -244,14 +248,16 @@ class CallWriter:
         `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
         if the stored arguments do not contain `marker`, or after `_MAX_CUTS` cuts in a message.
         """
-        if not self.stores_arguments or not self.is_open or self._num_cuts == _MAX_CUTS:
+        has_stored_arguments = self.is_open and self.stores_arguments
+        if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
             return None
-        arguments, found_marker, rest = "".join(self._arguments).partition(marker)
-        if not found_marker:
+        arguments = "".join(self._arguments)
+        marker_start = arguments.find(marker)
+        if marker_start < 0:
             return None
         self._num_cuts += 1
-        self._arguments = [arguments]
-        return found_marker + rest
+        self._arguments = [arguments[:marker_start]]
+        return arguments[marker_start:]
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
         """Restart the numbering of tool calls at the end of the prompt.
@@ -269,16 +275,15 @@ class CallWriter:
         """
         open_index = self.last_index
         self.num_started = 1 if self.is_open else 0
-        self.last_index = -1
         has_appended_start = not self.stores_arguments and not self._is_discarded
         if not self.is_open or not has_appended_start:
+            self.last_index = -1
             return []
         self.last_index = 0
-        return [
-            replace(event, index=0)
-            for event in events
-            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == open_index
+        call_events = [
+            event for event in events if isinstance(event, ToolCallStart | ArgumentsDelta)
         ]
+        return [replace(event, index=0) for event in call_events if event.index == open_index]
 
 
 def _is_json_object(text: str) -> bool:

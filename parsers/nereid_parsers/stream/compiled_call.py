@@ -102,9 +102,16 @@ class CompiledCall:
         return NEED_MORE if is_possible else NO_MATCH
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
-        """Return a reader for the body after `head`. The declaration's type determines its class.
+        """Return a reader that parses the arguments of the tool call after the matched `head`.
 
-        `is_confirmed` means that a marker or an earlier tool call shows that this is a tool call.
+        The class of the reader depends on how the format writes arguments: as JSON, in Python
+        syntax or between tags.
+
+        Args:
+            writer: The writer that converts the tool call into events.
+            head: The text before the arguments, which usually contains the function's name.
+            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
+                call. If not, the reader must find out whether the text is a tool call.
         """
         match self.call.body:
             case JsonArguments():
@@ -277,19 +284,18 @@ class CompiledHeader:
             The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
-        if (
-            not self._whitespace_header_end
-        ):  # Otherwise the white space may be the end of the header.
+        # The header may have to end with exact white space, for example a line break. White space
+        # at `pos` may then be this end, so it is not skipped.
+        required_whitespace = self._whitespace_header_end
+        if not required_whitespace:
             pos = skip_whitespace(text, pos)
         pattern_end = self._header_pattern.match(text, pos, is_final, fields)
         if pattern_end < 0:
-            return pattern_end
-        if not text.startswith(self._whitespace_header_end, pattern_end):
-            is_possible = not is_final and self._whitespace_header_end.startswith(
-                text[pattern_end:]
-            )
-            return NEED_MORE if is_possible else NO_MATCH
-        end = pattern_end + len(self._whitespace_header_end)
+            return pattern_end  # NEED_MORE or NO_MATCH
+        if not text.startswith(required_whitespace, pattern_end):
+            may_follow = not is_final and required_whitespace.startswith(text[pattern_end:])
+            return NEED_MORE if may_follow else NO_MATCH
+        end = pattern_end + len(required_whitespace)
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:

@@ -54,7 +54,7 @@ class CompiledTag:
     """
 
     def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
-        r"""Compile one variant of a tagged value.
+        r"""Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
         `a`. With the early end `</call>`, `a</call>` has this value if `</p>` is missing.
@@ -67,7 +67,7 @@ class CompiledTag:
         self.key: Pattern = compile_pattern(opening)
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
-        whitespace_before_close = part.close[: len(part.close) - len(part.close.lstrip())]
+        whitespace_before_close = part.close.removesuffix(part.close.lstrip())
         # Most characters cannot start a marker. The look-ahead skips such a character after one
         # test of a character class.
         lookahead = _first_char_lookahead((self.close, *early_ends, whitespace_before_close))
@@ -203,10 +203,10 @@ class CompiledTags:
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return pos
-        if opening == NEED_MORE:
+        may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
+        if opening == NEED_MORE or may_become_stop_marker:
             return NEED_MORE
-        may_become_marker = not is_final and self.may_become_stop_marker(text, pos)
-        return NEED_MORE if may_become_marker else NO_MATCH
+        return NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Return whether a stop marker inside a value is a part of the value, or follows the value.

@@ -22,7 +22,8 @@ class ContentReader:
     """
 
     __slots__ = (
-        "_buffer", "_calls", "_calls_first", "_format", "_headers", "_marker_handlers", "_text",
+        "_buffer", "_call_reader", "_calls_first", "_format", "_header_reader", "_marker_handlers",
+        "_text_writer",
     )  # fmt: skip
 
     def __init__(
@@ -32,12 +33,12 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader of the text in `context`. The other readers handle its markers."""
+        """Create a reader of the text in `context`. The other readers handle the other text."""
         self._format = context.format
         self._buffer = context.buffer
-        self._text = context.text
-        self._calls = calls
-        self._headers = headers
+        self._text_writer = context.text
+        self._call_reader = calls
+        self._header_reader = headers
         self._calls_first = context.calls_first
         # A handler reads a marker in the content, and returns the next state. If the marker has no
         # meaning at this place, the handler leaves the marker in the buffer and returns None.
@@ -56,14 +57,19 @@ class ContentReader:
         }
 
     def read(self) -> State | None:
-        """Read content up to a marker, and return the next state, which depends on the marker.
+        """Read content up to a marker, and let the handler of this marker select the next state.
 
         Example: from `Hi<tool_call>`, `Hi` is written as content, and the next state is CALL_START.
+        If the policy allows no tool calls after content (CALLS_FIRST), the next state after content
+        is CONTENT_ONLY.
+
+        Returns:
+            The next state, or None if more text is required.
         """
         start, marker = self._format.content_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write(self._buffer.take_until(start), ContentDelta)
-            if self._calls_first and self._text.has_content:
+            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
+            if self._calls_first and self._text_writer.has_content:
                 return State.CONTENT_ONLY
         if not marker:
             return None
@@ -73,28 +79,35 @@ class ContentReader:
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that directly follows a tool call, or that closes a tool section.
 
-        Return None if `marker` is at any other place.
+        Example: the second marker of `<call>{..}</call></call>` is removed. At any other place, the
+        marker is content, and the result is None. Otherwise the result is the next state.
         """
-        return self._remove(marker) if self._calls.close_section(marker) else None
+        return self._remove(marker) if self._call_reader.close_section(marker) else None
 
     def _remove(self, marker: str) -> State:
         """Remove a marker from the content."""
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
     def _write_as_content(self, marker: str) -> State:
         """Write `marker` as content, because the marker has no meaning at this place."""
-        self._text.write(self._buffer.take(len(marker)), ContentDelta)
+        self._text_writer.write(self._buffer.take(len(marker)), ContentDelta)
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read content, and remove only the markers that enclose messages or content."""
+        """Read content in a message that can contain no more tool calls or reasoning.
+
+        Only the markers that enclose messages or content, for example `<|im_end|>`, are removed.
+
+        Returns:
+            The next state, or None if more text is required.
+        """
         start, marker = self._format.outer_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write(self._buffer.take_until(start), ContentDelta)
+            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
         if not marker:
             return None
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
@@ -102,15 +115,19 @@ class ContentReader:
 
         Markers of tool calls have no meaning in this message. Example: a message to the user may
         quote `<tool_call>` to explain the format.
+
+        Returns:
+            The next state, or None if more text is required.
         """
-        # In the layout `Messages`, these are the markers that start or end a message.
+        # Only formats whose reasoning is a message have this state. Their reasoning ends at the
+        # markers that start or end a message, and the body read here ends at the same markers.
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write(self._buffer.take_until(start), ContentDelta)
+            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
         if not marker:
             return None
         if self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:
-            return self._headers.start(marker)
+            return self._header_reader.start(marker)
         return self._remove(marker)  # The message has ended, so tool calls may follow.
 
     def finish_marker(self, state: State) -> None:
@@ -129,5 +146,6 @@ class ContentReader:
             return
         is_reasoning = state is State.REASONING
         markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
-        if any(marker.startswith(rest) and is_compound_start(marker, rest) for marker in markers):
-            self._text.write_markup(self._buffer.take_unread())
+        possible_markers = [marker for marker in markers if marker.startswith(rest)]
+        if any(is_compound_start(marker, rest) for marker in possible_markers):
+            self._text_writer.write_markup(self._buffer.take_unread())

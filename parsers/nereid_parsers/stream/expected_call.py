@@ -50,44 +50,58 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
-        """Match the unread text with each variant. Return the match, NEED_MORE or NO_MATCH.
+        """Match the start of a tool call at the unread text. Try the variants in their order.
 
         A tool call that omits its opening marker matches only if `tools` contains the function.
+
+        Returns:
+            The match of the first variant that matches. NEED_MORE if more text must arrive before
+            the variants can be decided, or NO_MATCH if the text is not a tool call.
         """
         for variant in self.variants:
             head = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if head == NEED_MORE:
                 return NEED_MORE
             if not isinstance(head, Head):
-                continue
+                continue  # NO_MATCH: try the next variant.
             is_offered = not tools.is_known or head.name in tools
             if is_offered or not variant.omits_marker:
                 return MatchedCall(variant, head, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether more text could complete the start of the tool call.
+        """Return whether the message ends inside the start of a tool call.
+
+        Example: the result is True for `<tool_call>{` at the end of the message, because `{"` would
+        start a JSON object.
 
         Args:
             buffer: The text at the end of the message.
-            includes_unmarked: Whether variants without a marker are considered too.
+            includes_unmarked: Whether the start may also be that of a tool call without a marker,
+                such as `{` for `{"name": "f"}`.
         """
+        variants = [
+            variant for variant in self.variants if includes_unmarked or not variant.is_unmarked
+        ]
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
-            for variant in self.variants
-            if includes_unmarked or not variant.is_unmarked
+            for variant in variants
         )
 
 
 class CallStarts:
     """Decides which tool call may start at a position of the message."""
 
-    __slots__ = ("_calls", "_writer")
+    __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Store the variants of a tool call. `writer` stores the tools and the number of calls."""
+        """Create an object that chooses among `variants`, the ways in which a tool call may start.
+
+        The choice also depends on `writer.tools`, the tools that the request offers, and on
+        `writer.num_started`, the number of earlier tool calls.
+        """
         self._calls = variants
-        self._writer = writer
+        self._call_writer = writer
 
     def in_section(self) -> ExpectedCall:
         """Return the tool call that must start inside a tool section."""
@@ -100,14 +114,16 @@ class CallStarts:
     def at_head(self, marker: str) -> ExpectedCall | None:
         """Return the tool call that may start with its head, because the opening marker is missing.
 
-        Example: the tag `<invoke name=` without `<minimax:tool_call>` before it may start a tool
-        call if the request offers tools. If the request offers no tools, only a special token is
-        accepted, because ordinary text may contain any other tag. Otherwise the result is None.
+        The head of a tool call contains the function's name, for example `<invoke name="f">`. The
+        result is None if `marker` may be ordinary text: the request offers no tools, and `marker`
+        is not a special token such as `<|invoke|>`, which ordinary text does not contain.
 
         Args:
-            marker: The first literal of the tool call's head.
+            marker: The first literal of the tool call's head, for example `<invoke name=`.
         """
-        if not self._writer.tools.parameters and not marker.startswith(_SPECIAL_TOKEN_STARTS):
+        offers_tools = bool(self._call_writer.tools.parameters)
+        is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
+        if not offers_tools and not is_special_token:
             return None
         return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
 
@@ -125,8 +141,8 @@ class CallStarts:
         Returns:
             The tool call, or None if `opening` is content.
         """
-        is_at_start = not has_content and not self._writer.num_started
-        offers_tools = bool(self._writer.tools.parameters)
+        is_at_start = not has_content and not self._call_writer.num_started
+        offers_tools = bool(self._call_writer.tools.parameters)
         may_follow = any(variant.may_follow_content() for variant in self._calls.unmarked)
         if is_at_start or (offers_tools and may_follow):
             return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)

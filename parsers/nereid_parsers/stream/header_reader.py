@@ -20,14 +20,14 @@ class HeaderReader:
     Until the whole header has been read, the marker is the undecided text of the TextWriter.
     """
 
-    __slots__ = ("_buffer", "_calls", "_calls_first", "_format", "_text")
+    __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
         """Create a reader of the text in `context`. `calls` reads messages that are tool calls."""
         self._format = context.format
         self._buffer = context.buffer
-        self._text = context.text
-        self._calls = calls
+        self._text_writer = context.text
+        self._call_reader = calls
         self._calls_first = context.calls_first
 
     def start(self, marker: str) -> State:
@@ -35,7 +35,7 @@ class HeaderReader:
 
         The marker is removed from the output after the header has been read.
         """
-        self._text.store_undecided(self._buffer.take(len(marker)))
+        self._text_writer.store_undecided(self._buffer.take(len(marker)))
         return State.HEADER
 
     def read(self) -> State | None:
@@ -46,7 +46,7 @@ class HeaderReader:
         None if more text is required.
         """
         buffer = self._buffer
-        has_read_marker = bool(self._text.undecided)
+        has_read_marker = bool(self._text_writer.undecided)
         if not has_read_marker:
             # This is the start of the output. The marker is optional, because the prompt may
             # already contain the marker.
@@ -70,10 +70,10 @@ class HeaderReader:
         `<|channel|>fin` is removed. Text that does not start like a header is content.
         """
         if self._buffer.is_final and self._has_header_started():
-            self._text.drop_undecided()
-            self._text.write_markup(self._buffer.take_unread())
+            self._text_writer.drop_undecided()
+            self._text_writer.write_markup(self._buffer.take_unread())
             return State.CONTENT
-        return self._calls.treat_as_content(0, _NO_HEADER)
+        return self._call_reader.treat_as_content(0, _NO_HEADER)
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Read a header that matches `route`, and return the state in which the body is read.
@@ -84,13 +84,13 @@ class HeaderReader:
         With the policy CALLS_FIRST, no tool call may follow content. The header of such a tool call
         stays unread, and the state is CONTENT_ONLY, so that the parser reads the header as content.
         """
-        self._text.drop_undecided()  # This text is the marker that starts the message.
+        self._text_writer.drop_undecided()  # This text is the marker that starts the message.
         is_call = route.stage is Stage.CALLS
-        if is_call and self._calls_first and self._text.has_content:
+        if is_call and self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
-        self._text.write_markup(self._buffer.take_until(head.end))
+        self._text_writer.write_markup(self._buffer.take_until(head.end))
         if is_call:
-            return self._calls.start_message_call(head)
+            return self._call_reader.start_message_call(head)
         if route.stage is Stage.REASONING:
             return State.REASONING
         return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
@@ -102,5 +102,5 @@ class HeaderReader:
 
     def finish(self) -> None:
         """Remove the start marker of a message if the output ends directly after this marker."""
-        if self._text.undecided:
-            self._text.drop_undecided()
+        if self._text_writer.undecided:
+            self._text_writer.drop_undecided()

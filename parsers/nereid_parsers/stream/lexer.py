@@ -107,39 +107,38 @@ class Lexer:
         self._markers = frozenset(marker for marker in markers if marker)
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
         complete = [re.escape(marker) for marker in longest_first]
-        self._find_complete = _search_function(longest_first, complete)
-        self._find_possible = _search_function(longest_first, _possible_regexes(longest_first))
+        regexes_with_prefixes = _possible_regexes(longest_first)
+        self._find_marker = _search_function(longest_first, complete)
+        self._find_marker_or_prefix = _search_function(longest_first, regexes_with_prefixes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the next marker in the unread text, and the end of the plain text before the marker.
+        """Find the next marker in the unread text. Return its position and the marker itself.
 
-        Example: a lexer for `<a>` returns `(1, "<a>")` for the text `"x<a>y"`, `(1, "")` for `"x<"`
-        and `(2, "")` for `"xy"`.
+        The marker is "" if no complete marker is found. The position then shows how much of the
+        text is certainly plain text. Examples for a lexer that finds `<a>`:
 
-        Returns:
-            The end of the plain text, and the marker that starts there. The marker is "" if the
-            plain text extends to the end of the text, or to a prefix of a marker at the end. If
-            `buffer.is_final` is true, such a prefix is plain text.
+            `"x<a>y"`   (1, "<a>")
+            `"x<"`      (1, ""), because `<` may become `<a>`. (2, "") if `buffer.is_final` is true,
+                        because no more text follows.
+            `"xy"`      (2, "")
         """
         text = buffer.text
-        is_final = buffer.is_final
-        search = self._find_complete if is_final else self._find_possible
+        search = self._find_marker if buffer.is_final else self._find_marker_or_prefix
         match = search(text, buffer.pos) if search is not None else None
         if match is None:
             return len(text), ""
-        marker = match.group()
-        if is_final or self._is_decided(marker, match.end(), text):
-            return match.start(), marker
-        return match.start(), ""
+        marker_or_prefix = match.group()
+        may_continue = not buffer.is_final and self._may_continue(
+            marker_or_prefix, is_at_text_end=match.end() == len(text)
+        )
+        return match.start(), "" if may_continue else marker_or_prefix
 
-    def _is_decided(self, matched: str, end: int, text: str) -> bool:
-        """Return whether `matched` is a complete marker that more text cannot make longer.
+    def _may_continue(self, matched: str, *, is_at_text_end: bool) -> bool:
+        """Return whether more text may continue `matched`, a marker or the prefix of a marker.
 
-        Example: with the markers `<a>` and `<a><b>`, the text `<a>` may still become `<a><b>`, so
-        the result is False. The text `<a>x` cannot, so the result is True.
+        Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and for `<a>` at
+        the end of the text. In the text `<a>x`, the result for `<a>` is False.
         """
-        if matched not in self._markers:
+        if not is_at_text_end:
             return False
-        if end < len(text):
-            return True
-        return not any(marker != matched and marker.startswith(matched) for marker in self._markers)
+        return any(marker != matched and marker.startswith(matched) for marker in self._markers)

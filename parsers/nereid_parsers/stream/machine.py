@@ -61,27 +61,29 @@ class Machine:
         """Create the parts of the machine. For the arguments see `StreamParser`."""
         self._events: list[Event] = []
         self._buffer = TextBuffer()
-        self._text = TextWriter(self._events)
+        self._text_writer = TextWriter(self._events)
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
-        context = ReaderContext(format, policy, self._buffer, self._text)
-        self._calls = CallReader(context, self._call_writer)
-        self._headers = HeaderReader(context, self._calls)
-        self._reasoning = ReasoningReader(context, self._calls, self._headers)
-        self._content = ContentReader(context, self._calls, self._headers, self._reasoning)
+        context = ReaderContext(format, policy, self._buffer, self._text_writer)
+        self._call_reader = CallReader(context, self._call_writer)
+        self._header_reader = HeaderReader(context, self._call_reader)
+        self._reasoning_reader = ReasoningReader(context, self._call_reader, self._header_reader)
+        self._content_reader = ContentReader(
+            context, self._call_reader, self._header_reader, self._reasoning_reader
+        )
         self._table: dict[State, Callable[[], State | None]] = {
-            State.UNCLASSIFIED: self._reasoning.read_unclassified,
-            State.REASONING: self._reasoning.read,
-            State.INLINE_REASONING: self._reasoning.read_inline,
-            State.INTERRUPTED_REASONING: self._reasoning.read_interrupted,
-            State.CONTENT: self._content.read,
-            State.CONTENT_ONLY: self._content.read_content_only,
-            State.PLAIN_MESSAGE: self._content.read_plain_message,
-            State.HEADER: self._headers.read,
-            State.CALL_START: self._calls.read_start,
-            State.CALL_BODY: self._calls.read_body,
-            State.BROKEN_CALL: self._calls.read_broken,
-            State.CALL_END: self._calls.read_end,
-            State.BETWEEN_CALLS: self._calls.read_between,
+            State.UNCLASSIFIED: self._reasoning_reader.read_unclassified,
+            State.REASONING: self._reasoning_reader.read,
+            State.INLINE_REASONING: self._reasoning_reader.read_inline,
+            State.INTERRUPTED_REASONING: self._reasoning_reader.read_interrupted,
+            State.CONTENT: self._content_reader.read,
+            State.CONTENT_ONLY: self._content_reader.read_content_only,
+            State.PLAIN_MESSAGE: self._content_reader.read_plain_message,
+            State.HEADER: self._header_reader.read,
+            State.CALL_START: self._call_reader.read_start,
+            State.CALL_BODY: self._call_reader.read_body,
+            State.BROKEN_CALL: self._call_reader.read_broken,
+            State.CALL_END: self._call_reader.read_end,
+            State.BETWEEN_CALLS: self._call_reader.read_between,
         }
         self._enter(State.CONTENT)
 
@@ -92,42 +94,48 @@ class Machine:
         self._read = self._table[state]
 
     def start(self, start: StartPoint) -> None:
-        """Enter the state in which the output starts.
+        """Enter the state in which the output starts. The state before this call is CONTENT.
 
-        If the prompt already contains the beginning of the message, this beginning is parsed, but
-        has no events. If the prompt is not known, the first text may be reasoning or content. This
-        text is then delayed in the state UNCLASSIFIED, if the format or the policy allows both.
+        Args:
+            start: What the prompt shows about the start of the output. `start.prefill` is the
+                beginning of the message, if the prompt already contains this beginning.
         """
+        starts_in_reasoning = start.stage is Stage.REASONING
         if start.stage is None:  # The prompt ends inside the header of a message.
             self._enter(State.HEADER)
         elif start.prefill:
+            # The prefill is parsed to find the state after it. The client gets no events for it.
             self._forget_prompt(self.feed(start.prefill))
-        elif not start.is_prompt_known and self._reasoning.delays_unclassified_text():
-            self._reasoning.is_reasoning_by_default = start.stage is Stage.REASONING
+        elif not start.is_prompt_known and self._reasoning_reader.delays_unclassified_text():
+            # The first text may be reasoning or content. The text is stored until a marker decides.
+            self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
-        elif start.stage is Stage.REASONING:
-            self._enter(self._reasoning.start_opened())
+        elif starts_in_reasoning:
+            self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Treat all text so far as a part of the prompt. The events of the prompt are not returned.
+        """Treat all text so far as a part of the prompt, and discard the events of the prompt.
 
-        The events of an open tool call are kept, because its arguments continue in the output.
+        The exception is a tool call that the prompt has started and not ended. The events of this
+        tool call are returned by the next `feed`, because its arguments continue in the output.
 
         Args:
             events: All events of the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        num_stored_chars = self._reasoning.num_stored_chars()
-        self._text.forget_prompt(num_stored_chars + len(self._buffer.unread()))
+        # Text that no reader has classified yet also belongs to the prompt.
+        num_stored_chars = self._reasoning_reader.num_stored_chars()
+        num_unread_chars = len(self._buffer.unread())
+        self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
         if self._state is State.INLINE_REASONING:
             # The events of the prompt are discarded, including the event with the opening marker.
             # The client needs this marker, so the marker is written again.
-            self._reasoning.repeat_opening_marker()
+            self._reasoning_reader.repeat_opening_marker()
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
         """Pass each later piece of the text, together with its classification, to `trace`."""
-        self._text.set_trace(trace)
+        self._text_writer.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
         """Parse `text` as far as possible without more text, and return the new events."""
@@ -156,46 +164,44 @@ class Machine:
         # The order of the following steps is important, because a step may enter a state that only
         # a later step can end.
         if self._state is State.UNCLASSIFIED:
-            self._enter(self._reasoning.finish_unclassified())
+            self._enter(self._reasoning_reader.finish_unclassified())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
-            self._content.finish_marker(self._state)
+            self._content_reader.finish_marker(self._state)
         self._run()
-        # The message has ended without a closing marker of the reasoning, so the stored text is a
-        # tool call. `finish_interrupted` puts this text back into the buffer, and `_run` reads the
-        # text again.
+        # In this state, a tool call was found inside the reasoning, and stored. The reasoning was
+        # never closed, so `finish_interrupted` puts the tool call back into the buffer.
         if self._state is State.INTERRUPTED_REASONING:
-            self._enter(self._reasoning.finish_interrupted())
+            self._enter(self._reasoning_reader.finish_interrupted())
             self._run()
-        # `finish_body` may end an incomplete tool call at a marker in the stored arguments. The
-        # text after this marker is then put back into the buffer, and may contain another
-        # incomplete tool call.
+        # `finish_body` may find the closing marker in the stored arguments. The text after this
+        # marker is then read again, and may contain another incomplete tool call.
         while self._state is State.CALL_BODY:
-            self._enter(self._calls.finish_body())
+            self._enter(self._call_reader.finish_body())
             self._run()
         self._finish_state()
-        self._text.finish_whitespace(
-            is_reasoning=self._state is State.REASONING, has_calls=self._calls.has_calls()
+        self._text_writer.finish_whitespace(
+            is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
         )
         return self._events
 
     def _finish_state(self) -> None:
         """End the tool call, header or tool section inside which the message has ended."""
         if self._state is State.BROKEN_CALL:
-            self._calls.finish_broken()
+            self._call_reader.finish_broken()
         elif self._state is State.HEADER:
-            self._headers.finish()
+            self._header_reader.finish()
         elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
-            self._calls.finish_empty_section()
+            self._call_reader.finish_empty_section()
 
     @property
     def stage(self) -> Stage:
         """The stage to which the next character will probably belong."""
         if self._state is State.UNCLASSIFIED:
-            is_reasoning = self._reasoning.is_reasoning_by_default
+            is_reasoning = self._reasoning_reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT
         return _STAGES.get(self._state, Stage.CALLS)
 
     @property
     def has_reasoned(self) -> bool:
         """Whether the reasoning has ended."""
-        return self._reasoning.has_reasoned
+        return self._reasoning_reader.has_reasoned

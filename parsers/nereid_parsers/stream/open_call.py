@@ -46,7 +46,7 @@ class OpenCall:
         is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
-    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_confirmed", "variant")
+    __slots__ = ("_body", "_buffer", "_call_writer", "_text_writer", "is_confirmed", "variant")
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class OpenCall:
         self.is_confirmed = match.is_confirmed
         self._body = body
         self._buffer = buffer
-        self._text = text
-        self._writer = body.writer
+        self._text_writer = text
+        self._call_writer = body.writer
 
     def read(self) -> Outcome | None:
         """Read a part of the body from the buffer, and classify the text of this part.
@@ -71,62 +71,64 @@ class OpenCall:
         """
         body = self._body
         buffer = self._buffer
-        was_open = self._writer.is_open
+        was_open = self._call_writer.is_open
         if buffer.is_final:
             body.is_final = True
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
-        if self._writer.is_open:
+        if self._call_writer.is_open:  # The whole text belongs to the open tool call.
             text = buffer.text[start : buffer.pos]
             # `end_at_stored_marker` may cut the end off the stored arguments. The parser then reads
             # this end again.
-            self._text.write_call(text, may_be_reread=self._writer.stores_arguments)
+            self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
         else:
             self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify a piece of the body's text. No tool call is open at the end of this piece.
+        """Classify the text that the body reader has just read. No tool call is open any more.
 
-        There are three cases:
+        The text belongs to a tool call that has ended, or it is "undecided", which means that more
+        text must show whether it is a tool call or content. Examples for a list of tool calls:
 
-        - A tool call of a list has ended in this text. The text after this tool call is undecided,
-          because it is either the start of another tool call or content.
-        - The only tool call has ended, or the body is complete. The text belongs to the tool call.
-        - No tool call has started yet. The text is undecided.
+            text read        tool call         undecided
+            ` 1}}, {"na`     ` 1}}`            `, {"na`, which may start a second tool call
+            `[{"na`                            `[{"na`, which may start the first tool call
+
+        If the body is one tool call, all text up to its end belongs to the tool call.
 
         Args:
-            start: The position in the buffer at which the text starts.
-            was_open: Whether a tool call was open before this text.
+            start: The position in the buffer at which the text starts. The text ends at the
+                buffer's current position.
+            was_open: Whether a tool call was open before this text, so that it has ended here.
         """
-        text = self._buffer.text
+        buffer_text = self._buffer.text
         end = self._buffer.pos
-        if self._body.last_call_end is not None:
-            call_end = self._body.last_call_end
-            self._write_ended_call(text[start:call_end])
-            self._text.store_undecided(text[call_end:end])
-        elif was_open or self._body.status is DONE:
-            self._write_ended_call(text[start:end])
+        list_item_end = self._body.last_call_end
+        has_call_ended = was_open or self._body.status is DONE
+        if list_item_end is not None:
+            self._write_ended_call(buffer_text[start:list_item_end])
+            self._text_writer.store_undecided(buffer_text[list_item_end:end])
+        elif has_call_ended:
+            self._write_ended_call(buffer_text[start:end])
         else:
-            self._text.store_undecided(text[start:end])
+            self._text_writer.store_undecided(buffer_text[start:end])
 
     def _write_ended_call(self, text: str) -> None:
         """Classify the text of a tool call that has ended."""
-        self._text.write_call(text, may_be_reread=self._writer.stores_arguments)
-        self._text.end_call()
+        self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
+        self._text_writer.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a body that is complete or not valid. Return the outcome.
-
-        If the arguments are not valid, the outcome is ENDED in two cases: the reader of the body
-        has completed the arguments, or the stored arguments contain the closing marker.
-        """
+        """Stop reading a body that is complete or not valid. Return the outcome."""
         if self._body.status is DONE:
-            if self._text.undecided:
-                self._text.drop_undecided()
+            if self._text_writer.undecided:
+                self._text_writer.drop_undecided()
             return Outcome.ENDED
-        if not self._writer.is_open:
+        if not self._call_writer.is_open:
             return Outcome.NO_CALL
+        # The arguments are not valid. `abandon` may complete them to valid JSON. If not, the
+        # closing marker may be inside them, because a quote is missing.
         has_ended = self._body.abandon() or self.end_at_stored_marker()
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 
@@ -150,12 +152,12 @@ class OpenCall:
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body.is_verbatim:
             return False
-        text_from_marker = self._writer.cut_arguments_at(closing_markers[0])
+        text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
         if text_from_marker is None:
             return False
-        self._text.shorten_call(len(text_from_marker))
+        self._text_writer.shorten_call(len(text_from_marker))
         self._buffer.push_back(text_from_marker)
-        self._writer.end(BROKEN_ARGUMENTS)
+        self._call_writer.end(BROKEN_ARGUMENTS)
         return True
 
     def read_broken(self) -> bool:
@@ -169,10 +171,10 @@ class OpenCall:
         end, marker = self.variant.end_of_broken.find(self._buffer)
         if end > self._buffer.pos:
             piece = self._buffer.take_until(end)
-            self._writer.write(piece)
-            self._text.write_call(piece, may_be_reread=self._writer.stores_arguments)
+            self._call_writer.write(piece)
+            self._text_writer.write_call(piece, may_be_reread=self._call_writer.stores_arguments)
         if marker:
-            self._writer.end(BROKEN_ARGUMENTS)
+            self._call_writer.end(BROKEN_ARGUMENTS)
         return bool(marker)
 
     def finish(self) -> bool:
@@ -183,19 +185,19 @@ class OpenCall:
             Examples: the text is a tool call if it ends inside the arguments, or between the
             members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not.
         """
-        was_open = self._writer.is_open
+        was_open = self._call_writer.is_open
         # `BodyReader.finish` ends the open tool call. If none is open, the status becomes BROKEN,
         # unless the text is known to be a tool call even without more text.
         self._body.finish()
-        is_complete_enough = self._writer.num_started > 0 and self._body.status is not BROKEN
+        is_complete_enough = self._call_writer.num_started > 0 and self._body.status is not BROKEN
         if not was_open and not is_complete_enough:
             return False
-        self._text.end_call()
-        self._text.drop_undecided()
+        self._text_writer.end_call()
+        self._text_writer.drop_undecided()
         return True
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""
-        if self._writer.is_open:
-            self._writer.end(BROKEN_ARGUMENTS)
-            self._text.end_call()
+        if self._call_writer.is_open:
+            self._call_writer.end(BROKEN_ARGUMENTS)
+            self._text_writer.end_call()

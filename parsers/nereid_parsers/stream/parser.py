@@ -93,14 +93,15 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the stage in which the output starts, and whether the reasoning has ended.
+    r"""Return whether the output after `prompt` starts with reasoning, content or tool calls.
 
-    If the prompt already contains the beginning of the message, the state machine reads this
-    beginning, because only the state machine finds out whether the beginning leaves the reasoning
-    or a tool call open. Otherwise the end of the prompt decides.
+    Examples, with the reasoning markers `<think>` and `</think>`:
 
-    Example: with the reasoning marker `<think>`, the prompt `"..<think>\n"` gives
-    `OutputStart(Stage.REASONING, has_reasoned=False)`.
+        end of the prompt                        result
+        `"<|assistant|><think>\n"`               REASONING, the reasoning has not ended
+        `"<|assistant|><think>Hm.</think>Well"`  CONTENT, the reasoning has ended
+
+    In the second prompt, the model's message has already begun (a "prefill").
 
     Args:
         fmt: The format of the output.
@@ -110,6 +111,7 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     start = find_start(fmt, prompt)
     if not start.prefill:
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
+    # Parsing the prefill shows in which stage the prefill ends.
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
     return OutputStart(machine.stage, machine.has_reasoned)

@@ -42,9 +42,21 @@ class ReasoningReader:
     """
 
     __slots__ = (
-        "_buffer", "_calls", "_calls_first", "_format", "_headers", "_is_inline", "_is_interrupted",
-        "_is_never_closed", "_part", "_state", "_stored_text", "_stray_close", "_text",
-        "has_reasoned", "is_reasoning_by_default",
+        "_buffer",
+        "_call_reader",
+        "_calls_first",
+        "_declaration",
+        "_format",
+        "_header_reader",
+        "_is_inline",
+        "_is_interrupted",
+        "_is_never_closed",
+        "_state",
+        "_stored_text",
+        "_stray_close",
+        "_text_writer",
+        "has_reasoned",
+        "is_reasoning_by_default",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
@@ -52,15 +64,15 @@ class ReasoningReader:
         self.has_reasoned = False
         self.is_reasoning_by_default = False
         self._format = context.format
-        self._part = context.format.reasoning
+        self._declaration = context.format.reasoning
         self._buffer = context.buffer
-        self._text = context.text
-        self._calls = calls
-        self._headers = headers
+        self._text_writer = context.text
+        self._call_reader = calls
+        self._header_reader = headers
         self._calls_first = context.calls_first
         self._stray_close = context.policy.stray_close
         # Whether the client receives the reasoning as a part of the content.
-        self._is_inline = self._part is not None and self._part.shown is Shown.INLINE
+        self._is_inline = self._declaration is not None and self._declaration.shown is Shown.INLINE
         self._state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
@@ -77,15 +89,19 @@ class ReasoningReader:
 
         This method applies only if the prompt is not known.
         """
-        if self._part is None or self._is_inline:
+        if self._declaration is None or self._is_inline:
             return False
-        is_ambiguous = self._part.opener is Opener.EITHER
+        is_ambiguous = self._declaration.opener is Opener.EITHER
         return is_ambiguous or self._stray_close is StrayClose.REASONING
 
     def read_unclassified(self) -> State | None:
-        """Store text until a marker shows whether the stored text is reasoning.
+        """Store text until a marker shows whether the stored text is reasoning or content.
 
-        Example: `Let me see.</think>` shows that the text is reasoning.
+        Example: `Let me see.</think>` shows that the text is reasoning. Any other marker shows that
+        the text is content.
+
+        Returns:
+            The next state, or None as long as no marker has arrived.
         """
         start, marker = self._format.content_markers.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(start))
@@ -133,23 +149,24 @@ class ReasoningReader:
         else:
             # The opening marker is at the end of the prompt. Blank lines after this marker belong
             # to the marker and are removed.
-            self._text.is_after_marker = True
+            self._text_writer.is_after_marker = True
         return self._state
 
     def repeat_opening_marker(self) -> None:
         """Write the opening marker as content. The model did not write this marker itself."""
-        if self._part is not None:
-            self._text.write_generated_content(self._part.open.strip())
+        if self._declaration is not None:
+            self._text_writer.write_generated_content(self._declaration.open.strip())
 
     def read(self) -> State | None:
-        """Read reasoning up to a marker, and return the next state.
+        """Read reasoning up to a marker, and return the next state, or None without a marker.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
-        is removed. The rest, `Hi`, is content.
+        is removed. The rest, `Hi`, is content. The other cases handle markers that are not closing
+        markers, for example the start of a tool call.
         """
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write(self._buffer.take_until(start), ReasoningDelta)
+            self._text_writer.write(self._buffer.take_until(start), ReasoningDelta)
         if not marker:
             return None
         kind = self._format.reasoning_kinds[marker]
@@ -157,13 +174,13 @@ class ReasoningReader:
             case MarkerKind.INTERRUPT:
                 return self._read_interrupt(marker)
             case MarkerKind.START_MESSAGE:
-                return self._headers.start(marker)
+                return self._header_reader.start(marker)
             case MarkerKind.WRAP_CONTENT:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:
                 return self._read_second_opening(marker)
         # The marker ends the reasoning, the message or the model's turn.
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         if kind is MarkerKind.CLOSE_REASONING:
             self.has_reasoned = True
         return State.CONTENT
@@ -175,9 +192,9 @@ class ReasoningReader:
         removed. After other reasoning, the marker is a part of the reasoning. Return the next
         state.
         """
-        if self._text.has_text:
+        if self._text_writer.has_text:
             return self._continue(marker)
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
@@ -187,9 +204,9 @@ class ReasoningReader:
         token, which a model does not quote. Otherwise the marker is a part of the reasoning.
         Example: after a prompt that ends with `<think>`, the text `<response>Hi` is content.
         """
-        if self._text.has_text and not is_special_token(marker):
+        if self._text_writer.has_text and not is_special_token(marker):
             return self._continue(marker)
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         self.has_reasoned = True
         self._is_interrupted = True
         return State.CONTENT
@@ -202,21 +219,28 @@ class ReasoningReader:
     def _write(self, text: str) -> None:
         """Write `text` as reasoning, or as content if the client receives reasoning as content."""
         if self._is_inline:
-            self._text.write_content_exactly(text)
+            self._text_writer.write_content_exactly(text)
         else:
-            self._text.write(text, ReasoningDelta)
+            self._text_writer.write(text, ReasoningDelta)
 
     def read_inline(self) -> State | None:
-        """Read reasoning, including its markers, and write all of this text as content."""
+        """Read reasoning, including its markers, and write all of this text as content.
+
+        Example: `Hm</think>` is written unchanged, because the client of this format receives the
+        reasoning as a part of the content.
+
+        Returns:
+            The next state, or None if more text is required.
+        """
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write_content_exactly(self._buffer.take_until(start))
+            self._text_writer.write_content_exactly(self._buffer.take_until(start))
         if not marker:
             return None
         kind = self._format.reasoning_kinds[marker]
         if kind is MarkerKind.INTERRUPT:
             return self._read_interrupt(marker)
-        self._text.write_content_exactly(self._buffer.take(len(marker)))
+        self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
         self.has_reasoned = True
@@ -234,7 +258,7 @@ class ReasoningReader:
         - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. The text is
           a tool call if the reasoning is never closed, and otherwise a part of the reasoning. It is
           stored in the state INTERRUPTED_REASONING until this is known.
-        - The policy is CALLS_FIRST. The reasoning cannot contain tool calls.
+        - The policy is CALLS_FIRST. The marker is a part of the reasoning.
 
         Returns:
             The next state, or None if more text is required.
@@ -246,7 +270,7 @@ class ReasoningReader:
             return None
         if match == NO_MATCH:
             return self._continue(marker)
-        is_reasoning_empty = not self._text.has_text and not self._is_inline
+        is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
         if is_reasoning_empty or self._is_never_closed:
             return self._end_at_call()
         return State.INTERRUPTED_REASONING
@@ -261,10 +285,11 @@ class ReasoningReader:
         """
         buffer = self._buffer
         calls = self._format.calls
-        if marker in calls.by_trigger:
+        opens_call = marker in calls.by_trigger
+        if opens_call:
             variants = calls.by_trigger[marker]
             start = buffer.pos
-        else:  # The marker opens a tool section.
+        else:  # The marker opens a tool section. The tool call starts after the marker.
             variants = calls.all
             start = skip_whitespace(buffer.text, buffer.pos + len(marker))
         for variant in variants:
@@ -298,11 +323,11 @@ class ReasoningReader:
 
     def _end_at_call(self) -> State:
         """End the reasoning before a tool call, and report that the closing marker is missing."""
-        self._text.drop_whitespace()
-        self._text.is_after_marker = True
+        self._text_writer.drop_whitespace()
+        self._text_writer.is_after_marker = True
         self.has_reasoned = True
         self._is_interrupted = True
-        self._calls.add_deviation(_UNCLOSED_REASONING)
+        self._call_reader.add_deviation(_UNCLOSED_REASONING)
         return State.CONTENT
 
     # ---- markers of the reasoning inside the content ---------------------------------------------
@@ -316,24 +341,24 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            self._text.drop_whitespace()  # `read_inline` reads the marker.
+            # The marker stays in the buffer, because `read_inline` writes it as content.
+            self._text_writer.drop_whitespace()
         else:
-            self._text.write_markup(self._buffer.take(len(marker)))
+            self._text_writer.write_markup(self._buffer.take(len(marker)))
         return self._state
 
     def _may_open(self, marker: str) -> bool:
         """Return whether an opening marker in the content starts reasoning.
 
-        The marker starts reasoning at the start of the message. With policies other than
-        CALLS_FIRST, the marker also starts reasoning directly after another marker, and anywhere if
-        the marker is a special token. Examples: in `<think>Hm` and `</tool_call><think>Hm`, the
-        marker starts reasoning. In `Write <think> first.`, the marker is content.
+        Examples: in `<think>Hm` and `</tool_call><think>Hm`, the marker starts reasoning. In
+        `Write <think> first.`, the marker is content.
         """
-        if not self.has_reasoned and not self._has_output():
+        is_at_start = not self.has_reasoned and not self._has_output()
+        if is_at_start:
             return True
-        if self._calls_first:
+        if self._calls_first:  # With this policy, only the start of a message can be reasoning.
             return False
-        return self._text.is_after_marker or is_special_token(marker)
+        return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
         """Remove a closing marker that occurs in the content.
@@ -343,24 +368,25 @@ class ReasoningReader:
         """
         if not self._may_close(marker):
             return None
-        self._text.write_markup(self._buffer.take(len(marker)))
+        self._text_writer.write_markup(self._buffer.take(len(marker)))
         self.has_reasoned = True
         self._is_interrupted = False
         return State.CONTENT
 
     def _may_close(self, marker: str) -> bool:
-        """Return whether the parser removes a closing marker from the content.
+        """Return whether the parser removes a closing marker, such as `</think>`, from the content.
 
-        Before the first content and the first tool call, the marker is removed. The policy
-        CALLS_FIRST allows only one such marker. Later, the marker is removed in two cases: another
-        marker has ended the reasoning without a closing marker, or the marker is a special token
-        and the policy is not CALLS_FIRST. Examples: `</think>Hi` becomes `Hi`, and `Hi</think>`
-        stays `Hi</think>`.
+        Examples: `</think>Hi` becomes `Hi`, and `Hi</think>` stays `Hi</think>`.
         """
         if not self._has_output():
-            return not (self.has_reasoned and self._calls_first)
-        return self._is_interrupted or (is_special_token(marker) and not self._calls_first)
+            # The policy CALLS_FIRST allows only one closing marker before the content.
+            is_second_close = self.has_reasoned and self._calls_first
+            return not is_second_close
+        # If a tool call has interrupted the reasoning, its closing marker may follow later. Content
+        # never contains special tokens, except with the policy CALLS_FIRST.
+        is_never_content = is_special_token(marker) and not self._calls_first
+        return self._is_interrupted or is_never_content
 
     def _has_output(self) -> bool:
         """Return whether the message has content or a tool call before the current position."""
-        return self._text.has_content or self._calls.has_calls()
+        return self._text_writer.has_content or self._call_reader.has_calls()

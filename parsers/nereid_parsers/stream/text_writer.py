@@ -106,8 +106,9 @@ class TextWriter:
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
 
-        The event of content begins with the white space that was removed after the last content.
-        The trace has already received this white space as "markup".
+        If the text continues earlier content, the event begins with the white space that separated
+        the two pieces and was removed before a marker. The trace has already received this white
+        space as "markup", so the trace receives only `text`.
         """
         is_content = event_type is ContentDelta
         if self.is_after_marker:
@@ -122,10 +123,10 @@ class TextWriter:
         self._is_last_text_content = is_content
 
     def _strip_after_marker(self, text: str, is_content: bool) -> str:
-        """Return the text after a marker, without the blank lines that belong to the marker.
+        r"""Return the text after a marker, without the blank lines that belong to the marker.
 
-        Blank lines between two pieces of content separate these pieces, so they are kept. The
-        attribute `is_after_marker` becomes False.
+        Example: after `</think>`, the text `"\n\nHi"` gives `"Hi"`. Blank lines between two pieces
+        of content separate these pieces, so they are kept. `is_after_marker` becomes False.
         """
         self.is_after_marker = False
         continues_content = is_content and self.has_content
@@ -154,13 +155,11 @@ class TextWriter:
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
-        num_whitespace_chars = len(text) - len(text.lstrip())
-        last_line_end = max(
-            text.rfind("\n", 0, num_whitespace_chars), text.rfind("\r", 0, num_whitespace_chars)
-        )
-        line_start = last_line_end + 1
-        self._classify(MARKUP, text[:line_start])
-        return text[line_start:]
+        leading_whitespace = text[: len(text) - len(text.lstrip())]
+        last_line_end = max(leading_whitespace.rfind("\n"), leading_whitespace.rfind("\r"))
+        first_visible_line = last_line_end + 1  # 0 if there is no blank line.
+        self._classify(MARKUP, text[:first_visible_line])
+        return text[first_visible_line:]
 
     def write_markup(self, marker: str) -> None:
         """Classify a marker, and the stored white space before the marker, as "markup"."""
@@ -190,8 +189,8 @@ class TextWriter:
     def drop_whitespace(self) -> None:
         """Remove the stored white space from the output, because a marker follows.
 
-        White space after content is stored in `_removed_whitespace`, and restored if more content
-        follows.
+        White space after content is stored in `_removed_whitespace`. If more content follows the
+        marker, this white space is written before it, so that the two pieces stay separated.
         """
         whitespace = self._take_whitespace()
         if self.has_text and self._is_last_text_content:
@@ -284,9 +283,10 @@ class TextWriter:
         """
         if self.undecided:
             self.drop_undecided()
-        if may_be_reread and self._trace is not None:
+        has_trace = self._trace is not None
+        if has_trace and may_be_reread:
             self._call_text.append(text)
-        elif self._trace is not None or self._num_prompt_chars:
+        elif has_trace or self._num_prompt_chars:
             # Without a trace, `_classify` only counts the characters of the prompt.
             self._classify(CALL, text)
 

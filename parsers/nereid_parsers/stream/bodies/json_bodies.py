@@ -31,16 +31,20 @@ class JsonArgumentsReader(BodyReader):
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the arguments. The first piece also starts the tool call.
 
-        End the tool call after the closing brace. For the result see `BodyReader.read`.
+        The status becomes DONE after the closing brace, and BROKEN if the text is not a JSON
+        object. If the status is BROKEN, the text is content unless the tool call has started.
+
+        Returns:
+            The position up to which the text was read.
         """
         if not self.writer.is_open:
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            # Start the tool call even if the text is not an object. The status BROKEN has two
-            # meanings: if a tool call is open, its arguments are broken. If no tool call is open,
-            # the text is content.
-            if not self._start_named_call(self._head) or text[pos] != "{":
+            # The tool call starts even if the text is not an object, so that its text becomes
+            # broken arguments instead of content.
+            has_started = self._start_named_call(self._head)
+            if not has_started or text[pos] != "{":
                 return self._reject(pos)
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -65,7 +69,12 @@ class ArrayReader(BodyReader):
         self._member: ObjectReader | None = None
 
     def read(self, text: str, pos: int) -> int:
-        """Read the array in `text`, see `BodyReader.read`."""
+        """Read the array in `text` from `pos` on. Set `status`, and `last_call_end` after a call.
+
+        Returns:
+            The position up to which the text was read. The caller passes the rest again, together
+            with the text that follows.
+        """
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
@@ -95,15 +104,18 @@ class ArrayReader(BodyReader):
             at `pos`, or if the character is not valid.
         """
         char = text[pos]
-        if char.isspace() or (char == "," and self._is_bracket_open):
+        if char.isspace():
             return pos + 1
         if not self._is_bracket_open:
             if char != "[":
                 return self._reject(pos)
             self._is_bracket_open = True
             return pos + 1
+        if char == ",":
+            return pos + 1
         if char == "]":
-            self.status = DONE if self.writer.num_started or self._is_confirmed else BROKEN
+            is_call_list = self._is_confirmed or self.writer.num_started > 0
+            self.status = DONE if is_call_list else BROKEN
             return pos + 1
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
@@ -118,5 +130,6 @@ class ArrayReader(BodyReader):
         if self._member is not None:
             self._member.finish()
             self.status = self._member.status
-        else:
-            self.status = DONE if self._is_bracket_open and self.writer.num_started else BROKEN
+            return
+        has_started_call = self._is_bracket_open and self.writer.num_started > 0
+        self.status = DONE if has_started_call else BROKEN

@@ -63,8 +63,8 @@ class ObjectReader(StepReader):
         self._early_arguments: list[str] = []
         self._scanner = JsonScanner()
         self._value_pieces: list[str] = []
-        # The method that receives the next complete string. The method returns False if this string
-        # shows that the object is not a tool call.
+        # The method that receives the next complete string. It returns False if this string shows
+        # that the object is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class ObjectReader(StepReader):
     # ---- the structure of the object -------------------------------------------------------------
 
     def _read_opening_brace(self, text: str, pos: int) -> int:
-        """Read the opening brace of the object."""
+        """Read the opening brace of the object, or white space before it. Return its end."""
         if text[pos].isspace():
             return skip_whitespace(text, pos)
         if text[pos] != "{":
@@ -89,12 +89,16 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. At a quote, select the step that reads the key."""
-        if text[pos].isspace() or text[pos] == ",":
+        """Read white space, a comma or `}`. At a quote, select the step that reads the key.
+
+        Return the position after the text that was read. At a quote, nothing is read.
+        """
+        char = text[pos]
+        if char.isspace() or char == ",":
             return skip_whitespace(text, pos + 1)
-        if text[pos] == "}":
+        if char == "}":
             return self._close_object(pos)
-        if text[pos] not in _QUOTES:
+        if char not in _QUOTES:
             return self._reject(pos)
         self._expect_string(self._set_key)
         return pos
@@ -184,6 +188,7 @@ class ObjectReader(StepReader):
         if isinstance(keys, NameIsKey):
             is_first_member = not self._has_arguments
             return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
+        # The outer key "" stands for an undeclared object, which is not a part of declared paths.
         path = ".".join(key for key in (*self._outer_keys, self._key) if key)
         role = declared_roles(keys).get(path)
         if role is None:
@@ -207,11 +212,11 @@ class ObjectReader(StepReader):
             first_char: The first character of the value.
         """
         parent, _, key = path.rpartition(".")
-        declared_parent = keys.arguments.rpartition(".")[0]
+        declared_parent, _, _ = keys.arguments.rpartition(".")
         # If the tools are known, the name of the function will show whether this object is a tool
         # call.
-        may_accept = first_char == "{" and (self._is_confirmed or self.writer.tools.is_known)
-        if may_accept and not self._has_arguments:
+        can_be_checked = self._is_confirmed or self.writer.tools.is_known
+        if first_char == "{" and can_be_checked and not self._has_arguments:
             if key in _ARGUMENTS_KEYS and parent == declared_parent:
                 self.writer.add_deviation(f"the arguments are under the key {key!r}")
                 return KeyRole.ARGUMENTS
@@ -224,7 +229,7 @@ class ObjectReader(StepReader):
     # ---- strings, and values that are ignored ----------------------------------------------------
 
     def _expect_string(self, on_string: Callable[[str], bool]) -> None:
-        """Prepare to read a string. Its value will be passed to `on_string`."""
+        """Prepare to read a string. After the closing quote, `on_string` receives its value."""
         self._on_string = on_string
         self._value_pieces = []
         self._scanner = JsonScanner()
@@ -309,7 +314,8 @@ class ObjectReader(StepReader):
         If it is not confirmed that the text is a tool call, only an object is accepted.
 
         Returns:
-            `pos`, or NEED_MORE if more text must show whether the value is an object.
+            `pos`, because the selected step reads the arguments. NEED_MORE if more text must show
+            whether the value is an object.
         """
         if not self._is_confirmed:
             object_start = _match_object_start(text, pos)

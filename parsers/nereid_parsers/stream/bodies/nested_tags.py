@@ -83,22 +83,24 @@ class NestedReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
-        """Create a reader for the arguments of one tool call.
+        """Create a reader for arguments such as `~<city>Paris~</city>`, with the mark `~`.
 
         Args:
             writer: The writer of the tool call.
-            head: The head of the tool call.
-            mark: The text that precedes each tag, for example `~` in `~<city>Paris~</city>`.
-            stop_marker: The marker that ends the body. The marker does not belong to the body.
+            head: The text before the arguments, which contains the function's name.
+            mark: The text that precedes each tag.
+            stop_marker: The marker that ends the arguments. The reader does not read this marker.
         """
         super().__init__(writer, first_step=self._read_piece)  # This is the only step.
         self._head = head
         self._mark = mark
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
-        # The open elements, from the outermost (the arguments as a whole) to the innermost.
+        # The open elements, from the outermost to the innermost. The outermost element contains all
+        # arguments, and has no tags of its own.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
+        # Finds a complete mark, or the beginning of a mark at the end of the text.
         self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
 
     def begin(self) -> None:
@@ -121,17 +123,18 @@ class NestedReader(StepReader):
             return self._decide_kind(element, text, pos)
         if element.kind not in _CONTAINERS:
             return self._read_text_or_tag(element, text, pos)
+        # Inside an object or array, only tags, white space and the end of the body are valid.
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        if len(self._elements) == 1 and match_marker(self._stop_marker, text, pos) >= 0:
+        is_outermost = len(self._elements) == 1
+        if is_outermost and match_marker(self._stop_marker, text, pos) >= 0:
             self._end_call()
             return pos
         if text.startswith(self._mark, pos):
             return self._read_tag(text, pos)
-        if not self.is_final and self._mark.startswith(text[pos:]):
-            return NEED_MORE
-        return self._reject(pos)
+        is_cut_off = not self.is_final and self._mark.startswith(text[pos:])
+        return NEED_MORE if is_cut_off else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the mark and the tag at `pos`, and open or close the element of this tag.
@@ -146,21 +149,21 @@ class NestedReader(StepReader):
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
             return self._reject(pos) if self.is_final or is_malformed else NEED_MORE
         is_closing, name = match.groups()
+        has_open_element = len(self._elements) > 1  # The outermost element has no tags.
         if not is_closing:
             self._open_element(name)
-        elif len(self._elements) > 1 and name == self._elements[-1].name:
+        elif has_open_element and name == self._elements[-1].name:
             self._close_element()
         else:
             return self._reject(pos)
         return match.end()
 
     def _open_element(self, name: str) -> None:
-        """Open a child element of the innermost element.
+        """Open the element `name` inside the innermost open element, and write its key.
 
-        Write the comma that separates the new child from its siblings, and the key of the new
-        child. Example: for the second child `days` of an object, `, "days": ` is written. If the
-        previous child has the same name and its value is delayed, both values become items of an
-        array, so nothing is written.
+        Example: for the second child `days` of an object, `, "days": ` is written. If the previous
+        child has the same name, and its value has not been written yet, both values become items of
+        one array, so no second key is written.
         """
         parent = self._elements[-1]
         becomes_array_item = parent.delayed_values and name == parent.last_child
@@ -172,7 +175,11 @@ class NestedReader(StepReader):
         self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: _Element, name: str) -> None:
-        """Write the text before a value: a comma after a sibling, and the key inside an object."""
+        """Write the comma and the key that precede the value of the child `name`.
+
+        The comma is omitted before the first child, and the key is omitted inside an array.
+        Example: for the second child `days` of an object, `, "days": ` is written.
+        """
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
         self.writer.write(comma + key)
@@ -206,9 +213,11 @@ class NestedReader(StepReader):
         if text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)  # The element is empty.
         child_tag = _TAG(text, tag_start)
-        if child_tag is None and not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS:
+        may_become_tag = not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS
+        if child_tag is None and may_become_tag:
             return NEED_MORE
-        self._open_container(element, child_tag.group(2) if child_tag else "")
+        child_name = child_tag.group(2) if child_tag else ""
+        self._open_container(element, child_name)
         return mark_start
 
     def _start_text(self, element: _Element, pos: int) -> int:
@@ -236,18 +245,19 @@ class NestedReader(StepReader):
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
         parent = self._elements[-2]
         if parent.delayed_values:
-            # The previous siblings have the same name and contain text. So `_open_element` expected
-            # one more item of an array, and wrote no key. But this element contains other elements,
-            # so no array is possible. The delayed values and the key are written now.
+            # Delayed values exist only if the previous elements have the name of this element.
+            # `_open_element` treated this element as one more item of their array, and wrote no
+            # key. However, items of such an array contain only text, and this element contains
+            # other elements. Therefore the array and the key of this element are written now.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")
 
     def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
-        """Return the position of the next mark, and whether the mark is complete.
+        """Return the position of the next mark, and whether the whole mark has arrived.
 
-        Example: with the mark `]<]`, the text `a]<]` gives `(1, True)`, and `a]<` gives `(1,
-        False)`. The text `a` contains no mark and gives its end, `(1, False)`.
+        Examples with the mark `]<]`: the text `a]<]` gives `(1, True)`, and `a]<` gives
+        `(1, False)`. The text `a` contains no mark, so the position is its end: `(1, False)`.
         """
         match = self._find_mark(text, pos)
         if match is None:

@@ -33,7 +33,11 @@ class PythonCallsReader(StepReader):
     def __init__(self, writer: CallWriter, part: PythonCalls, *, is_confirmed: bool) -> None:
         """Create a reader for tool calls with the brackets and separators that `part` declares.
 
-        `is_confirmed` means that a marker shows that the text contains tool calls.
+        Args:
+            writer: The writer that converts the tool calls into events.
+            part: The declaration of the brackets around the calls and of their separator.
+            is_confirmed: Whether a marker shows that the text contains tool calls. If not, the text
+                is content unless the function's name is the name of an offered tool.
         """
         first_step = self._read_opening_bracket if part.open else self._read_call_start
         super().__init__(writer, first_step)
@@ -81,6 +85,10 @@ class PythonCallsReader(StepReader):
         The text after the bracket must be `)`, or a keyword and `=`. Other text after the bracket
         shows that the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call,
         `f(x)` does not.
+
+        Returns:
+            The position after the opening bracket. NEED_MORE if more text is required. `pos`, with
+            the status BROKEN, if no tool call starts here.
         """
         name_match = _FUNCTION_NAME(text, pos)
         if name_match is None:
@@ -155,16 +163,16 @@ class PythonCallsReader(StepReader):
     def _end_call(self, pos: int) -> int:
         """End the tool call whose text ends at `pos`, and return `pos`.
 
-        If the text that follows looks like a tool call, this text is confirmed to be another tool
-        call. If the format declares neither a closing bracket nor a separator, the body ends here
-        too.
+        The status becomes DONE if no other tool call can follow, because the format declares
+        neither a bracket around the tool calls nor a separator between them.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
-        self._is_confirmed = True
+        self._is_confirmed = True  # After one tool call, similar text is a tool call, too.
         self._step = self._read_between_calls
-        if not self._part.close and not self._part.separator.strip():
+        is_single_call = not self._part.close and not self._part.separator.strip()
+        if is_single_call:
             self.status = DONE
         return pos
 
@@ -186,7 +194,8 @@ class PythonCallsReader(StepReader):
     def abandon(self) -> bool:
         """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
         value_end = self._literal.closing_text() if self._step == self._read_value else ""
-        self.writer.write(value_end + ("}" if self._num_arguments else "{}"))
+        object_end = "}" if self._num_arguments else "{}"
+        self.writer.write(value_end + object_end)
         self.writer.end(BROKEN_ARGUMENTS)
         return True
 

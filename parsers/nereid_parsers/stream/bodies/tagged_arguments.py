@@ -131,7 +131,11 @@ class TaggedReader(StepReader):
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value, and select the step that reads the value.
 
-        Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped.
+        Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped. The model
+        may omit this white space.
+
+        Returns:
+            The position where the value starts, or NEED_MORE.
         """
         padding = self._variant.padding
         if text.startswith(padding, pos):
@@ -153,8 +157,8 @@ class TaggedReader(StepReader):
         before the next marker, so `a</call>` gives `(1, 1)`.
 
         Returns:
-            The end of the value's text, and the position from which reading continues after the
-            value. The second position is None if more text of the value may follow.
+            The position up to which the text belongs to the value, and the position after the
+            value's closing marker. The second position is None if the value may continue.
         """
         variant = self._variant
         find = variant.find_end if self.is_final else variant.find_possible_end
@@ -165,21 +169,23 @@ class TaggedReader(StepReader):
             early_end = match.start("early")
             if early_end < 0:
                 return match.start(), None  # Only the beginning of a marker has arrived.
+            # Another marker, such as `</call>`, is inside the value or follows the value.
             role = self._role_of_marker(text, early_end)
             if role is MarkerRole.UNDECIDED:
                 return match.start(), None
             if role is MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
                 return match.start(), early_end
-            match = find(text, early_end + 1)
+            match = find(text, early_end + 1)  # The marker is a part of the value.
         return len(text), None
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
-        """Return the role of a marker inside a value: a stop marker, or the opening of an argument.
+        """Return whether a marker inside a value is a part of the value, or follows the value.
 
-        The opening ends the value if the tool declares this argument, and if the argument has not
-        been read yet. Example: in `A<parameter=days>3</parameter>`, the value ends after `A` if the
-        tool declares `days`.
+        The marker at `pos` is a stop marker (`</function>`) or the opening of an argument
+        (`<parameter=days>`). The opening of an argument ends the value if the tool declares this
+        argument and the argument has not been read yet. Example: in
+        `A<parameter=days>3</parameter>`, the value ends after `A` if the tool declares `days`.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
@@ -197,47 +203,58 @@ class TaggedReader(StepReader):
         """Write the text of a string as it arrives. Write a quote at the closing marker.
 
         Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written.
+
+        Returns:
+            The position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, next_pos = self._find_value_end(text, pos)
-        if text_end > pos:
+        text_end, position_after_value = self._find_value_end(text, pos)
+        has_new_text = text_end > pos
+        if has_new_text:
             self.writer.write(escape_json(text[pos:text_end]))
-        if next_pos is not None:
+        if position_after_value is not None:
             self.writer.write('"')
             self._step = self._read_tag_or_end
-            return next_pos
-        return text_end if text_end > pos else NEED_MORE
+            return position_after_value
+        return text_end if has_new_text else NEED_MORE
 
     def _keep_value(self, text: str, pos: int) -> int:
         """Store the text of a value, and write the whole value as JSON at the closing marker.
 
         Example: for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text
-        can only be a string, this text is written.
+        can only be a string, this text is written, and `_pass_on_string` reads the rest.
+
+        Returns:
+            The position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, next_pos = self._find_value_end(text, pos)
-        if text_end > pos:
+        text_end, position_after_value = self._find_value_end(text, pos)
+        has_new_text = text_end > pos
+        if has_new_text:
             self._value_pieces.append(text[pos:text_end])
-        if next_pos is not None:
+        if position_after_value is not None:  # The value is complete.
             self.writer.write(to_json("".join(self._value_pieces), self._types))
             self._step = self._read_tag_or_end
-            return next_pos
-        if text_end > pos and self._can_only_be_string():
+            return position_after_value
+        if not has_new_text:
+            return NEED_MORE
+        if self._can_only_be_string():
             self.writer.write('"' + escape_json("".join(self._value_pieces)))
             self._step = self._pass_on_string
-        return text_end if text_end > pos else NEED_MORE
+        return text_end
 
     def _can_only_be_string(self) -> bool:
         """Return whether the stored text shows that the value is a string, whatever text follows.
 
-        Example: if all types are allowed, `Par` can only be a string, but `12` can be a number.
+        Example: if all types are allowed, `Par` can only be a string, but `12` can be a number. If
+        only strings and null are allowed, `nu` can still become `null`, but `12` is a string.
         """
         types = self._types
         if types is not None and "string" not in types:
             return False
+        value = "".join(self._value_pieces)
         if types == _STRING_OR_NULL:
-            value = "".join(self._value_pieces)
-            return not any(word.startswith(value) for word in _NULL_WORDS)
-        first_char = self._value_pieces[0][0] if self._value_pieces else ""
-        return bool(first_char) and first_char not in _FIRST_CHARS_OF_JSON
+            may_become_null = any(word.startswith(value) for word in _NULL_WORDS)
+            return not may_become_null
+        return value != "" and value[0] not in _FIRST_CHARS_OF_JSON
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, and end the tool call."""

@@ -48,10 +48,12 @@ class Tools:
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            if not isinstance(function, Mapping):
                 continue
+            name = function.get("name")
             schema = function.get("parameters", function.get("input_schema"))
-            self.parameters[function["name"]] = schema if isinstance(schema, Mapping) else {}
+            if isinstance(name, str):
+                self.parameters[name] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether the tools contain a function with this name."""
@@ -64,14 +66,14 @@ class Tools:
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
         """Return the JSON types that the argument `key` may have, or None if they are not known."""
+        if not self.is_known:
+            return frozenset({"string"})  # Without a schema, every value is read as a string.
         cache_key = (function, key)
         if cache_key not in self._argument_types:
             root = self.parameters.get(function, {})
             properties = root.get("properties")
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            types = json_types_of(schema, root) if schema is not None else None
-            # Without declared tools, there is no schema, so every value is read as a string.
-            self._argument_types[cache_key] = types if self.is_known else frozenset({"string"})
+            self._argument_types[cache_key] = json_types_of(schema, root)
         return self._argument_types[cache_key]
 
 

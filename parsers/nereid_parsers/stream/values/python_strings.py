@@ -100,15 +100,15 @@ class StringReader:
             self._output.append(escape_json(text[pos:end]))
         if match is None:
             return end
-        found = match.group()
-        if found == self._quote:
+        quote_or_backslash = match.group()
+        if quote_or_backslash == self._quote:
             return self._read_quote(text, end, is_final)
-        if found == "\\":
+        if quote_or_backslash == "\\":
             return self._read_escape(text, end, is_final)
-        # `found` is only the beginning of the quote, for example `''` of `'''`.
+        # The match is only the beginning of the quote, for example `''` of `'''`.
         if not is_final:
             return end  # More text may complete the quote.
-        self._output.append(escape_json(found))
+        self._output.append(escape_json(quote_or_backslash))
         return match.end()
 
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
@@ -119,17 +119,18 @@ class StringReader:
         text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
 
         Returns:
-            The position after the quote, or `pos` if more text is required.
+            The position after the quote, or `pos` if more text must show what follows the quote.
         """
         end = pos + len(self._quote)
-        if self._is_nesting:
+        if self._is_nesting:  # This quote may also occur inside its own strings.
             max_end = end + _MAX_LOOKAHEAD_CHARS
             following = self._can_follow(text, end, max_end)
             if following is None:
                 self._output.append(escape_json(self._quote))
                 return end
-            is_cut_off = following.end() == len(text) and len(text) < max_end
-            if is_cut_off and not is_final:
+            # The regex also accepts the beginning of a text that can follow, at the end of `text`.
+            may_continue = not is_final and len(text) < max_end
+            if may_continue and following.end() == len(text):
                 return pos
         self.is_closed = True
         return end
@@ -143,20 +144,22 @@ class StringReader:
         Returns:
             The position after the escape sequence, or `pos` if more text is required.
         """
-        if pos + 1 == len(text):
+        is_cut_off = pos + 1 == len(text)  # Only the backslash has arrived.
+        if is_cut_off:
             return len(text) if is_final else pos
         char = text[pos + 1]
-        num_digits = _NUM_HEX_DIGITS.get(char, 0)
-        digits = text[pos + 2 : pos + 2 + num_digits]
+        char_end = pos + 2
+        num_digits = _NUM_HEX_DIGITS.get(char, 0)  # 2 after `\x`, 4 after `\u`, 8 after `\U`.
+        digits = text[char_end : char_end + num_digits]
         is_hex = num_digits > 0 and _HEX_DIGITS.issuperset(digits)
         is_complete = len(digits) == num_digits
         if is_hex and not is_complete and not is_final:
             return pos
         if is_hex and is_complete and int(digits, 16) <= _MAX_CODE_POINT:
             self._output.append(_json_char(int(digits, 16)))
-            return pos + 2 + num_digits
+            return char_end + num_digits
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
-        return pos + 2
+        return char_end
 
 
 @lru_cache(maxsize=64)

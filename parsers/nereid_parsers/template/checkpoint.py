@@ -125,9 +125,12 @@ def _select_template(templates: object) -> str | None:
     elif isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         by_name = {entry.get("name"): entry.get("template") for entry in entries}
-    first = next(iter(by_name.values()), None)
-    template = by_name.get("tool_use", by_name.get("default", first))
-    return template if isinstance(template, str) else None
+    first_name = next(iter(by_name), None)
+    for name in ("tool_use", "default", first_name):
+        if name in by_name:
+            template = by_name[name]
+            return template if isinstance(template, str) else None
+    return None
 
 
 def _token_text(value: object) -> str:

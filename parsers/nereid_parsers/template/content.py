@@ -51,11 +51,11 @@ class ContentFindings:
 
 
 def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFindings:
-    """Record the comparison C1: a question without an answer, and the question with an answer.
+    """Find the markers around the content of an answer, and the markers that end the turn.
 
-    Return the markers that the comparison shows. Example: the answer
-    "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`, `</answer>` and the end
-    marker `<|im_end|>`.
+    Example: the rendered answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
+    `</answer>` and the end marker `<|im_end|>`. The report lists this comparison as C1. It compares
+    a conversation that ends with the user's question with the same conversation and an answer.
 
     Args:
         turn: The header and the end of the model's turn, and the prober.
@@ -83,11 +83,11 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Record the comparison C2: a tool call without content, and a tool call after content.
+    """Find markers around the content that a template writes only in messages with tool calls.
 
-    Some templates write markers around the content only in messages with tool calls, and also if
-    the content is empty. Example: "<say></say><call>.." without content and
-    "<say>CONTENT</say><call>.." with content show the wrapper `<say>`, `</say>`.
+    Such a template also writes the markers if the content is empty. Example: "<say></say><call>.."
+    without content and "<say>CONTENT</say><call>.." with content show the wrapper `<say>`,
+    `</say>`. The report lists the comparison of these two messages as C2.
 
     Returns:
         The wrapper of the content, or None if there are no such markers.
@@ -95,13 +95,14 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text_with_content = _text_without_reasoning(turn, with_content, reasoning)
+    text_without_content = _text_without_reasoning(turn, call_only, reasoning)
     before, _, after = text_with_content.partition(CONTENT_TEXT)
     opening = before.strip()
     closing = leading_marker(after)
     if not closing or MARKER.fullmatch(opening) is None:
         return None
     empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    if not re.match(empty_content, _text_without_reasoning(turn, call_only, reasoning)):
+    if not re.match(empty_content, text_without_content):
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     turn.prober.record(
@@ -133,7 +134,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:  # Each pass removes one marker.
         stripped = text.lstrip()
@@ -161,11 +162,13 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
         return []
     # If the second marker (`<|eot|>`) also ends a user's message, this marker ends the turn. If
     # not, this marker may open the next turn.
+    is_second_marker = second not in ("", first)
     ends_user_message = second == leading_marker(after_user_message)
-    is_other_marker = second not in ("", first)
-    if is_other_marker and ends_user_message and second not in turn.header:
+    opens_next_turn = second in turn.header
+    if is_second_marker and ends_user_message and not opens_next_turn:
         return [first, second]
-    return _end_markers_with_words(text, after_user_message, turn.header) or [first]
+    with_words = _end_markers_with_words(text, after_user_message, turn.header)
+    return with_words if with_words else [first]
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
@@ -201,25 +204,31 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
-    """Return the marker that closes the content, and the white space before this marker.
+    r"""Return the marker that closes the content, with the white space before it, or "".
 
-    Return "" if no marker closes the content. Example: for the opening `<answer>` and the text
-    "</answer><|im_end|>", the result is `</answer>`.
+    The first marker in `after` closes the content, unless this marker ends the whole turn. Examples
+    for the opening `<answer>`, if every message ends with `<|im_end|>`:
+
+        "\n</answer><|im_end|>"   "\n</answer>"
+        "<|im_end|>"              "", because this marker ends the turn
 
     Args:
         after: The text after the content.
         opening: The marker before the content.
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The model's turn. `turn.trailing_text` is the text after a user's message.
     """
+    # An opening of several markers, such as `<|open|>answer<|sep|>`, has a closing of several.
     compound = compound_closing(after, opening)
     if compound:
         return compound
     marker = leading_marker(after)
     if not marker:
         return ""
-    # A marker that also follows user messages ends the turn, so the marker does not close the
-    # content. The exception is the closing marker of the opening: `</answer>` for `<answer>`.
-    ends_turn = marker == EOS_TOKEN or marker in turn.trailing_text
-    if ends_turn and marker not in closing_spellings(opening):
+    # A marker that also follows the user's message ends a turn. But if the marker has the name of
+    # the opening, as `</answer>` has the name of `<answer>`, the marker closes the content.
+    follows_user_message = marker == EOS_TOKEN or marker in turn.trailing_text
+    has_name_of_opening = marker in closing_spellings(opening)
+    if follows_user_message and not has_name_of_opening:
         return ""
-    return after[: after.find(marker) + len(marker)]
+    before_marker, _, _ = after.partition(marker)
+    return before_marker + marker

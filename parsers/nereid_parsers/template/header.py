@@ -167,8 +167,8 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
     '<|assistant|>\n'
     """
     pieces = tokens(added)
-    for count in range(len(pieces), 0, -1):
-        prefix = "".join(pieces[:count])
+    for num_tokens in range(len(pieces), 0, -1):  # The longest prefix comes first.
+        prefix = "".join(pieces[:num_tokens])
         if prefix.strip() and prefix in rendering:
             return prefix
     return ""
@@ -198,11 +198,11 @@ def _drop_empty_block(header: str) -> str:
     if len(header_markers) < 2:
         return header
     opening, closing = header_markers[-2:]
-    inside = header[opening.end() : closing.start()]
-    after = header[closing.end() :]
     is_pair = closing.group() in closing_spellings(opening.group())
-    is_empty_block = is_pair and not (inside + after).strip()
-    return header[: opening.start()] if is_empty_block else header
+    text_inside = header[opening.end() : closing.start()].strip()
+    text_after = header[closing.end() :].strip()
+    is_empty_block_at_end = is_pair and not text_inside and not text_after
+    return header[: opening.start()] if is_empty_block_at_end else header
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
@@ -221,7 +221,8 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     closings = tuple(closing_spellings(opening))
     for answer in answers:
         _, _, after_header = answer.partition(header.strip())
-        if CONTENT_TEXT in answer and after_header.lstrip().startswith(closings):
+        is_closed_at_once = after_header.lstrip().startswith(closings)
+        if CONTENT_TEXT in answer and is_closed_at_once:
             return header[: header.rfind(opening)]
     return header
 
@@ -246,20 +247,23 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the text after the role from `header`. The role is a word such as "assistant".
+    r"""Remove from `header` what does not correspond to the header of a user's message.
 
-    If every prompt and every answer continues with `<think>`, this marker seems to belong to the
-    header. The user's header shows where the model's header really ends.
+    Both headers have the same text, except for the role ("user" or "assistant"). If every prompt
+    and every answer continues with `<think>`, this marker seems to belong to the header. The user's
+    header shows where the model's header really ends.
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
     '<|start|>assistant\n'
     """
     if not user_header:
         return header
-    # The model's header is the user's header with another word in place of "user".
-    pattern = "".join(
-        r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
-        for piece in _WORDS.split(user_header)
-    )
-    matches = list(re.finditer(pattern, header))
-    return header[: matches[-1].end()] if matches else header
+    # `<|start|>user\n` becomes the regex `<\|start\|>\w+\n`. The capturing group of `_WORDS` keeps
+    # the words in the result of `split`.
+    pieces = _WORDS.split(user_header)
+    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
+    header_matches = list(re.finditer("".join(regexes), header))
+    if not header_matches:
+        return header
+    # Earlier matches may be headers of other messages. The model's header is the last one.
+    return header[: header_matches[-1].end()]

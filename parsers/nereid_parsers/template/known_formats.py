@@ -130,14 +130,17 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
     """
-    first = section.calls[0]
-    if not section.opens and not first.trigger:
+    first, *others = section.calls
+    has_marker = bool(section.opens or first.trigger)
+    if not has_marker:
         return section  # Tool calls without markers belong to no family.
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
-    calls = [_accept_family_keys(first, families), *section.calls[1:]]
-    for variant in chain.from_iterable(_other_variants(family, first) for family in families):
-        if all(_markup_of(variant) != _markup_of(known) for known in calls):
-            calls.append(variant)
+    calls = [_accept_family_keys(first, families), *others]
+    for family in families:
+        for variant in _other_variants(family, first):
+            is_new = all(_markup_of(variant) != _markup_of(known) for known in calls)
+            if is_new:
+                calls.append(variant)
     return replace(
         section,
         calls=tuple(calls),
@@ -225,8 +228,9 @@ def _keys_of(call: Call) -> Keys | None:
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     """Return a copy of `call` that also accepts the JSON keys which the given families declare.
 
-    `Keys.also` contains other keys of the arguments, and `Keys.extra` contains keys that the parser
-    ignores. The result has the keys of `call` and of all families in both fields.
+    Example: if a family also writes the arguments under the key "parameters", the result accepts
+    this key (`Keys.also`). The result also accepts the keys that the families ignore
+    (`Keys.extra`), such as "type". A call that is not JSON is returned unchanged.
     """
     keys = _keys_of(call)
     if keys is None or not isinstance(call.body, JsonObject | JsonArray):

@@ -195,7 +195,8 @@ def header_after_result(turn: ModelTurn) -> str:
     if not markers(header) or prompt_end is None:
         return ""
     is_in_prompt = header in prompt_end
-    return "" if is_in_prompt or not _has_header_after_result(turn.prober, header) else header
+    is_written_by_model = not is_in_prompt and _has_header_after_result(turn.prober, header)
+    return header if is_written_by_model else ""
 
 
 def _has_header_after_result(prober: Prober, header: str) -> bool:

@@ -118,9 +118,10 @@ class Prober:
         try:
             text = self.template.render(variables)
         except RenderRefused as refusal:
-            if self._fill_undefined_variable(str(refusal)):
-                return self._render(conversation, form)
-            self.refusals[conversation] = str(refusal)
+            reason = str(refusal)
+            if self._fill_undefined_variable(reason):
+                return self._render(conversation, form)  # The variable is now defined.
+            self.refusals[conversation] = reason
             return None
         return _mask_call_ids(text, form)
 
@@ -183,9 +184,10 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the first variant of `form` in which the template renders a whole tool call.
+        """Find the form of messages in which the template renders a whole tool call.
 
-        Return None if there is no such variant.
+        The tried forms are variants of the attribute `form`. They differ, for example, in whether
+        the arguments are an object or a JSON string. Return None if no form shows the tool call.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -204,9 +206,10 @@ class Prober:
         text = self.render(conversation, form)
         if text is None:
             return ""
-        without_answer = self.render(Conversation(tools=True), form) or ""
-        after_question = text_after_last(without_answer, USER_TEXT)
-        return drop_common_suffix(text_after_last(text, USER_TEXT), after_question)
+        text_without_answer = self.render(Conversation(tools=True), form) or ""
+        answer_and_tools = text_after_last(text, USER_TEXT)
+        tools = text_after_last(text_without_answer, USER_TEXT)
+        return drop_common_suffix(answer_and_tools, tools)
 
     # ---- the thinking switches -------------------------------------------------------------------
 
@@ -288,6 +291,8 @@ def _shows_call(text: str) -> bool:
     before_name, name, arguments = text.partition(FIRST_TOOL)
     if not name or "None" in before_name:
         return False
-    if any(printed in text for printed in (f"'{FIRST_KEY}'", f'\\"{FIRST_KEY}')):
+    is_python_dict = f"'{FIRST_KEY}'" in text
+    is_json_in_string = f'\\"{FIRST_KEY}' in text
+    if is_python_dict or is_json_in_string:
         return False
     return all(word in arguments for word in (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE))

@@ -102,6 +102,7 @@ def _output(
 ) -> str | None:
     """Return the answer of `conversation` as a model would generate it after `prompt`.
 
+    If the prompt already contains the start of the answer, this start is not a part of the result.
     Return None if the template does not render the answer after the prompt. Example: for the prompt
     "..<|assistant|><think>" and the rendered answer "<think>Hm.</think>Hello.<|end|>", the result
     is "Hm.</think>Hello.".

@@ -85,12 +85,11 @@ def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasoni
     Return None if no comparison shows markers. `conversation` is a conversation whose reasoning the
     template renders, or None.
     """
-    markup = None
     if conversation is not None:
         markup = compare_reasoning_presence(turn, conversation)
-    return (
-        markup or compare_thinking_switch(turn) or compare_instructions(turn) or search_source(turn)
-    )
+        if markup is not None:
+            return markup
+    return compare_thinking_switch(turn) or compare_instructions(turn) or search_source(turn)
 
 
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
@@ -109,9 +108,10 @@ def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
 def compare_reasoning_presence(
     turn: ModelTurn, conversation: Conversation
 ) -> ReasoningMarkup | None:
-    """Record the comparison R1: a message without reasoning, and the same message with reasoning.
+    """Find the markers around the reasoning in a rendered message.
 
-    Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`.
+    Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. The
+    report compares this message with the same message without reasoning (R1).
 
     Args:
         turn: The header and the end of the model's turn, and the prober.
@@ -164,9 +164,11 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Split a rendered message at the reasoning and at the first `next_text` after the reasoning.
+    """Render a message, and return the texts before, between and after its two parts.
 
-    Example: see `_TextAroundReasoning`. There, `next_text` is CONTENT_TEXT.
+    The first part is the reasoning, and the second part is the first `next_text` after it. Example:
+    with the next text CONTENT, the message "<think>REASONING</think><answer>CONTENT</answer>" gives
+    "<think>", "</think><answer>" and "</answer>".
     """
     text = turn.text_after_header(conversation) or ""
     before, _, after_reasoning = text.partition(REASONING_TEXT)
@@ -201,10 +203,11 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
 
 
 def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
-    r"""Record the comparison R2: the generation prompts with a thinking switch on and off.
+    r"""Find the markers of reasoning in the generation prompts. Return None if there are none.
 
-    Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers are `<think>\n` and
-    `\n</think>\n\n`. Return None if no prompt opens reasoning.
+    There is one prompt for each setting of the template's thinking switches, for example
+    `enable_thinking=False`. Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers
+    are `<think>\n` and `\n</think>\n\n`. The report lists this comparison of prompts as R2.
     """
     for prompt in turn.prompts:
         closing = _closing_in_prompt(turn, prompt)
@@ -252,11 +255,11 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
 
 
 def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Record the comparison R3: the whole prompts with a thinking switch on and off.
+    """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
-    A switch may add instructions that mention pairs of tags. Example: "Write <think></think> and
-    <answer></answer>" shows the markers of reasoning and the wrapper of content. Return None if no
-    switch adds such instructions.
+    Example: "Write <think></think> and <answer></answer>" shows the markers of reasoning and the
+    markers around the content. Return None if no switch adds such instructions. The report lists
+    the comparison of the prompts with and without the switch as R3.
     """
     for prompt in turn.prompts[1:]:
         if prompt.switches.system:
@@ -297,7 +300,7 @@ def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
 
 
 def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Search the string constants of the template for markers of reasoning (comparison R4).
+    """Search the string constants of the template for markers of reasoning (R4 in the report).
 
     Example: a template that removes reasoning from earlier messages with
     `content.split('</think>')` shows the marker `</think>`. Return None if no string constant
@@ -334,10 +337,11 @@ def _first_mention(literals: Iterable[str]) -> tuple[str, tuple[str, str]] | Non
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Record the comparison R5: a tool call, and a tool call directly after reasoning.
+    """Find the marker of a tool call that ends the reasoning in place of its closing marker.
 
     Some templates omit the closing marker of reasoning before a tool call. Example: in
-    "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.
+    "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report
+    compares this message with the same message without reasoning (R5).
 
     Args:
         turn: The header and the end of the model's turn, and the prober.
@@ -390,4 +394,7 @@ def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
     gives "</think>".
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
-    return next((marker for marker in candidates if any(marker in text for text in texts)), "")
+    for candidate in candidates:
+        if any(candidate in text for text in texts):
+            return candidate
+    return ""

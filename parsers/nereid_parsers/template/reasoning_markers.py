@@ -47,15 +47,15 @@ def last_opening(before: str) -> str:
     matches = list(MARKER.finditer(before))
     if not matches:
         return before.lstrip("\n")
-    last = matches[-1]
-    after_marker = before[last.end() :]
+    last_marker = matches[-1]
+    after_marker = before[last_marker.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker  # These words open the reasoning.
-    # The opening is the last text without white space, for example `<|open|>think<|sep|>`. The
-    # exception is a marker that contains a space: of `<start think>`, that text is only `think>`.
-    text_to_marker = before[: last.end()]
-    last_run = text_to_marker.split()[-1]
-    opening = max(last_run, last.group(), key=len)
+    # The opening ends with the last marker and starts after white space, for example
+    # `<|open|>think<|sep|>`. A single marker may itself contain a space: `<start think>`.
+    text_to_marker = before[: last_marker.end()]
+    after_last_space = text_to_marker.split()[-1]
+    opening = max(after_last_space, last_marker.group(), key=len)
     text_before_opening = text_to_marker.removesuffix(opening)
     # The white space before and after the opening is a part of the result.
     return before.removeprefix(text_before_opening.rstrip())
@@ -79,15 +79,23 @@ def first_opening(after_header: str) -> str:
 
 
 def closing_marker(between: str, opening: str) -> str:
-    r"""Return the marker that closes reasoning.
+    r"""Return the text at the start of `between` that closes the reasoning, with its white space.
 
-    If words precede the first marker, then these words close the reasoning. If the opening consists
-    of several markers, then the closing marker ends with the same words and markers.
+    The first marker closes the reasoning:
 
     >>> closing_marker("\n</think>\n\n<response>", "<think>\n")
     '\n</think>\n\n'
+
+    An opening of several markers and words has a closing of several markers and words:
+
     >>> closing_marker("<|close|>think<|sep|><|open|>", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
+
+    Words before the first marker close the reasoning instead of the marker. Without a marker, the
+    whole text closes the reasoning:
+
+    >>> closing_marker("I am done.\n<b>", "I think:\n"), closing_marker("Done.\n", "I think:\n")
+    ('I am done.\n', 'Done.\n')
 
     Args:
         between: The text between the reasoning and the next part of the message.
@@ -96,10 +104,8 @@ def closing_marker(between: str, opening: str) -> str:
     compound = compound_closing(between, opening.strip())
     if compound:
         return compound
-    first = MARKER.search(between)
-    if first is None:
-        return between
-    return _words_or_marker(between, first)
+    first_marker = MARKER.search(between)
+    return between if first_marker is None else _words_or_marker(between, first_marker)
 
 
 def _words_or_marker(text: str, first: re.Match[str]) -> str:
@@ -121,9 +127,8 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
     words = text[: first.start()]
     if words.strip():
         return words
-    after_marker = text[first.end() :]
-    num_whitespace_chars = len(after_marker) - len(after_marker.lstrip())
-    return text[: first.end() + num_whitespace_chars]
+    text_after_whitespace = text[first.end() :].lstrip()
+    return text.removesuffix(text_after_whitespace)
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
@@ -153,13 +158,12 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
         before_content: The text between the closing marker of reasoning and the content.
         after_content: The text after the content.
     """
-    if not before_content.strip():
+    opening = before_content.strip()
+    if not opening:
         return None
-    following = markers(after_content)
-    close = ""
-    if following and following[0] in closing_spellings(before_content.strip()):
-        close = following[0]
-    return Wrapper(before_content.lstrip(), close)
+    first_marker = next(iter(markers(after_content)), "")
+    closing = first_marker if first_marker in closing_spellings(opening) else ""
+    return Wrapper(before_content.lstrip(), closing)
 
 
 def empty_pairs(text: str) -> list[tuple[str, str]]:
@@ -188,14 +192,15 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     ('<think>', '</think>')
     """
     literal_markers = markers(literal)
-    for closing in literal_markers:
-        if not is_thinking_marker(closing):
-            continue
-        # `opening_spellings("<think>")` is empty, so a marker that opens reasoning is skipped.
-        openings = [marker for marker in opening_spellings(closing) if marker != closing]
-        mentioned = next((opening for opening in openings if opening in literal_markers), None)
-        if mentioned is not None:
-            return mentioned, closing
-        if openings and literal.strip() == closing:
-            return openings[0], closing
+    for closing in filter(is_thinking_marker, literal_markers):
+        # A marker that is itself an opening marker, such as `<think>`, has no possible openings.
+        possible_openings = [
+            opening for opening in opening_spellings(closing) if opening != closing
+        ]
+        for opening in possible_openings:
+            if opening in literal_markers:
+                return opening, closing
+        is_closing_alone = literal.strip() == closing
+        if possible_openings and is_closing_alone:
+            return possible_openings[0], closing
     return None

@@ -199,34 +199,35 @@ class _Reader:
         >>> _Reader("(?P<key>(a|b)[)])c").end_of_group()
         17
         """
-        depth = 0
-        at = self.position
-        while at < len(self.regex):
-            char = self.regex[at]
-            if char == "[":
-                at = self.end_of_class(at)
+        num_open_groups = 0
+        index = self.position
+        while index < len(self.regex):
+            char = self.regex[index]
+            if char == "[":  # A parenthesis inside a character class is a literal.
+                index = self.end_of_class(index)
                 continue
-            at += 2 if char == "\\" else 1  # A backslash escapes the next character.
+            index += 2 if char == "\\" else 1  # A backslash escapes the next character.
             if char == "(":
-                depth += 1
+                num_open_groups += 1
             elif char == ")":
-                depth -= 1
-                if depth == 0:
-                    return at
+                num_open_groups -= 1
+                if num_open_groups == 0:
+                    return index
         raise self.error("a group is not closed")
 
     def end_of_class(self, start: int) -> int:
-        """Return the index after the bracket that closes the class at `start`.
+        """Return the index after the bracket that closes the character class at `start`.
 
         A bracket directly after the opening bracket is a member of the class.
 
         >>> _Reader("[]a]").end_of_class(0)
         4
         """
-        end = self.regex.find("]", start + 2)
-        if end < 0:
+        second_member = start + len("[") + 1
+        closing_bracket = self.regex.find("]", second_member)
+        if closing_bracket < 0:
             raise self.error("a character class is not closed")
-        return end + 1
+        return closing_bracket + 1
 
     def read_class(self) -> Piece:
         r"""Read a character class. Return `OptionalWhitespace`, or a `Field` without a name.

@@ -61,8 +61,9 @@ class ReasoningFindings:
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders. Also find the effects of switches.
 
-    The markers of reasoning are not yet determined. The prober's form gets the place from which the
-    template renders reasoning.
+    The result does not contain the markers of reasoning yet. As a side effect, the prober's form
+    is changed: from now on, the prober puts the reasoning of a message where the template reads it,
+    for example into the field `reasoning_content`.
     """
     switches = _effects_of_switches(turn)
     rendered = _find_conversation(turn)
@@ -123,11 +124,13 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
     form = prober.form
     if form.reasoning != ALL_REASONING_FIELDS:
         return (form.reasoning,)
-    rendered = []
-    for name in REASONING_FIELDS:
-        if REASONING_TEXT in (prober.render(conversation, replace(form, reasoning=name)) or ""):
-            rendered.append(name)
-    return tuple(rendered)
+    rendered_fields = []
+    for field_name in REASONING_FIELDS:
+        form_with_field = replace(form, reasoning=field_name)
+        text = prober.render(conversation, form_with_field)
+        if text is not None and REASONING_TEXT in text:
+            rendered_fields.append(field_name)
+    return tuple(rendered_fields)
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:

@@ -126,10 +126,9 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     regex = field.get(f"{key}_pattern")
     if regex is None:
         return ()
-    spellings = [
-        "".join(_literal_text(piece) for piece in pieces).strip() for pieces in alternatives(regex)
-    ]
-    return tuple(dict.fromkeys(spelling for spelling in spellings if spelling))
+    texts = ["".join(map(_literal_text, pieces)) for pieces in alternatives(regex)]
+    spellings = dict.fromkeys(text.strip() for text in texts)
+    return tuple(spelling for spelling in spellings if spelling)
 
 
 def _literal_text(piece: Piece) -> str:
@@ -179,7 +178,9 @@ def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]
     closes = _literals(field, "close")
     if not opens:
         return None, closes
-    return Wrapper(opens[0], closes[0] if closes else ""), closes[1:]
+    wrapper_close = closes[0] if closes else ""
+    turn_ends = closes[1:]
+    return Wrapper(opens[0], wrapper_close), turn_ends
 
 
 # ---- calls --------------------------------------------------------------------------------------
@@ -193,11 +194,10 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     """
     closes = _literals(field, "close")
     close = closes[0] if closes else ""
-    is_single = bool(field.get("repeats", False) or field.get("transform"))
-    is_array = bool(field.get("transform_each")) or not is_single
-    return ToolSection(
-        tuple(_call(field, start, close, is_array=is_array) for start in _call_starts(field))
-    )
+    describes_one_call = bool(field.get("repeats") or field.get("transform"))
+    is_array = bool(field.get("transform_each")) or not describes_one_call
+    variants = [_call(field, start, close, is_array=is_array) for start in _call_starts(field)]
+    return ToolSection(tuple(variants))
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
@@ -237,8 +237,9 @@ def _call_start(pieces: Pieces) -> _CallStart:
             "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
             "with a group or is empty"
         )
-    if not any(isinstance(piece, Field) for piece in pieces):
-        return _CallStart("".join(_literal_text(piece) for piece in pieces), "")
+    has_field = any(isinstance(piece, Field) for piece in pieces)
+    if not has_field:
+        return _CallStart("".join(map(_literal_text, pieces)), head="")
     if isinstance(pieces[1], Field):
         # The first literal directly precedes a field, so this literal belongs to the head. There is
         # no marker.
@@ -307,7 +308,8 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
         raise FormatError(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
-    if arguments.get("unquoted_keys") and arguments.get("string_delims"):
+    has_unquoted_keys = arguments.get("unquoted_keys") and arguments.get("string_delims")
+    if has_unquoted_keys:
         return _unquoted_key_arguments(arguments["string_delims"])
     if has_name_in_head:
         return JsonArguments()
@@ -347,15 +349,15 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     # Only the first alternative is used, because all values are expected in the same tags.
     pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]
     groups = [piece.name for piece in pieces if isinstance(piece, Field)]
-    has_both = "key" in groups and "value" in groups
-    if not has_both or groups.index("key") > groups.index("value"):
+    has_key_and_value = "key" in groups and "value" in groups
+    if not has_key_and_value or groups.index("key") > groups.index("value"):
         raise FormatError(
             "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "
             "it the group (?P<value>..)"
         )
-    value_at = pieces.index(Field("value"))
-    before_value = _without_leading_whitespace(pieces[:value_at])
-    after_value = pieces[value_at + 1 :]
+    value_index = pieces.index(Field("value"))
+    before_value = _without_leading_whitespace(pieces[:value_index])
+    after_value = pieces[value_index + 1 :]
     # The closing tag is a marker, not a pattern, so its braces are not doubled.
     closing_texts = [
         "\n" if isinstance(piece, OptionalWhitespace) else _literal_text(piece)

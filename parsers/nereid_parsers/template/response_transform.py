@@ -102,5 +102,7 @@ def _path(placeholder: object) -> tuple[str, ...]:
             f"{placeholder!r} in the response_template is not a placeholder. A placeholder is a "
             "string such as '{content.name}'."
         )
-    path = match.group(1).split(".")
-    return tuple(path[1:] if path[0] == "content" else path)
+    keys = match.group(1).split(".")
+    if keys[0] == "content":  # This word stands for the whole JSON object.
+        keys = keys[1:]
+    return tuple(keys)

@@ -113,10 +113,12 @@ class ToolFindings:
 def find_tools(
     turn: ModelTurn, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
-    """Record the comparisons T1 to T8, and infer the format of the tool calls.
+    """Infer how the template writes tool calls, from renderings of several test conversations.
+
+    The prober records each pair of compared renderings for the report, with the labels T1 to T8.
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The header and the end of the model's turn, and the prober that renders conversations.
         reasoning: The reasoning part of the format.
         wrapper: The wrapper of content.
     """
@@ -210,7 +212,10 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Record the comparisons T3 to T7b: a tool call, and the same call with one change."""
+    """Compare a tool call with variants of it that differ in one thing, for the report (T3 to T7b).
+
+    Example of a finding, if the variant has a second argument: `', "b": 2' is added.`
+    """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
     for name, description, call in _CALL_CHANGES:
@@ -251,10 +256,11 @@ class ContentBeforeCall(NamedTuple):
 
 
 def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Record the comparison T8: a tool call without content, and a tool call after content.
+    """Find out whether a message can have both content and a tool call (T8 in the report).
 
-    Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and
-    the header `<|start|>assistant`.
+    Some templates write the content and the tool call as two turns. Example: in
+    "CONTENT<|end|><|start|>assistant<call>..", the model itself writes the marker `<|end|>` and the
+    header `<|start|>assistant`. These two texts are the `inner_headers` of the result.
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = turn.text_after_header(with_content) or ""
@@ -291,7 +297,8 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
     if not header or header not in between:
         return ()
     before_header, _, _ = between.partition(header)
-    return (header, *markers(before_header)[:1])
+    end_markers = markers(before_header)
+    return (header, end_markers[0]) if end_markers else (header,)
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
@@ -306,10 +313,13 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     """
     prober = renderer.turn.prober
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
-    if FIRST_TOOL not in prompt:
+    offers_tools = FIRST_TOOL in prompt
+    if not offers_tools:
         return None
+    section = None
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    section = None if is_partly_rendered else recognise_tool_section(_possible_call_markers(prober))
+    if not is_partly_rendered:
+        section = recognise_tool_section(_possible_call_markers(prober))
     if section is None:
         prober.undecided.append(
             "The template offers tools but renders no complete call. Calls are returned as content."
@@ -341,21 +351,23 @@ def _possible_call_markers(prober: Prober) -> set[str]:
 
 
 def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
-    """Return the format that the first matching reader infers, or None if no reader matches.
+    """Return the format of rendered tool calls, or None if the format is not known.
 
-    Append a sentence to `undecided` for each reader that infers an invalid format, and if no reader
-    matches.
+    Each function in `READERS` recognises one form of tool calls, for example JSON, and returns None
+    for other forms. The first result is returned. Append a sentence to `undecided` for each reader
+    that infers an invalid format, and if no reader returns a format.
     """
-    for reader in READERS:
+    for read_calls in READERS:
         try:
-            calls = reader(texts)
+            call_format = read_calls(texts)
         except FormatError as error:
             undecided.append(
-                f"The function {reader.__name__} inferred an invalid format of the calls: {error}"
+                f"The function {read_calls.__name__} inferred an invalid format of the calls: "
+                f"{error}"
             )
             continue
-        if calls is not None:
-            return calls
+        if call_format is not None:
+            return call_format
     undecided.append(
         "The calls have no form that the analysis knows. "
         f"A call is written as {unmask_call_ids(texts.one_call)!r}."
@@ -370,13 +382,12 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
     section is invalid, append the reason to `undecided`.
     """
     markup = calls.markup
+    has_opening_marker = bool(markup.open.strip())
+    # A section without an opening marker cannot have a closing marker.
+    opening = markup.open if has_opening_marker else ""
+    closing = close.rstrip() if has_opening_marker else ""
     try:
-        if not markup.open.strip():
-            # A section needs an opening marker. Here is none, so `close` does not close a section.
-            return ToolSection(calls.calls, separator=markup.separator)
-        return ToolSection(
-            calls.calls, open=markup.open, close=close.rstrip(), separator=markup.separator
-        )
+        return ToolSection(calls.calls, open=opening, close=closing, separator=markup.separator)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None
@@ -392,9 +403,10 @@ def _split_section_close(markup: ListMarkup) -> tuple[str, list[str]]:
     ('</calls>', ['<|end|>'])
     """
     num_opening_markers = len(markers(markup.open))
-    if not num_opening_markers and markup.open.strip():
-        num_opening_markers = 1  # The opening text consists of words.
-    turn_ends = list(MARKER.finditer(markup.close))[num_opening_markers:]
+    consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
+    num_closing_markers = 1 if consists_of_words else num_opening_markers
+    turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:
         return markup.close, []
-    return markup.close[: turn_ends[0].start()], [marker.group() for marker in turn_ends]
+    closing_text = markup.close[: turn_ends[0].start()]
+    return closing_text, [marker.group() for marker in turn_ends]

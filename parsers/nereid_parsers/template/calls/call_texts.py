@@ -129,12 +129,12 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
     >>> _split_opening_marker("\nAction: ")
     ('\n', 'Action: ')
     """
-    start = text.lstrip()
-    if not start:
+    visible = text.lstrip()
+    if not visible:
         return "", ""
-    marker = MARKER.match(start)
-    head = start[marker.end() :].lstrip() if marker is not None else start
-    return text[: len(text) - len(head)], head
+    marker = MARKER.match(visible)
+    head = visible[marker.end() :].lstrip() if marker is not None else visible
+    return text.removesuffix(head), head
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
@@ -194,59 +194,59 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     before_second, name, after_second = texts.two_calls.partition(SECOND_TOOL)
     if not name:
         return texts
-    # `_distance_to_number` counts from the start of a text. The text before a name is reversed, so
-    # that the text starts next to the name.
-    distance_before = _distance_to_number(before_first[::-1], before_second[::-1])
-    distance_after = _distance_to_number(after_first, after_second)
-    return CallTexts(*(_mask_numbers(text, distance_before, distance_after) for text in texts))
+    # The text before a name is reversed, so that it starts next to the name.
+    gap_before = _find_number(before_first[::-1], before_second[::-1])
+    gap_after = _find_number(after_first, after_second)
+    return CallTexts(*(_mask_numbers(text, gap_before, gap_after) for text in texts))
 
 
-def _distance_to_number(first: str, second: str) -> int:
-    """Return the position of the digit that is one higher in `second` than in `first`.
+def _find_number(first: str, second: str) -> int | None:
+    """Return the index of the digit that is one higher in `second` than in `first`, or None.
 
-    The first character has position 1. The digit must be the first difference between the two
-    texts. The result is 0 if the first difference is not such a digit.
+    This digit must be the first difference between the two texts.
 
-    >>> _distance_to_number(" index=0>", " index=1>")
-    8
+    >>> _find_number(" index=0>", " index=1>")
+    7
     """
-    for position, (one, other) in enumerate(zip(first, second, strict=False), start=1):
-        if one != other:
-            is_next = one.isdigit() and other.isdigit() and int(other) == int(one) + 1
-            return position if is_next else 0
-    return 0
+    for index, (digit, other_digit) in enumerate(zip(first, second, strict=False)):
+        if digit != other_digit:
+            are_digits = digit.isdigit() and other_digit.isdigit()
+            is_next_number = are_digits and int(other_digit) == int(digit) + 1
+            return index if is_next_number else None
+    return None
 
 
-def _mask_numbers(text: str, distance_before: int, distance_after: int) -> str:
+def _mask_numbers(text: str, gap_before: int | None, gap_after: int | None) -> str:
     r"""Replace the number of each tool call in `text` with COUNTER_MARK.
 
-    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", 2, 0)
+    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", gap_before=1, gap_after=None)
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
 
     Args:
         text: A rendering of tool calls.
-        distance_before: The number of characters from the start of the name back to the number, or
-            0 if no number precedes the name.
-        distance_after: The number of characters from the end of the name to the end of the number,
-            or 0 if no number follows the name.
+        gap_before: The number of characters between the number and the name that follows it. None
+            if no number precedes the name.
+        gap_after: The number of characters between the name and the number that follows it. None if
+            no number follows the name.
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
         name_start = text.find(name)
         if name_start < 0:
             continue
-        if distance_before:
-            text = _mask_digit(text, name_start - distance_before)
-        if distance_after:
-            text = _mask_digit(text, name_start + len(name) + distance_after - 1)
+        if gap_before is not None:
+            text = _mask_digit(text, name_start - gap_before - 1)
+        if gap_after is not None:
+            text = _mask_digit(text, name_start + len(name) + gap_after)
     return text
 
 
-def _mask_digit(text: str, at: int) -> str:
-    r"""Replace the character at index `at` with COUNTER_MARK, if the character is a digit.
+def _mask_digit(text: str, index: int) -> str:
+    r"""Replace the character at the given index with COUNTER_MARK, if the character is a digit.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'
     """
-    if not text[at : at + 1].isdigit():
+    character = text[index : index + 1]  # "" if `text` is shorter.
+    if not character.isdigit():
         return text
-    return text[:at] + COUNTER_MARK + text[at + 1 :]
+    return text[:index] + COUNTER_MARK + text[index + 1 :]

@@ -33,25 +33,31 @@ class _JsonSpan(NamedTuple):
 def read_json(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls that are JSON objects, alone or in a JSON array.
 
-    Return None if no JSON contains the function's name. Example: the two tool calls
+    Return None if the text of one tool call contains no JSON with the function's name. Example: the
+    two tool calls
 
         <call>{"name": "f", "arguments": {"a": 1}}</call>
         <call>{"name": "g", "arguments": {"b": 2}}</call>
 
     are two objects with the keys `name` and `arguments`, each between `<call>` and `</call>`.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
     """
-    single = _find_json_call(texts.one_call, FIRST_TOOL)
-    if single is None:
+    json_span = _find_json_call(texts.one_call, FIRST_TOOL)
+    if json_span is None:
         return None
-    if isinstance(single.value, list):  # Each tool call is a member of the list.
-        return _read_arrays(texts, _infer_keys(single.value[0]), single)
-    keys = _infer_keys(single.value)
-    if not texts.two_calls:
-        markup = ListMarkup(
-            item_open=texts.one_call[: single.start], item_close=texts.one_call[single.end :]
-        )
-        return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
-    return _read_two_objects(texts, keys, single)
+    if isinstance(json_span.value, list):  # `[{"name": "f", ..}]`
+        keys = _infer_keys(json_span.value[0])
+        return _read_arrays(texts, keys, json_span)
+    keys = _infer_keys(json_span.value)
+    if texts.two_calls:
+        return _read_two_objects(texts, keys, json_span)
+    markup = ListMarkup(
+        item_open=texts.one_call[: json_span.start], item_close=texts.one_call[json_span.end :]
+    )
+    return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
 
 
 def _read_two_objects(
@@ -162,19 +168,19 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     >>> _find_json_call('<call>{"name": "f"}</call>', "f")
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
-    name_at = text.find(name)
-    if name_at < 0:
+    name_start = text.find(name)
+    if name_start < 0:
         return None
-    for start in range(name_at):  # The JSON starts before the name.
+    for start in range(name_start):  # The JSON starts before the name.
         if text[start] not in "{[":
             continue
         try:
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        members = value if isinstance(value, list) else [value]
-        # JSON that ends before the name is not the tool call. It may be a list of tools.
-        if end > name_at and any(_is_call(member, name) for member in members):
+        contains_name = end > name_start
+        objects = value if isinstance(value, list) else [value]
+        if contains_name and any(_is_call(member, name) for member in objects):
             return _JsonSpan(start, end, value)
     return None
 
@@ -246,8 +252,10 @@ def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, .
     >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, roles)
     ('name', 'arguments')
     """
-    order = tuple(dict.fromkeys(roles[key] for key in call if key in roles))
-    return order[:-1] if order[-1:] == ("id",) else order
+    order = list(dict.fromkeys(roles[key] for key in call if key in roles))
+    if order and order[-1] == "id":
+        order.pop()
+    return tuple(order)
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -262,7 +270,8 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
     if path is not None:
         return path
     for key in call:
-        if "id" in key.lower().split("_") and (key,) != name_path:
+        has_id_in_name = "id" in key.lower().split("_")
+        if has_id_in_name and (key,) != name_path:
             return (key,)
     return None
 
@@ -320,9 +329,9 @@ def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
     >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
     _JsonSpan(start=7, end=15, value={'a': 1})
     """
-    name_at = text.find(name)
-    start = text.find("{", name_at)
-    if name_at < 0 or start < 0:
+    name_start = text.find(name)
+    start = text.find("{", name_start)
+    if name_start < 0 or start < 0:
         return None
     try:
         value, end = _DECODER.raw_decode(text, start)

@@ -28,28 +28,33 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in Python syntax: single calls, or a list of calls.
+    """Infer the format of tool calls in Python syntax. Return None if they have another syntax.
 
-    Return None if the tool calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
-    markers around each tool call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
-    calls.
+    There are two forms of the markers around tool calls:
+
+        around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
+        around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message. One call cannot show which form the markers have. The analysis then
+            assumes that the markers are around all calls.
     """
     _, _, after_name = texts.one_call.partition(FIRST_TOOL)
-    suffix, _, arguments = after_name.partition("(")
-    is_python = arguments.lstrip().startswith(f"{FIRST_KEY}=")
-    if not is_python or _METHOD_SUFFIX.fullmatch(suffix) is None:
+    suffix, _, arguments = after_name.partition("(")  # The suffix of `f.call(a="x")` is `.call`.
+    has_keyword = arguments.lstrip().startswith(f"{FIRST_KEY}=")
+    if not has_keyword or _METHOD_SUFFIX.fullmatch(suffix) is None:
         return None
-    markup = _markup_of_calls(texts, ")")
+    markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
-        # One call cannot show whether the markers surround each call or all calls. The analysis
-        # assumes that the markers surround all calls.
-        section = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
-        return _read_python_section(section, suffix)
-    if markup.item_open.strip() or markup.item_close.strip():
-        body = PythonCalls(open="", close="", separator="", suffix=suffix)
-        call = Call(body, open=markup.item_open, close=markup.item_close)
-        return CallFormat("Python calls, each marked", (call,), markup)
-    return _read_python_section(markup, suffix)
+        all_calls = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
+        return _read_python_section(all_calls, suffix)
+    is_each_marked = bool(markup.item_open.strip() or markup.item_close.strip())
+    if not is_each_marked:
+        return _read_python_section(markup, suffix)
+    body = PythonCalls(open="", close="", separator="", suffix=suffix)
+    call = Call(body, open=markup.item_open, close=markup.item_close)
+    return CallFormat("Python calls, each marked", (call,), markup)
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
@@ -97,8 +102,9 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     is_quoted = bool(quote) and after_value.startswith(quote)
     if not is_object or not is_quoted:
         return None
-    markup = _markup_of_calls(texts, "}")
-    calls = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
+    markup = _markup_of_calls(texts, last_character="}")
+    after_name = before_key.removesuffix("{")
+    calls = calls_with_head(markup, after_name, BareKeyArguments(quote))
     return CallFormat("bare keys", calls, markup)
 
 
@@ -127,4 +133,6 @@ def _text_after_call(text: str, value: str, last_character: str) -> str:
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'
     """
-    return text[text.find(last_character, text.find(value)) + 1 :]
+    value_start = text.find(value)
+    call_end = text.find(last_character, value_start) + 1
+    return text[call_end:]

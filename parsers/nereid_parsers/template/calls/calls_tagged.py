@@ -285,13 +285,16 @@ def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move `marker` from the end of each piece of markup to the start of the next piece.
+    """Move the marker that precedes every tag from the end of a text to the start of the next text.
 
-    The markup was cut at the names of elements. So a marker that precedes every tag is at the end
-    of the text before the tag, for example at the end of `item_close`.
+    Example: the calls `~<f>..~</f>~<g>..~</g>~` have the marker `~` before each tag. The inference
+    of the markup finds the text that is common to both calls, so it takes the `~` before `<g>` for
+    a part of the closing tag `~</f>~` of the first call:
 
     >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
+
+    If `item_close` does not end with the marker, the markup is already correct.
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls

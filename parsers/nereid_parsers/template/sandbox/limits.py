@@ -157,7 +157,7 @@ class Budget:
     # ---- operations that are rejected before they run --------------------------------------------
 
     def check_operator(self, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if the result of a binary operation would be too large.
+        """Raise LimitError if the result of `left operator right` would be too large.
 
         Examples: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
         """
@@ -228,8 +228,12 @@ class Budget:
             self.check_size(len(sequence) * max(times, 0))
 
     def _check_replace(self, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
-        """Raise LimitError if `text.replace(old, new)` could be too large."""
-        max_replacements = len(text) // max(len(str(old)), 1) + 1
+        """Raise LimitError if `text.replace(old, new)` could be too large.
+
+        An empty `old` matches before each character and at the end of the text.
+        """
+        old_size = max(len(str(old)), 1)
+        max_replacements = len(text) // old_size + 1
         self.check_size(len(text) + max_replacements * len(str(new)))
 
     def _check_join(self, items: Any, separator: Any) -> None:  # noqa: ANN401

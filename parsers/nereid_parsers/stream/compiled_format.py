@@ -136,11 +136,11 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     # A whole message can be a tool call. The header of such a message contains the function's name.
-    # `CompiledCall` requires a tool section, but the message is not in a section. So a section is
-    # made here. Its markers end broken arguments, and its call is not used.
+    # `CompiledCall` requires a tool section, although the message is not in a section. Only the
+    # closing markers of this section are used: broken arguments end at one of them.
+    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     message_call = CompiledCall(
-        Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
-        ToolSection((Call(JsonObject()),), also_close=layout.ends),
+        Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
     )
     return CompiledFormat(
         layout=layout,
@@ -246,10 +246,12 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
     # A model may omit the opening marker of the tool section. The content can then contain tool
     # calls that have an opening marker of their own.
+    has_section_marker = bool(tools.opens)
     marked = tuple(variant for variant in variants if variant.call.open.strip())
-    by_trigger = _group_by_trigger(marked if tools.opens else variants)
-    is_unmarked_allowed = allows_unmarked and not tools.opens
-    unmarked = tuple(variant for variant in variants if is_unmarked_allowed and variant.is_unmarked)
+    by_trigger = _group_by_trigger(marked if has_section_marker else variants)
+    unmarked: tuple[CompiledCall, ...] = ()
+    if allows_unmarked and not has_section_marker:
+        unmarked = tuple(variant for variant in variants if variant.is_unmarked)
     by_head = _group_by_trigger(_variants_without_marker(tools))
     for trigger in by_trigger:
         by_head.pop(trigger, None)  # The tool call with its marker has precedence.

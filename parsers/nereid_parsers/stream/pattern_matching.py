@@ -70,16 +70,17 @@ class FieldStep:
         end = match.end() if match else pos
         is_at_text_end = end == len(text)
         if is_at_text_end and not is_final:  # The field may continue in the next text.
-            return NEED_MORE if end - pos < MAX_HEAD_CHARS else NO_MATCH
+            is_too_long = end - pos >= MAX_HEAD_CHARS
+            return NO_MATCH if is_too_long else NEED_MORE
         if end == pos and self.name != "rest":
             return NO_MATCH  # Only the field `rest` may be empty.
         value = text[pos:end]
         if self.name == "name":
             is_incomplete = is_at_text_end
             # A pattern may contain the name twice. Both names must be equal.
-            differs = fields.get("name", value) != value
+            differs_from_first = fields.get("name", value) != value
             is_number = value.isdigit()  # Models number tool calls. A number is not a name.
-            if is_incomplete or differs or is_number:
+            if is_incomplete or differs_from_first or is_number:
                 return NO_MATCH
         fields[self.name] = value
         return end
@@ -178,7 +179,7 @@ def match_marker(marker: str, text: str, pos: int) -> int:
     Returns:
         The end of the match, NEED_MORE or NO_MATCH.
     """
-    source = marker.replace("{", "{{").replace("}", "}}")
+    source = marker.replace("{", "{{").replace("}", "}}")  # The marker contains no fields.
     return compile_pattern(source).match(text, pos, is_final=False, fields={})
 
 
@@ -240,7 +241,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         # a line break are content.
         last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
         return re.compile(rest_of_line + last_words)
-    stop_char = re.escape(next_literal[:1]) if next_literal[:1].strip() else ""
+    next_char = next_literal[:1]
+    stop_char = "" if next_char.isspace() else re.escape(next_char)
     return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
 
 

@@ -192,10 +192,11 @@ class LiteralReader:
     # ---- punctuation -----------------------------------------------------------------------------
 
     def _read_colon(self, text: str, pos: int) -> int:
-        """Read the colon after a key, and write the key.
+        """Read the colon after a key, and write the key. Return the position after the colon.
 
-        If a comma or a closing bracket follows instead, the key is the first item of a set. The
-        item is written, and the comma or bracket is read. Other text is not valid.
+        If a comma or `}` follows the first key instead, the braces enclose a set, as in `{'a', 1}`,
+        and the key is the first item of this set. The item is written, and the comma or `}` is
+        read. Other text is not valid.
         """
         key = self._key
         assert key is not None
@@ -203,8 +204,9 @@ class LiteralReader:
         if text[pos] == ":":
             self._begin_member(key)
             return pos + 1
-        is_first = not self._containers[-1].num_items
-        if not is_first or text[pos] not in ",}":
+        is_first_key = not self._containers[-1].num_items
+        is_set = is_first_key and text[pos] in ",}"
+        if not is_set:
             return self._reject(pos)
         self._turn_into_set(key)
         return self._read_comma_or_bracket(text, pos)
@@ -212,9 +214,11 @@ class LiteralReader:
     def _begin_member(self, key: _Key) -> None:
         """Write the key of an object's member. Example: in `{'a': 1}`, `{"a": ` is written."""
         container = self._containers[-1]
-        self._json_parts.append((", " if container.num_items else "{") + key.json_text + ": ")
+        before_key = ", " if container.num_items else "{"
+        self._json_parts.append(f"{before_key}{key.json_text}: ")
         container.num_items += 1
-        if self._types_of is not None and len(self._containers) == 1:
+        is_argument = len(self._containers) == 1  # Keys of inner objects are not arguments.
+        if is_argument and self._types_of is not None:
             self._types = self._types_of(json.loads(key.json_text))
         self._expected = _Expected.VALUE
 
@@ -224,10 +228,10 @@ class LiteralReader:
         self._json_parts.append("[" + first_item.item_json)
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
-        """Read the comma or the closing bracket after a value.
+        """Read the comma or the closing bracket after a value. Return the position after it.
 
         If no bracket is open, the literal is complete, and nothing is read. The comma is written
-        together with the next value, because no value follows a trailing comma.
+        together with the next value, because no value may follow, as in `[1,]`.
         """
         if not self._containers:
             self.status = DONE
@@ -236,7 +240,8 @@ class LiteralReader:
         if text[pos] == container.close:
             self._close_container()
         elif text[pos] == ",":
-            self._expected = _Expected.KEY if container.json_close == "}" else _Expected.ITEM
+            is_object = container.json_close == "}"
+            self._expected = _Expected.KEY if is_object else _Expected.ITEM
         else:
             return self._reject(pos)
         return pos + 1
@@ -327,8 +332,9 @@ class LiteralReader:
         `days`, `"days"`. A word at the end of the text is not read, because the word may continue.
         """
         is_key = self._expected in _KEYS
-        is_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
-        match = (_UNQUOTED_STRING if is_unquoted_string else _WORD)(text, pos)
+        may_be_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
+        match_word = _UNQUOTED_STRING if may_be_unquoted_string else _WORD
+        match = match_word(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not is_final:
             # An unfinished word is read again with each new piece of text. The limit keeps the
@@ -349,20 +355,20 @@ class LiteralReader:
     def _open_string(self, quote: str) -> None:
         """Start a string. If the string is a key or will be converted, do not write its quote yet.
 
-        A key is stored, because a colon must follow the key. The value of a member is stored if the
-        schema does not allow a string, because the value is then converted to another type.
+        A key is stored, because a colon must follow the key. The value of an argument is stored if
+        the schema does not allow a string, because the value is then converted to another type.
         """
         is_key = self._expected in _KEYS
-        is_member = self._expected is _Expected.VALUE
-        if is_member and self._types is not None and "string" not in self._types:
+        is_member_value = self._expected is _Expected.VALUE
+        forbids_strings = self._types is not None and "string" not in self._types
+        if is_member_value and forbids_strings:
             self._converted_types = self._types
         self._begin_value()
         self._stored_string = []
-        if is_key or self._converted_types is not None:
-            output = self._stored_string
-        else:
+        is_stored = is_key or self._converted_types is not None
+        output = self._stored_string if is_stored else self._json_parts
+        if not is_stored:
             self._json_parts.append('"')
-            output = self._json_parts
         self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
@@ -372,17 +378,13 @@ class LiteralReader:
         return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
 
     def _close_string(self) -> None:
-        """End the open string.
-
-        There are three cases: a key is stored until its colon is read. If the schema does not allow
-        a string, the converted value is written. Example: the string `3` becomes the number `3` if
-        the schema allows only an integer. For any other string, the closing quote is written.
-        """
+        """End the open string, and write what has not been written yet."""
         self._string = None
-        if self._expected is _Expected.COLON:
+        if self._expected is _Expected.COLON:  # The string is a key, written with its colon.
             key = f'"{"".join(self._stored_string)}"'
             self._key = _Key(key, item_json=key)
         elif self._converted_types is not None:
+            # The schema does not allow a string. Example: the string `3` becomes the number `3`.
             self._json_parts.append(self._converted_value(self._converted_types))
             self._converted_types = None
         else:

@@ -89,9 +89,10 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers around the reasoning, and whether a prompt leaves the reasoning open.
+    """Return the markers around the reasoning, and whether the output can be inside the reasoning.
 
-    Return None if the format has no reasoning, or no marker that closes the reasoning.
+    A server needs these markers to find, or to enforce, the end of the reasoning. Return None if
+    the format has no reasoning, or no marker that closes the reasoning.
 
     Args:
         fmt: The format of the output.
@@ -171,6 +172,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         ConstraintError: The request has tools, but the format has no tool calls.
     """
     content = _content_node(layout, request)
+    allows_content = not request.must_call
     if not request.tools:
         assert content is not None  # Otherwise the request would be unconstrained.
         return content
@@ -179,10 +181,10 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if not request.must_call and content is None:
+    if allows_content and content is None:  # The content is free text.
         return _text_with_calls(layout.tools, request)
     calls = section_node(layout.tools, request.tools, is_single=request.is_single)
-    if not request.must_call and content is not None:
+    if allows_content and content is not None:
         return one_of(calls, content)
     # Templates and models write different white space around tool calls.
     empty_content = _empty_content_nodes(layout.content)

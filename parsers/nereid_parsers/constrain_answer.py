@@ -14,22 +14,22 @@ from nereid_parsers.unenforced_keywords import unenforced
 log = logging.getLogger(__name__)
 
 # The node types of xgrammar 0.2.8, in three groups. A node of a type in _LEAF_TYPES contains no
-# other node. A node of a type in _KEY_OF_INNER_NODE contains one inner node. A node of a type in
-# _KEY_OF_INNER_NODES contains a list of inner nodes. The last two constants give the key of the
+# other node. A node of a type in _KEY_OF_SINGLE_NODE contains one inner node. A node of a type in
+# _KEY_OF_NODE_LIST contains a list of inner nodes. The last two constants give the key of the
 # inner node or list.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
 })  # fmt: skip
-_KEY_OF_INNER_NODE = dict.fromkeys(("tag", "optional", "plus", "star", "repeat"), "content")
-_KEY_OF_INNER_NODES = {
+_KEY_OF_SINGLE_NODE = dict.fromkeys(("tag", "optional", "plus", "star", "repeat"), "content")
+_KEY_OF_NODE_LIST = {
     "sequence": "elements",
     "or": "elements",
     "triggered_tags": "tags",
     "token_triggered_tags": "tags",
     "tags_with_separator": "tags",
 }
-_NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_INNER_NODE, *_KEY_OF_INNER_NODES})
+_NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
@@ -181,21 +181,30 @@ def _check_node(node: object, path: str) -> None:
         _check_node(inner, inner_path)
 
 
-def _inner_nodes(node: Mapping[str, Any], kind: str, path: str) -> Iterator[tuple[object, str]]:
-    """Yield each inner node of `node`, together with the path of the inner node in the request.
+def _inner_nodes(
+    node: Mapping[str, Any], node_type: str, path: str
+) -> Iterator[tuple[object, str]]:
+    """Yield each node that `node` contains, together with its path in the request.
 
-    `kind` is the type of `node`. Example: for a sequence at the path `$`, the first element has the
-    path `$.elements[0]`.
+    Examples: for a node of the type `sequence` at the path `$`, the first path is `$.elements[0]`.
+    For the type `optional`, which contains one node, the only path is `$.content`. A node of any
+    other type, for example `const_string`, contains no nodes.
+
+    Args:
+        node: The structural-tag node.
+        node_type: The type of `node`.
+        path: The path of `node` in the request.
 
     Raises:
         ConstraintError: The value that must be a list of nodes is not a list, or is empty.
     """
-    if kind in _KEY_OF_INNER_NODE:
-        key = _KEY_OF_INNER_NODE[kind]
+    if node_type in _KEY_OF_SINGLE_NODE:
+        key = _KEY_OF_SINGLE_NODE[node_type]
         yield node.get(key), f"{path}.{key}"
-    elif kind in _KEY_OF_INNER_NODES:
-        key = _KEY_OF_INNER_NODES[kind]
-        for number, inner in enumerate(_required_list(node.get(key), f"{path}.{key}")):
+    elif node_type in _KEY_OF_NODE_LIST:
+        key = _KEY_OF_NODE_LIST[node_type]
+        inner_nodes = _required_list(node.get(key), f"{path}.{key}")
+        for number, inner in enumerate(inner_nodes):
             yield inner, f"{path}.{key}[{number}]"
 
 

@@ -66,16 +66,15 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
     """
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
-    if not isinstance(call.body, ListBody):
+    has_own_markers = bool(call.open.strip() and call.close.strip())
+    if not isinstance(call.body, ListBody):  # Each tool call has a body of its own.
         calls = [call_node(call, tool) for tool in tools]
         content = repeated(calls, separator, is_single=is_single)
-    elif call.open.strip() and call.close.strip():
-        # Here the list has its own markers. Some models write a separate list, with these markers,
-        # for each tool call.
-        lists = [_list_or_object(section, call.body, tools, is_single=is_single)]
-        content = repeated(lists, separator, is_single=is_single)
     else:
         content = _list_or_object(section, call.body, tools, is_single=is_single)
+        if has_own_markers:
+            # Some models write a separate list, with these markers, for each tool call.
+            content = repeated([content], separator, is_single=is_single)
     return sequence(const(section.open), content, const(section.close))
 
 
@@ -86,31 +85,36 @@ def _list_or_object(
 
     If the second variant in the section is a JSON object, the node also matches one such object.
     """
-    calls = list_node(section.calls[0], body, tools, is_single=is_single)
-    if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
-        objects = [call_node(section.calls[1], tool) for tool in tools]
-        return one_of(calls, *objects)
-    return calls
+    list_variant, *other_variants = section.calls
+    calls = list_node(list_variant, body, tools, is_single=is_single)
+    if not other_variants or not isinstance(other_variants[0].body, JsonObject):
+        return calls
+    objects = [call_node(other_variants[0], tool) for tool in tools]
+    return one_of(calls, *objects)
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the text that marks the start of a tool call inside the content.
+    """Return the text that starts a tool call. All other text is content.
 
-    Examples: `"<tool_call>"` for tool calls with this marker. `'{"name": "'` for JSON objects
-    without a marker and with the default keys.
+    Examples:
+        `"<tool_calls>"` if this marker opens the section of all tool calls.
+        `"<tool_call>"` if the section has no marker, but each tool call has this marker.
+        `'{"name": "'` for tool calls without a marker, which are JSON objects with the key `name`.
 
     Raises:
         ConstraintError: A tool call without a marker cannot be distinguished from content.
     """
-    if section.opens:
+    has_section_marker = bool(section.opens)
+    if has_section_marker:
         return section.open.strip()
     call = section.calls[0]
     if call.trigger:
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        # The trigger is the text before the name. A placeholder marks the position of the name.
-        before, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
-        return before.partition(_NAME_PLACEHOLDER)[0]
+        # With the placeholder, this text is `{"name": "{name}", "arguments": `.
+        before_arguments, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
+        before_name, _, _ = before_arguments.partition(_NAME_PLACEHOLDER)
+        return before_name
     raise ConstraintError(
         "The format writes tool calls without a marker, so constrained output cannot separate "
         "them from other text. Set tool_choice to 'required', so that the output contains only "
@@ -238,9 +242,12 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
-    """Return `node` with the node `whitespace` at each place where JSON allows white space.
+    """Return `node` with the node `whitespace` where models usually write white space in an object.
 
-    Example: `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace.
+    These places are inside the braces, after a comma and after a colon. Example:
+    `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace. The constant
+    white space of `node` is replaced. Nodes other than constants, such as the schema of the
+    arguments, define their own white space and are not changed.
     """
     if node["type"] == "optional":
         return optional(_with_whitespace(node["content"], whitespace))
@@ -261,8 +268,9 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     """Return the JSON text of a tool call before the arguments, and the JSON text after them.
 
-    The placeholder `"{id}"` stands for the id, if `keys.order` contains the id. Example: the
-    default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
+    Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
+    `keys.order` gives the order of the members. If it contains the id, the placeholder `"{id}"`
+    stands for the id in the result.
     """
     arguments_placeholder = "\0"  # This character occurs in no JSON text.
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}

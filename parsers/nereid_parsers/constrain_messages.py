@@ -113,27 +113,38 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the structural-tag node for one or more messages that are tool calls.
 
-    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`.
+    Each message consists of a header, which contains the function's name, and the arguments.
+    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The text that starts
+    the first message, `<|start|>`, is not a part of the node.
+
+    Args:
+        fmt: The format of the output.
+        layout: The declaration of the messages. `layout.routes` are the headers of all messages,
+            and the routes with the stage CALLS are the headers of tool calls.
+        request: The constraints of the request.
 
     Raises:
         ConstraintError: The format has no messages that are tool calls.
     """
-    routes = [route for route in layout.routes if route.stage is Stage.CALLS]
-    if not routes:
+    call_routes = [route for route in layout.routes if route.stage is Stage.CALLS]
+    if not call_routes:
         raise ConstraintError(
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
     calls = [
-        sequence(_call_header(layout, routes, tool.name), _message_arguments(layout.body, tool))
+        sequence(
+            _call_header(layout, call_routes, tool.name), _message_arguments(layout.body, tool)
+        )
         for tool in request.tools
     ]
-    if request.is_single or layout.call_end:
-        # The closing marker of a tool call (`layout.call_end`) also ends the turn. So no second
-        # tool call can follow.
+    # If tool calls have a closing marker of their own, this marker also ends the model's turn.
+    allows_second_call = not request.is_single and not layout.call_end
+    if not allows_second_call:
         return one_of(*calls)
-    end = layout.ends[0] if layout.ends else ""
-    return repeated(calls, const(end + layout.start), is_single=False)
+    # Of all end markers, only the first one ends a message without ending the turn.
+    message_end = layout.ends[0] if layout.ends else ""
+    return repeated(calls, const(message_end + layout.start), is_single=False)
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:

@@ -96,14 +96,14 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
         return [_rewrite(item, root, inlined, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    resolved = _Resolved(schema, inlined)
-    if isinstance(schema.get("allOf"), list):
-        resolved = _without_all_of(schema, root, inlined)
+    has_parts = isinstance(schema.get("allOf"), list)
+    merged = _without_all_of(schema, root, inlined) if has_parts else _Resolved(schema, inlined)
     rewritten: dict[str, Any] = {}
-    for keyword, value in _with_enforced_multiple(resolved.schema).items():
-        has_schemas = keyword not in _VALUE_KEYWORDS
-        inner = _rewrite(value, root, resolved.inlined, depth + 1) if has_schemas else value
-        rewritten[keyword] = inner
+    for keyword, value in _with_enforced_multiple(merged.schema).items():
+        if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
+            rewritten[keyword] = value
+        else:
+            rewritten[keyword] = _rewrite(value, root, merged.inlined, depth + 1)
     return rewritten
 
 
@@ -173,17 +173,20 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
 def _target(reference: str, root: object) -> object:
     """Return the definition to which a reference points. Example: "#/$defs/Address".
 
+    Names with escape sequences (`~0`, `~1`) are not decoded, so such a definition is not found.
+
     Raises:
-        _CannotMergeError: The document has no such definition.
+        _CannotMergeError: The document has no such definition, or the reference points to another
+            document.
     """
+    document, *names = reference.split("/")
+    if document != "#":
+        raise _CannotMergeError
     target = root
-    start, *names = reference.split("/")
     for name in names:
         if not isinstance(target, Mapping) or name not in target:
             raise _CannotMergeError
         target = target[name]
-    if start != "#":
-        raise _CannotMergeError
     return target
 
 
@@ -199,9 +202,12 @@ def _merge(first: object, second: object) -> dict[str, Any]:
     """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return _merge_keywords(first, second)
-    if first is True or second is True:  # `true` accepts every value, so the other schema decides.
-        other = second if first is True else first
-        return dict(other) if isinstance(other, Mapping) else {}
+    # One of the two is not an object. The schema `true` accepts every value, so the other schema
+    # decides. The schema `false` accepts no value.
+    if first is True:
+        return dict(second) if isinstance(second, Mapping) else {}
+    if second is True:
+        return dict(first) if isinstance(first, Mapping) else {}
     raise _CannotMergeError
 
 
@@ -254,16 +260,20 @@ def _common_types(first: object, second: object) -> str | list[str]:
     Raises:
         _CannotMergeError: The two values have no type in common.
     """
-    first_types: set[Any] = set(first) if isinstance(first, list) else {first}
-    second_types: set[Any] = set(second) if isinstance(second, list) else {second}
+    first_types = _with_integer(set(first) if isinstance(first, list) else {first})
+    second_types = _with_integer(set(second) if isinstance(second, list) else {second})
     common = first_types & second_types
-    for types, other_types in ((first_types, second_types), (second_types, first_types)):
-        if "number" in types and "number" not in other_types and "integer" in other_types:
-            common.add("integer")  # `types` allows all numbers, so it allows integers too.
+    if "number" in common:
+        common.discard("integer")  # "number" already allows integers.
     if not common:
         raise _CannotMergeError
     names = sorted(common)
     return names[0] if len(names) == 1 else names
+
+
+def _with_integer(types: set[Any]) -> set[Any]:
+    """Return `types` with "integer", if `types` contains "number", which allows integers."""
+    return types | {"integer"} if "number" in types else types
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
@@ -316,10 +326,12 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
     restrictions = merged.keys() - _ANNOTATIONS
     if "enum" in restrictions and isinstance(merged.get("type"), str):
         restrictions -= {"type"}  # All values of `enum` already have this type.
-    has_ignored_length = "pattern" in merged and bool({"minLength", "maxLength"} & restrictions)
-    has_ignored_part = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
+    has_length = bool({"minLength", "maxLength"} & restrictions)
+    is_length_ignored = has_length and "pattern" in merged
+    # xgrammar ignores all other keywords next to a keyword such as `anyOf`.
+    is_other_keyword_ignored = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
     has_no_values = merged.get("enum") == []
-    if has_ignored_length or has_ignored_part or has_no_values:
+    if is_length_ignored or is_other_keyword_ignored or has_no_values:
         raise _CannotMergeError
 
 

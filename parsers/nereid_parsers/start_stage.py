@@ -50,22 +50,22 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the start state for the layout `Sections`, see `find_start`.
+    """Return where the output starts, for a format whose message consists of sections.
 
-    Examples: the prompt `"..<think>"` gives the prefill `<think>`, and the prompt `"..assistant"`
-    gives the stage CONTENT, or REASONING if the opener of the format is FORCED. Without a prompt,
-    the stage is REASONING unless the model writes the opening marker itself.
+    The prompt may already contain the beginning of the answer, the "prefill". Examples: the prompt
+    `"..<think>"` gives the prefill `<think>`. The prompt `"..assistant"` gives the stage CONTENT,
+    or REASONING if the model always starts with reasoning that has no opening marker (FORCED).
+    Without a prompt, the stage is REASONING unless the model writes the opening marker itself.
     """
     reasoning = layout.reasoning
     if not prompt:
         is_open = reasoning is not None and not reasoning.is_opened_by_model
         return StartPoint(Stage.REASONING if is_open else Stage.CONTENT, is_prompt_known=False)
-    text_after_turn = _text_after_turn(fmt, prompt)
-    prefill = _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
+    prefill = _text_after_turn(fmt, prompt)
+    if prefill is None:  # The start of the model's turn is not known.
+        prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The prompt already contains the start of the answer, which is called prefill here. The
-        # parser reads the prefill before the output, and the markers in the prefill then change the
-        # stage.
+        # The parser reads the prefill before the output. Its markers then change the stage.
         return StartPoint(Stage.CONTENT, prefill)
     is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
     return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
@@ -84,13 +84,13 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
         markers.append(layout.content.open)
     if layout.tools is not None:
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
-    tail = prompt.rstrip()
-    bare_markers = [marker.strip() for marker in markers if marker.strip()]
-    return max((marker for marker in bare_markers if tail.endswith(marker)), key=len, default="")
+    visible_prompt = prompt.rstrip()
+    matching = [marker.strip() for marker in markers if visible_prompt.endswith(marker.strip())]
+    return max(matching, key=len, default="")
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return the start state for the layout `Messages`, see `find_start`.
+    """Return where the output starts, for a format in which each message has a header.
 
     Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
     text from `<|start|>` on. For the prompt `"..<|end|>"`, the output starts inside a header.

@@ -98,9 +98,9 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_of_type.setdefault(json_type, []).append(option)
-    return all(
-        len(group) == 1 or _have_different_constants(group) for group in options_of_type.values()
-    )
+    # Options of different types are disjoint. Options of one type must be different constants.
+    same_type_groups = [group for group in options_of_type.values() if len(group) > 1]
+    return all(map(_have_different_constants, same_type_groups))
 
 
 def _single_type(schema: object) -> str | None:

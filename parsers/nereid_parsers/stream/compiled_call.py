@@ -159,8 +159,9 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     markers `<tool_call>` and `</function></tool_call>`, the result is
     `("</tool_call>", "<tool_call>")`.
     """
-    last_part = marker_parts(call.close)[-1:]
-    markers = (*last_part, *section.closes, call.open.strip())
+    close_parts = marker_parts(call.close)
+    last_part = close_parts[-1] if close_parts else ""
+    markers = (last_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
 
 
@@ -168,12 +169,14 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     """Return the compiled tagged arguments of a tool call, or None for all other arguments."""
     if not isinstance(call.body, TaggedArguments):
         return None
-    closing = marker_parts(call.close)
-    # The first part of the closing marker directly follows the last argument. So this part is a
-    # stop marker, too.
-    stop_markers = dict.fromkeys((*closing[:1], *_markers_after_call(call, section)))
+    close_parts = marker_parts(call.close)
+    stop_markers = dict.fromkeys(_markers_after_call(call, section))
+    if close_parts:
+        # The first part of the closing marker directly follows the last argument, so it is tried
+        # first.
+        stop_markers = {close_parts[0]: None} | stop_markers
     section_opens = (marker.strip() for marker in section.opens)
-    markers_between_calls = dict.fromkeys((*closing, *section.closes, *section_opens))
+    markers_between_calls = dict.fromkeys((*close_parts, *section.closes, *section_opens))
     return CompiledTags(
         call.body,
         head,

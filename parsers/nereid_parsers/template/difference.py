@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 # One alternative for each kind of token: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a
@@ -129,7 +128,8 @@ def common_suffix(text: str, other: str, split: Split = tokens) -> str:
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
     """
-    return "".join(_common_start(split(text)[::-1], split(other)[::-1])[::-1])
+    reversed_tokens = _common_start(split(text)[::-1], split(other)[::-1])
+    return "".join(reversed(reversed_tokens))
 
 
 def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
@@ -138,8 +138,12 @@ def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
     >>> _common_start(["<a>", "one"], ["<a>", "two"])
     ['<a>']
     """
-    pairs = zip(sequence, other_sequence, strict=False)
-    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    common: list[str] = []
+    for token, other_token in zip(sequence, other_sequence, strict=False):
+        if token != other_token:
+            break
+        common.append(token)
+    return common
 
 
 def difference(left: str, right: str, split: Split = tokens) -> Difference:
@@ -200,9 +204,11 @@ def leading_markers(text: str) -> list[str]:
     """
     leading: list[str] = []
     rest = text.lstrip()
-    while (match := MARKER.match(rest)) is not None:
+    match = MARKER.match(rest)
+    while match is not None:
         leading.append(match.group())
         rest = rest[match.end() :].lstrip()
+        match = MARKER.match(rest)
     return leading
 
 
@@ -232,8 +238,11 @@ def trailing_marker(text: str) -> str:
     >>> trailing_marker("Hello<|start|><think>\n"), trailing_marker("<think>Hello")
     ('<think>', '')
     """
-    last = markers(text)[-1:]
-    return last[0] if last and text.rstrip().endswith(last[0]) else ""
+    all_markers = markers(text)
+    if not all_markers:
+        return ""
+    last = all_markers[-1]
+    return last if text.rstrip().endswith(last) else ""
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
@@ -252,14 +261,14 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
         after: The text after the second item.
     """
     item_close = common_prefix(between, after)
-    separator_and_open = between[len(item_close) :]
+    separator_and_open = between.removeprefix(item_close)
     item_open = common_suffix(separator_and_open, before)
     return ListMarkup(
-        open=before[: len(before) - len(item_open)],
+        open=before.removesuffix(item_open),
         item_open=item_open,
         item_close=item_close,
-        separator=separator_and_open[: len(separator_and_open) - len(item_open)],
-        close=after[len(item_close) :],
+        separator=separator_and_open.removesuffix(item_open),
+        close=after.removeprefix(item_close),
     )
 
 

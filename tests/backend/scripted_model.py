@@ -36,7 +36,8 @@ class ScriptedModel:
 
     Every token it gives depends on the whole sequence as read from the cache, and that must be the
     request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
-    a copy not made raises. With an attention window, it reads only what the window covers.
+    a copy not made raises. Each group of layers has its own block table, and what it remembers is
+    in the blocks of every group. With an attention window, it reads only what the window covers.
 
     A request that goes wrong leaves NaN in the slot of its last token. Masking does not stop NaN,
     so it harms whoever has that slot in his table, whether he looks at it or not.
@@ -49,7 +50,7 @@ class ScriptedModel:
         *,
         forced=0.0,
         broken=0.0,
-        attention_window: AttentionWindow | None = None,
+        windows: abc.Sequence[AttentionWindow | None] = (None,),
         has_state: bool = False,
     ):
         """Answer with several tokens in a share of the steps, and fail in a share of them.
@@ -61,7 +62,7 @@ class ScriptedModel:
         # The hash of the tokens that the state of each row covers, and the snapshots by id.
         self.states: dict[int, int] = {}
         self.snapshots: dict[int, int] = {}
-        self._attention_window = attention_window
+        self._windows = windows
         self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
         self.num_computed = 0
         self.num_copied = 0
@@ -132,7 +133,7 @@ class ScriptedModel:
                 self.clear(sequence)
 
     def clear(self, sequence: Sequence) -> None:
-        for block in sequence.block_table[sequence.num_dropped_blocks :]:
+        for block in used_blocks(sequence):
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
     def _store(self, chunk: Chunk, pending: list[int]) -> None:
@@ -141,22 +142,29 @@ class ScriptedModel:
         assert start + num_tokens <= len(known)
         if sequence in self._went_wrong:
             return  # Its step was begun before that was known.
-        blocks = sequence.block_table[sequence.num_dropped_blocks :]
-        found = {slot for b in blocks for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]}
+        assert len(sequence.block_tables) == len(self._windows)
+        found = {
+            slot for b in used_blocks(sequence) for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]
+        }
         assert NAN not in found, f"{sequence}: NaN has come to it"
         if self._has_state:
             self._advance_state(sequence, known, start, start + num_tokens)
-        before = None
-        if self._attention_window is not None:
-            before = self._check(
-                sequence, known[:start], self._attention_window.first_visible(start)
-            )
-        for position in range(start, start + num_tokens):
-            if self._attention_window is None:
-                before = self._read(sequence, position - 1)
-            before = hash((before, known[position]))
-            self.slots[self._slot(sequence, position)] = before
+        for group, window in enumerate(self._windows):
+            self._store_group(chunk, known, group, window)
         self.num_computed += num_tokens
+
+    def _store_group(
+        self, chunk: Chunk, known: list[int], group: int, window: AttentionWindow | None
+    ) -> None:
+        sequence, start, num_tokens = chunk[:3]
+        before = None
+        if window is not None:
+            before = self._check(sequence, known[:start], window.first_visible(start), group)
+        for position in range(start, start + num_tokens):
+            if window is None:
+                before = self._read(sequence, position - 1, group)
+            before = hash((before, known[position]))
+            self.slots[self._slot(sequence, position, group)] = before
 
     def _followers(self, chunk: Chunk) -> list[int]:
         first = chunk.start + chunk.num_tokens - chunk.num_logits + 1
@@ -167,16 +175,15 @@ class ScriptedModel:
         sequence = chunk.sequence
         if self._rng.random() < self._broken:
             self._went_wrong.add(sequence)
-            self.slots[self._slot(sequence, chunk.start + chunk.num_tokens - 1)] = NAN
+            for group in range(len(self._windows)):
+                slot = self._slot(sequence, chunk.start + chunk.num_tokens - 1, group)
+                self.slots[slot] = NAN
             self.states[sequence.row] = NAN
             return Sampled([], [], "not finite")
         tokens = list(sequence.token_ids)
-        attention_window = self._attention_window
-        self._check(
-            sequence,
-            tokens,
-            attention_window.first_visible(len(tokens) - 1) if attention_window else 0,
-        )
+        for group, window in enumerate(self._windows):
+            first = window.first_visible(len(tokens) - 1) if window else 0
+            self._check(sequence, tokens, first, group)
         assert chunk.num_logits in (len(sequence.draft_token_ids) + 1, chunk.num_tokens)
         new = [next_token(tokens, sequence.index)]
         for draft in sequence.draft_token_ids:
@@ -187,24 +194,29 @@ class ScriptedModel:
             new.append(next_token(tokens + new, sequence.index))
         return Sampled(new, [-0.5] * len(new))
 
-    def _check(self, sequence: Sequence, tokens: list[int], first: int) -> int:
+    def _check(self, sequence: Sequence, tokens: list[int], first: int, group: int) -> int:
         """What these tokens should have left behind; the cache has it from the first one on."""
         expected = hash(sequence.params.cache_salt)
         for position, token in enumerate(tokens):
             expected = hash((expected, token))
             if position >= first:
-                found = self._read(sequence, position)
+                found = self._read(sequence, position, group)
                 assert found == expected, (
                     f"{sequence}: the cache holds something else at {position}"
                 )
         return expected
 
-    def _read(self, sequence: Sequence, position: int) -> int | None:
+    def _read(self, sequence: Sequence, position: int, group: int) -> int | None:
         if position < 0:
             return hash(sequence.params.cache_salt)
-        return self.slots[self._slot(sequence, position)]
+        return self.slots[self._slot(sequence, position, group)]
 
     @staticmethod
-    def _slot(sequence: Sequence, position: int) -> int:
-        assert position // BLOCK >= sequence.num_dropped_blocks, "given back already"
-        return sequence.block_table[position // BLOCK] * BLOCK + position % BLOCK
+    def _slot(sequence: Sequence, position: int, group: int) -> int:
+        assert position // BLOCK >= sequence.num_dropped_blocks[group], "given back already"
+        return sequence.block_tables[group][position // BLOCK] * BLOCK + position % BLOCK
+
+
+def used_blocks(sequence: Sequence) -> list[int]:
+    tables = zip(sequence.block_tables, sequence.num_dropped_blocks, strict=True)
+    return [block for table, num_dropped in tables for block in table[num_dropped:]]

@@ -136,6 +136,8 @@ class AttentionBatch:
         block_size: tokens in one block.
         device_rows: the metadata in the form that the kernels of a device read. The code that calls
             these kernels computes the metadata at the first layer and stores it here.
+        other_groups: the metadata of the other groups of layers (`LayerGroups`), which differ only
+            in their slots and blocks; empty if all layers form one group.
     """
 
     slots: Tensor
@@ -144,6 +146,7 @@ class AttentionBatch:
     prefills: list[Prefill]
     block_size: int
     device_rows: object | None = None
+    other_groups: "tuple[AttentionBatch, ...]" = ()
     _store_rows: dict[int, Tensor] = field(default_factory=dict)
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 

@@ -97,17 +97,18 @@ class PagedForward:
         Args:
             layers: the attention layers of the model, in order.
             cache: the KV cache.
-            batch: the metadata of the step.
+            batch: the metadata of the step for the first group of layers, which contains the
+                metadata of the other groups.
         """
         self._layers = layers
         self._numbers = iter(range(len(layers)))
         self._cache = cache
-        self._batch = batch
+        self._batches = (batch, *batch.other_groups)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens in the step."""
-        return self._batch.slots.numel()
+        return self._batches[0].slots.numel()
 
     def native(self) -> AbstractContextManager[None]:
         """Return a context manager that lets compiled models call the CPU kernels without Python.
@@ -115,7 +116,7 @@ class PagedForward:
         For other kinds of KV cache, the context manager does nothing.
         """
         if isinstance(self._cache, cpu_attention.CpuKVCache):
-            return cpu_attention.serving(self._cache, self._layers, self._batch)
+            return cpu_attention.serving(self._cache, self._layers, self._batches)
         return nullcontext()
 
     def __call__(
@@ -152,9 +153,8 @@ class PagedForward:
         """
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         layer = (number, self._layers[number])
-        out = choose_backend.attend(
-            inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
-        )
+        batch = self._batches[self._cache.group_of[number]]
+        out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 
 

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from nereid_backend import huge_pages
-from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.layers import LayerGroups, LayerSpec, single_group
 
 
 class KVCache:
     """The keys and values of all blocks.
+
+    A block belongs to one group of layers (`LayerGroups`). Layers of different groups that have the
+    same place in their groups share one tensor, because they never share a block.
 
     Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place `t %
     block_size` within the block. The slot of the token is `block * block_size + t % block_size`.
@@ -26,6 +29,7 @@ class KVCache:
         null_block: the index of the last block, which always contains zeros. Block tables are
             padded with it.
         dtype: the data type in which keys and values are read.
+        group_of: for each layer, the index of its group.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ) -> None:
         """Allocate the blocks, filled with zeros.
 
@@ -45,7 +50,12 @@ class KVCache:
             block_size: tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
+            groups: the groups of the layers; None if all layers form one group. Layers with the
+                same place must have heads of the same number and size.
         """
+        groups = groups or single_group(layers)
+        self.group_of = [group for group, _ in groups.places]
+        self._places = [place for _, place in groups.places]
         self.null_block = num_blocks
         self.dtype = dtype
         self.device = device
@@ -53,8 +63,30 @@ class KVCache:
         def allocate(num_heads: int, dim: int) -> Tensor:
             return _zeros((num_blocks + 1, num_heads, block_size, dim), dtype, device)
 
-        self.keys = [allocate(layer.num_kv_heads, layer.key_dim) for layer in layers]
-        self.values = [allocate(layer.num_kv_heads, layer.value_dim) for layer in layers]
+        first_layers = [layers[index] for index in self._first_layers()]
+        self.keys = self._for_layers(
+            [allocate(layer.num_kv_heads, layer.key_dim) for layer in first_layers]
+        )
+        self.values = self._for_layers(
+            [allocate(layer.num_kv_heads, layer.value_dim) for layer in first_layers]
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of layers."""
+        return 1 + max(self.group_of, default=0)
+
+    def _first_layers(self) -> list[int]:
+        """Return the first layer of each place, in the order of the places."""
+        return [self._places.index(place) for place in range(len(set(self._places)))]
+
+    def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensor of each layer. `tensors` has one tensor for each place."""
+        return [tensors[place] for place in self._places]
+
+    def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensor of each place. `tensors` has one tensor for each layer."""
+        return [tensors[index] for index in self._first_layers()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Write the keys and values of one step.
@@ -86,7 +118,7 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the cache, each [num_blocks + 1, ...]."""
-        return [*self.keys, *self.values]
+        return [*self._for_places(self.keys), *self._for_places(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks. All sources are read before any block is written.

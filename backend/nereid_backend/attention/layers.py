@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a model's attention layers, and the window of each layer."""
+"""The properties of a model's attention layers, their windows, and their groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from nereid_backend.core.blocks.window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +71,42 @@ class LayerSpec:
             scale_bytes: the bytes of the factor that is stored with each key and each value vector.
         """
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * itemsize + 2 * scale_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The division of a model's attention layers into groups; see core/blocks/window.py.
+
+    A block stores the keys and values of one group. A group may have fewer layers than a block has
+    places. Example: four layers with full attention (F) or a window (W), in the order W, W, W, F.
+    With two places in a block, there are three groups:
+
+        group 0   F, empty place       places ((1, 0), (1, 1), (2, 0), (0, 0))
+        group 1   W, W
+        group 2   W, empty place
+
+    Attributes:
+        windows: the attention window of each group; None for a group with full attention.
+        places: for each layer, the index of its group and its place in the blocks of the group.
+    """
+
+    windows: tuple[AttentionWindow | None, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def num_places(self) -> int:
+        """The largest number of layers in a group."""
+        return 1 + max((place for _, place in self.places), default=-1)
+
+
+def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
+    """Return the windows of the attention layers; None if a layer attends to all earlier tokens."""
+    if not layers or any(layer.window.is_full for layer in layers):
+        return None
+    windows = dict.fromkeys(layer.window for layer in layers)
+    return AttentionWindow(tuple((window.size, window.chunk) for window in windows))
+
+
+def single_group(layers: Sequence[LayerSpec]) -> LayerGroups:
+    """Return the division in which all layers form one group."""
+    return LayerGroups((attention_window_of(layers),), tuple((0, i) for i in range(len(layers))))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.layers import LayerGroups, LayerSpec
 
 
 class ScaledKVCache(KVCache):
@@ -40,6 +40,7 @@ class ScaledKVCache(KVCache):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ) -> None:
         """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(
@@ -48,11 +49,17 @@ class ScaledKVCache(KVCache):
             block_size=block_size,
             dtype=self.stored_dtype,
             device=device,
+            groups=groups,
         )
         self.dtype = dtype
-        shapes = [(num_blocks + 1, layer.num_kv_heads, block_size) for layer in layers]
-        self.key_scales = [torch.zeros(shape, device=device) for shape in shapes]
-        self.value_scales = [torch.zeros(shape, device=device) for shape in shapes]
+
+        def allocate() -> list[Tensor]:
+            first_layers = [layers[index] for index in self._first_layers()]
+            shapes = [(num_blocks + 1, layer.num_kv_heads, block_size) for layer in first_layers]
+            return self._for_layers([torch.zeros(shape, device=device) for shape in shapes])
+
+        self.key_scales = allocate()
+        self.value_scales = allocate()
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +104,8 @@ class ScaledKVCache(KVCache):
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the cache; see `KVCache.tensors`."""
-        return [*super().tensors(), *self.key_scales, *self.value_scales]
+        scales = [*self._for_places(self.key_scales), *self._for_places(self.value_scales)]
+        return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
         """Restore stored vectors that were gathered from `rows`. Their factors are in `scales`."""

@@ -159,7 +159,7 @@ class ActiveRequests:
         assert self.num_sequences == sum(len(request.sequences) for request in requests)
         num_waiting = len(self.waiting) + sum(map(_num_held_back, requests))
         assert self.num_sequences == num_running + num_waiting
-        assert all(r.row is None and not r.block_table for r in self.waiting)
+        assert all(r.row is None and not any(r.block_tables) for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
         """Put the leader, which is the first sequence of the request, into the waiting queue.

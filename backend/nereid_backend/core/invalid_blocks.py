@@ -51,7 +51,7 @@ class InvalidBlocks:
         self._tables.drop_prompts_with(blocks)
         for sequence in list(self._running):
             has_ended = sequence in self._pending_plans.leaving
-            if not has_ended and not blocks.isdisjoint(sequence.block_table):
+            if not has_ended and not blocks.isdisjoint(sequence.all_blocks()):
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
         self._tables.forget(blocks)

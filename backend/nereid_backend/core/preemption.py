@@ -23,7 +23,7 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
         return min(later or [sequence], key=_preemption_cost)
     num_blocks: Counter[str] = Counter()
     for other in running:
-        num_blocks[other.params.client_id] += len(other.block_table)
+        num_blocks[other.params.client_id] += other.num_blocks
 
     def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
         params = other.params
@@ -66,7 +66,7 @@ def fair_victim(
     """
 
     def size(other: Sequence) -> int:
-        return 1 if by_rows else len(other.block_table)
+        return 1 if by_rows else other.num_blocks
 
     used: Counter[str] = Counter()
     for other in running:

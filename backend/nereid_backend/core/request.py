@@ -19,8 +19,8 @@ class Request:
         followers: the sequences that have not had a row yet, except the leader.
         is_split: whether the followers are in the queue and wait for rows.
         is_prepared: False while the grammar of the request is being compiled.
-        block_table: the blocks of the prompt. The request keeps these blocks until the last
-            follower has a row.
+        block_tables: the blocks of the prompt, in one block table for each group of layers
+            (window.py). The request keeps these blocks until the last follower has a row.
     """
 
     def __init__(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -28,4 +28,4 @@ class Request:
         self.followers = list(sequences[1:])
         self.is_split = False
         self.is_prepared = True
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []

@@ -42,7 +42,8 @@ class Scheduler:
         pool: the blocks of the KV cache.
         cache: the prefix cache; None if prefix caching is off.
         drafter: proposes draft tokens; None if speculative decoding is off.
-        attention_window: the model's attention window; None if tokens attend to all earlier tokens.
+        windows: the attention window of each group of layers (window.py); None for a group in which
+            tokens attend to all earlier tokens.
     """
 
     def __init__(  # noqa: PLR0913 - settings, each given by name
@@ -56,7 +57,7 @@ class Scheduler:
         shares_blocks: bool = True,
         whole_prefill: bool = False,
         drafter: Drafter | None = None,
-        attention_window: AttentionWindow | None = None,
+        windows: abc.Sequence[AttentionWindow | None] = (None,),
         num_states: int = 0,
     ) -> None:
         """Create a scheduler without requests.
@@ -74,27 +75,28 @@ class Scheduler:
                 blocks. A prompt that exceeds the token budget is computed in a step of its own.
             drafter: proposes draft tokens; None turns speculative decoding off. A drafter requires
                 shares_blocks=True and whole_prefill=False.
-            attention_window: the model's attention window, before which blocks are freed. None if
-                tokens attend to all earlier tokens.
+            windows: the attention window of each group of layers, before which blocks of the group
+                are freed. None for a group in which tokens attend to all earlier tokens.
             num_states: the number of recurrent states that fit into the memory, for running
                 sequences and snapshots together. 0 if the model has no snapshots. With snapshots,
                 sequences share blocks through the prefix cache even if `shares_blocks` is False.
         """
         self.pool = pool
-        self.attention_window = attention_window
+        self.windows = tuple(windows)
+        self._has_windows = any(window is not None for window in windows)
         shares_blocks = shares_blocks and not whole_prefill
         has_snapshots = enable_prefix_caching and num_states > 0 and not whole_prefill
         snapshots = StateSnapshots(num_states, block_size) if has_snapshots else None
         self.cache: PrefixCache | None = None
         if has_snapshots or (enable_prefix_caching and shares_blocks):
-            self.cache = PrefixCache(pool, block_size, attention_window, snapshots)
+            self.cache = PrefixCache(pool, block_size, self.windows, snapshots)
         assert drafter is None or shares_blocks, "rejected draft tokens could not be removed"
         self.drafter = drafter
         self._tables = BlockTables(
             pool,
             block_size,
             self.cache,
-            attention_window=attention_window,
+            windows=self.windows,
             max_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
         self._requests = ActiveRequests(self._tables, shares_prompts=shares_blocks or has_snapshots)
@@ -298,8 +300,9 @@ class Scheduler:
         Raises:
             AssertionError: if a block, a row or a sequence was lost.
         """
-        tables = [sequence.block_table for sequence in self._running]
+        tables = [table for sequence in self._running for table in sequence.block_tables]
         self.pool.check([*tables, *self._tables.held_tables()])
+        self._tables.check(self._running)
         if self.cache is not None:
             self.cache.check()
         self._running.check()
@@ -324,7 +327,7 @@ class Scheduler:
             update = self._append(sequence, outcome)
         elif self.cache is not None:
             self.cache.add(sequence)
-        if self.attention_window is not None:
+        if self._has_windows:
             self._tables.free_blocks_before_window(sequence)
         return update
 

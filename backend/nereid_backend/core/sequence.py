@@ -23,7 +23,7 @@ class Sequence:
         token_ids            30 prompt tokens, followed by 5 output tokens
         num_computed_tokens  34, because the next step computes the last token
         draft_token_ids      2 tokens, which the next step computes, too
-        block_table          [7, 2, 9], the blocks of the tokens 0 to 15, 16 to 31, and 32 to 47
+        block_tables         [[7, 2, 9]], the blocks of the tokens 0 to 15, 16 to 31, and 32 to 47
 
     Attributes:
         token_ids: prompt tokens followed by output tokens.
@@ -45,9 +45,13 @@ class Sequence:
         num_reused_tokens: the number of computed tokens that were found in the prefix cache.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache when the
             sequence first got a row; None before that.
-        block_table: the ids of the sequence's blocks in token order.
-        num_dropped_blocks: the number of leading blocks that were freed because no later token
-            attends to them. The table contains the null block in place of each freed block.
+        block_tables: one block table for each group of layers (window.py), each with the ids of the
+            sequence's blocks in token order. The tables of a waiting sequence are empty.
+        num_dropped_blocks: for each block table, the number of leading blocks that were freed
+            because no later token attends to them in the layers of the group. The table contains
+            the null block in place of each freed block.
+        num_tokens_with_blocks: the number of leading tokens that have a place in every block table.
+        table_version: a number that changes whenever a block table changes.
         block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
             missing.
         num_findable_blocks: the number of leading full blocks whose hashes are in the prefix cache.
@@ -97,17 +101,38 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.was_reported = False
         # The blocks of the sequence, the number of computed tokens, and the snapshots.
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = [[]]
+        self.num_dropped_blocks: list[int] = [0]
+        self.num_tokens_with_blocks = 0
+        self.table_version = 0
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
         self.num_cached_tokens: int | None = None
-        self.num_dropped_blocks = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
         self.snapshot_id: int | None = None
         self.unsaved_snapshot_id: int | None = None
         self.num_snapshot_tokens = 0
         self.branch_position = 0
+
+    @property
+    def block_table(self) -> list[int]:
+        """The block table of the first group of layers. Most models have only this group."""
+        return self.block_tables[0]
+
+    @block_table.setter
+    def block_table(self, blocks: list[int]) -> None:
+        self.block_tables = [blocks]
+        self.table_version += 1
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that the sequence uses in all its block tables."""
+        return sum(map(len, self.block_tables)) - sum(self.num_dropped_blocks)
+
+    def all_blocks(self) -> list[int]:
+        """Return the entries of all block tables, which may contain the null block."""
+        return [block for table in self.block_tables for block in table]
 
     @property
     def num_output_tokens(self) -> int:
@@ -148,5 +173,5 @@ class Sequence:
         return (
             f"Sequence({self.request_id!r}, {self.index}, "
             f"{self.num_prompt_tokens}+{self.num_output_tokens} tokens"
-            f", {self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
+            f", {self.num_computed_tokens} computed, {self.num_blocks} blocks)"
         )

@@ -256,7 +256,7 @@ class StepPlanner:
 
         See `preemption.fair_victim` for the sequences that may be preempted.
         """
-        num_blocks = self.tables.num_missing_blocks(sequence, len(sequence.token_ids))
+        num_blocks = self.tables.num_first_blocks(sequence)
         leaving = self.pending_plans.leaving
         while True:
             if not self.running.free_rows:

@@ -185,7 +185,7 @@ def _make_scheduler(
         shares_blocks=loaded.spec.shares_blocks,
         whole_prefill=loaded.spec.whole_prefill,
         drafter=_make_drafter(config, loaded, report),
-        attention_window=loaded.attention_window,
+        windows=loaded.groups.windows,
         num_states=loaded.num_states,
     )
 

@@ -3,15 +3,14 @@
 
 import gc
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.length_limits import LengthLimit
 
@@ -48,21 +47,56 @@ class MemoryPlan:
     num_states: int = 0
 
 
-def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the windows of the attention layers; None if a layer attends to all earlier tokens."""
-    if not layers or any(layer.window.is_full for layer in layers):
-        return None
-    windows = dict.fromkeys(layer.window for layer in layers)
-    return AttentionWindow(tuple((window.size, window.chunk) for window in windows))
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The memory of a block, and the blocks that a sequence needs.
+
+    Attributes:
+        bytes_per_token: the memory of one token in a block. A block stores the keys and values of
+            one group of layers; see core/blocks/window.py.
+        block_size: tokens in one block.
+        windows: the attention window of each group; None for full attention.
+        max_step_tokens: the largest number of tokens that one step computes of one sequence; None
+            if one step may compute all tokens of a sequence.
+    """
+
+    bytes_per_token: int
+    block_size: int
+    windows: tuple[AttentionWindow | None, ...] = (None,)
+    max_step_tokens: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of one block in bytes."""
+        return self.bytes_per_token * self.block_size
+
+    def num_sequence_blocks(self, num_tokens: int) -> int:
+        """Return the largest number of blocks that a sequence has at the same time."""
+        return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
+
+    def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
+        """Return the length in tokens of the longest sequence that needs at most `num_blocks`.
+
+        The result is a multiple of the block size, or at least `max_tokens` if every sequence of at
+        most `max_tokens` tokens fits. Example: 20 blocks of 16 tokens in a single group with full
+        attention give 320 tokens.
+        """
+        counts = range(max(0, num_blocks) + 1)
+        longest = bisect_right(
+            counts, num_blocks, key=lambda count: self.num_sequence_blocks(count * self.block_size)
+        )
+        num_tokens = max(0, longest - 1) * self.block_size
+        if self.num_sequence_blocks(max_tokens) <= num_blocks:
+            return max(num_tokens, max_tokens)
+        return num_tokens
 
 
-def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by name
+def plan_memory(
     config: EngineConfig,
-    bytes_per_token: int,
+    block: BlockShape,
     bytes_per_sequence: int,
     limit: LengthLimit,
     num_bytes: int,
-    max_sequence_blocks: int | None = None,
     *,
     has_snapshots: bool = False,
 ) -> MemoryPlan:
@@ -74,14 +108,11 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
 
     Args:
         config: the settings.
-        bytes_per_token: the memory of one token in blocks.
+        block: the memory of a block, and the blocks that a sequence needs.
         bytes_per_sequence: the memory of one running sequence outside of blocks, such as recurrent
             state.
         limit: the length limit of the model.
         num_bytes: the memory for blocks and sequences together.
-        max_sequence_blocks: the largest number of blocks that one sequence uses at the same time,
-            if an attention window limits that number. None means that the number grows with the
-            sequence.
         has_snapshots: whether the prefix cache stores snapshots of recurrent states, which share
             the memory for states with the running sequences.
 
@@ -92,26 +123,23 @@ def plan_memory(  # noqa: PLR0913 - the properties of the model, each given by n
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
         max_num_seqs = _limit_by_states(
-            max_num_seqs, bytes_per_sequence, num_bytes, has_blocks=bytes_per_token > 0
+            max_num_seqs, bytes_per_sequence, num_bytes, has_blocks=block.num_bytes > 0
         )
-    if not bytes_per_token:
+    if not block.num_bytes:
         num_states = num_bytes // bytes_per_sequence if bytes_per_sequence else 0
         return _plan_without_blocks(config, limit, max_num_seqs, num_states)
     bytes_for_blocks = num_bytes - max_num_seqs * bytes_per_sequence
-    bytes_per_block = config.block_size * bytes_per_token
-    max_model_len = _longest_request(
-        config, limit, bytes_for_blocks, bytes_per_block, max_sequence_blocks
-    )
-    blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
-    num_blocks = _num_fitting_blocks(bytes_for_blocks, bytes_per_block)
+    max_model_len = _longest_request(config, limit, bytes_for_blocks, block)
+    num_blocks = _num_fitting_blocks(bytes_for_blocks, block)
     if has_snapshots:
         # Snapshots also need memory. They get a share of the memory for blocks. However, the
         # remaining blocks must be enough for one sequence of the largest length.
-        spare_blocks = max(0, num_blocks - blocks_per_sequence)
+        spare_blocks = max(0, num_blocks - block.num_sequence_blocks(max_model_len))
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
-    # The cache gets no more blocks than all running sequences together can use.
+    # The cache gets no more blocks than all tokens of all running sequences together can use.
+    blocks_per_sequence = _num_blocks(max_model_len, config.block_size) * len(block.windows)
     num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
-    block_bytes = (num_blocks + 1) * bytes_per_block
+    block_bytes = (num_blocks + 1) * block.num_bytes
     num_states = 0
     if bytes_per_sequence:
         # The memory that no block uses is for the states of snapshots.
@@ -143,11 +171,7 @@ def _limit_by_states(
 
 
 def _longest_request(
-    config: EngineConfig,
-    limit: LengthLimit,
-    num_bytes: int,
-    bytes_per_block: int,
-    max_sequence_blocks: int | None,
+    config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
     """Return the length limit of a request in tokens: max_model_len, or what fits into the memory.
 
@@ -155,8 +179,7 @@ def _longest_request(
         config: the settings.
         limit: the length limit of the model.
         num_bytes: the memory for blocks.
-        bytes_per_block: the memory of one block.
-        max_sequence_blocks: as for `plan_memory`.
+        block: the memory of a block, and the blocks that a sequence needs.
 
     Raises:
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
@@ -164,32 +187,26 @@ def _longest_request(
     """
     block_size = config.block_size
     configured = _configured_len(config, limit)
-    num_blocks = _num_fitting_blocks(num_bytes, bytes_per_block)
-    # A sequence of this length uses all blocks.
-    fitting_len = max(0, num_blocks) * block_size
-    if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
-        # The blocks before the attention window are freed, so every length fits.
-        fitting_len = max(fitting_len, limit.num_tokens)
+    num_blocks = _num_fitting_blocks(num_bytes, block)
+    fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
     required_len = configured or min(block_size, limit.num_tokens)
     if fitting_len >= required_len:
         return configured or min(limit.num_tokens, fitting_len)
-    num_needed = _num_blocks(configured or 1, block_size)
-    if max_sequence_blocks is not None:
-        num_needed = min(num_needed, max_sequence_blocks)
+    num_needed = block.num_sequence_blocks(configured or 1)
     raise ConfigError(
         f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
         f"max_model_len of {configured or block_size} needs "
-        f"{format_bytes((num_needed + 1) * bytes_per_block)}. Raise kv_cache_memory"
+        f"{format_bytes((num_needed + 1) * block.num_bytes)}. Raise kv_cache_memory"
         + (" or lower max_model_len." if configured else ".")
     )
 
 
-def _num_fitting_blocks(num_bytes: int, bytes_per_block: int) -> int:
+def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
     """Return how many blocks fit into `num_bytes` bytes besides the block for padding.
 
     The result is -1 if no block fits.
     """
-    return num_bytes // bytes_per_block - 1
+    return num_bytes // block.num_bytes - 1
 
 
 def _plan_without_blocks(
@@ -228,46 +245,35 @@ def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
 
 
 def describe_memory(
-    config: EngineConfig,
     memory: MemoryPlan,
+    block: BlockShape,
     weights_bytes: int,
     activations: int | None,
     num_tokens: int,
-    layers: Sequence[LayerSpec],
+    windows: str,
 ) -> str:
     """Return a log line with the memory of the weights, of a step and of the KV cache.
 
     The line also contains the largest length of a request and the largest number of sequences.
 
     Args:
-        config: the settings.
         memory: the size of the KV cache.
+        block: the memory of a block, and the blocks that a sequence needs.
         weights_bytes: the memory of the weights in bytes.
         activations: the memory of the largest step in bytes; None if it is unknown.
         num_tokens: the largest number of tokens in one step.
-        layers: the attention layers of the model.
+        windows: a sentence about the attention windows; "" if there are none.
     """
     step = "an unknown size" if activations is None else format_bytes(activations)
+    # Tokens need a block in every group until they leave the windows.
+    num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     return (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
         f"needs {step}, and the KV cache of {format_bytes(memory.num_bytes)} has space for "
-        f"{memory.num_blocks * config.block_size} tokens. A request can have "
+        f"{num_cached_tokens} tokens. A request can have "
         f"{memory.max_model_len} tokens, and {memory.max_num_seqs} sequences can run at the same "
-        "time." + _describe_windows(layers)
+        f"time. {windows}".rstrip()
     )
-
-
-def _describe_windows(layers: Sequence[LayerSpec]) -> str:
-    """Return a sentence about the sliding windows of the layers; "" if there are none."""
-    num_full = sum(layer.window.is_full for layer in layers)
-    if num_full == len(layers):
-        return ""
-    if num_full:
-        return (
-            f" {len(layers) - num_full} of {len(layers)} attention layers have sliding windows, "
-            "but no block is freed early, because the other layers attend to all tokens."
-        )
-    return " All layers have sliding windows, so blocks are freed when they leave the windows."
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:

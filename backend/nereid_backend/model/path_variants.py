@@ -332,6 +332,7 @@ def make_blocks(
         block_size=sizes.block_size,
         null_block=cache.null_block,
         layout=step_layout(cache, layers),
+        num_groups=cache.num_groups,
     )
     return cache, builder
 
@@ -362,4 +363,5 @@ def _make_cache(
         block_size=sizes.block_size,
         dtype=checkpoint.model.dtype,
         device=checkpoint.device,
+        groups=sizes.groups,
     )

@@ -16,11 +16,11 @@ import torch
 
 from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.layers import LayerGroups
 from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
-from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.draft_model import DraftModel
@@ -36,9 +36,10 @@ from nereid_backend.model.adaptable_layers import find_adaptable_layers
 from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.forward_swap import ForwardSwap, use_fast_forward
+from nereid_backend.model.layer_groups import choose_layer_groups, describe_windows
 from nereid_backend.model.limits import (
+    BlockShape,
     MemoryPlan,
-    attention_window_of,
     describe_memory,
     kv_cache_budget,
     plan_memory,
@@ -67,8 +68,7 @@ class Loaded:
         runner: runs the steps.
         info: the description of the model and of how it runs.
         spec: the description of the forward path of the model.
-        attention_window: the windows of the attention layers; None if a layer attends to all
-            earlier tokens.
+        groups: the groups of the attention layers, each of which has its own block tables.
         num_states: the number of recurrent states that fit into the memory; 0 if the model has no
             snapshots of its states.
         path: the forward path of the model.
@@ -83,7 +83,7 @@ class Loaded:
     runner: Runner
     info: EngineInfo
     spec: PathSpec
-    attention_window: AttentionWindow | None
+    groups: LayerGroups
     num_states: int
     path: ForwardPath
     make_adapter_store: Callable[[Callable[[], set[Adapter]]], AdapterStore]
@@ -184,15 +184,27 @@ def load(
     step_bytes = _measure_step(config, opened, num_tokens)
     budget = opened.cache_budget(step_bytes or 0)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
-    memory = _plan_memory(config, opened, num_tokens, budget, draft_bytes)
+    max_model_len = config.max_model_len or opened.chosen.limit.num_tokens
+    groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
+    block = _block_shape(config, opened, groups, num_tokens, draft_bytes)
+    memory = plan_memory(
+        config,
+        block,
+        bytes_per_sequence=spec.bytes_per_sequence,
+        limit=opened.chosen.limit,
+        num_bytes=budget,
+        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
+    )
     weights_bytes = checkpoint.weights_bytes
-    progress(describe_memory(config, memory, weights_bytes, step_bytes, num_tokens, spec.layers))
+    windows = describe_windows(spec.layers, groups, reason)
+    progress(describe_memory(memory, block, weights_bytes, step_bytes, num_tokens, windows))
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,
         memory.max_num_seqs,
         memory.max_model_len,
         config.kv_cache_dtype,
+        groups,
     )
     path = spec.build(sizes)
     steps = opened.images.add(path)
@@ -228,7 +240,7 @@ def load(
         runner=_runner(config, device, steps, progress),
         info=_describe(config, checkpoint, memory, opened.chosen, clock.seconds, num_tokens),
         spec=spec,
-        attention_window=attention_window_of(spec.layers),
+        groups=groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
         path=path,
         make_adapter_store=make_adapter_store,
@@ -289,20 +301,17 @@ def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) ->
     )
 
 
-def _plan_memory(
+def _block_shape(
     config: EngineConfig,
     opened: OpenedModel,
+    groups: LayerGroups,
     num_tokens: int,
-    num_bytes: int,
     draft_bytes: int,
-) -> MemoryPlan:
-    """Determine the size of the KV cache.
+) -> BlockShape:
+    """Return the memory of a block, and the blocks that a sequence needs.
 
-    A step computes at most `num_tokens` tokens. The KV cache gets at most `num_bytes` bytes. The
-    cache of the draft model is a part of the KV cache, and needs `draft_bytes` for each token.
-
-    Raises:
-        ConfigError: if the memory or the model does not allow the settings.
+    A step computes at most `num_tokens` tokens. The cache of the draft model is a part of the KV
+    cache, and needs `draft_bytes` for each token.
     """
     spec = opened.chosen.spec
     itemsize, scale_bytes = opened.checkpoint.model.dtype.itemsize, 0
@@ -310,20 +319,15 @@ def _plan_memory(
         # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
         # scale.
         itemsize, scale_bytes = 1, torch.float32.itemsize
-    layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in spec.layers)
-    attention_window = attention_window_of(spec.layers)
-    max_sequence_blocks = None
-    # A prompt that is computed in one pass needs all its blocks at the same time.
-    if attention_window is not None and not spec.whole_prefill:
-        max_sequence_blocks = attention_window.max_blocks(num_tokens, config.block_size)
-    return plan_memory(
-        config,
+    # Layers with the same place in different groups share the memory of the blocks.
+    layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}
+    layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in layer_at.values())
+    return BlockShape(
         bytes_per_token=spec.bytes_per_token + layer_bytes + draft_bytes,
-        bytes_per_sequence=spec.bytes_per_sequence,
-        limit=opened.chosen.limit,
-        num_bytes=num_bytes,
-        max_sequence_blocks=max_sequence_blocks,
-        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
+        block_size=config.block_size,
+        windows=groups.windows,
+        # A prompt that is computed in one pass needs all its blocks at the same time.
+        max_step_tokens=None if spec.whole_prefill else num_tokens,
     )
 
 

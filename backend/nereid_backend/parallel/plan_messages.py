@@ -79,7 +79,7 @@ class PlanEncoder:
             chunk.is_first,
             chunk.num_logits,
             sequence.block_table[num_sent:],
-            sequence.num_dropped_blocks,
+            sequence.num_dropped_blocks[0],
         )
 
 
@@ -108,7 +108,7 @@ class PlanDecoder:
         sequence = self._sequences[message.row]
         sequence.row = message.row
         sequence.block_table += message.new_blocks
-        sequence.num_dropped_blocks = message.num_dropped_blocks
+        sequence.num_dropped_blocks = [message.num_dropped_blocks]
         # If the keys and values of earlier tokens come from the prefix cache, no message contained
         # these tokens. Zeros replace these tokens in token_ids, because a forward pass reads no
         # token before the chunk.

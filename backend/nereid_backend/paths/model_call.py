@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from nereid_backend.attention.layers import LayerGroups
 from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload_all
 from nereid_backend.paths.step_batch import tokens_of
@@ -35,6 +36,7 @@ class Sizes:
             numbered from 0.
         max_model_len: the largest number of tokens in a sequence.
         stored: the data type of keys and values, as in the setting kv_cache_dtype.
+        groups: the groups of the attention layers; None if all layers form one group.
     """
 
     num_blocks: int
@@ -42,6 +44,7 @@ class Sizes:
     max_num_seqs: int
     max_model_len: int
     stored: str = "auto"
+    groups: LayerGroups | None = None
 
 
 class ModelCall:

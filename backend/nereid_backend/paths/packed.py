@@ -188,4 +188,4 @@ class PackedPath:
 
     def clear(self, sequence: Sequence) -> None:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
-        self._cache.clear(sequence.block_table)
+        self._cache.clear(sequence.all_blocks())

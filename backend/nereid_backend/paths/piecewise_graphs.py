@@ -320,7 +320,7 @@ class _SplitForward(PagedForward):
         spec = self._layers[number]
         layer = (number, spec)
         choose_backend.store_layer(
-            key.squeeze(0), value.squeeze(0), layer, self._cache, self._batch
+            key.squeeze(0), value.squeeze(0), layer, self._cache, self._batches[0]
         )
         buffers = self._graphs.buffers(spec, query)
         num_tokens = query.shape[2]

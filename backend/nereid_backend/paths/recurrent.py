@@ -149,7 +149,7 @@ class RowsPath:
         if sequence.row is not None:
             self._forget(sequence.row)
         if self._keys.kv_cache is not None:
-            self._keys.kv_cache.clear(sequence.block_table)
+            self._keys.kv_cache.clear(sequence.all_blocks())
 
     def state_bytes(self) -> int:
         """Return the size of one sequence's state in bytes.

@@ -7,7 +7,7 @@ Attention computes the two decodes together and the prefill separately.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,10 +57,11 @@ def tokens_of(chunk: Chunk) -> list[int]:
 
 
 class BatchBuilder:
-    """Builds the tensors of steps, and stores the block tables of running sequences in one array.
+    """Builds the tensors of steps, and stores the block tables of running sequences in arrays.
 
-    Each sequence has a row in the array. Blocks that were added to the sequence's own list since
-    the last step are copied into the row, so that a step does not copy all block tables.
+    Each group of layers has an array, and each sequence has a row in the arrays. Blocks that were
+    added to the sequence's own lists since the last step are copied into the row, so that a step
+    does not copy all block tables.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class BatchBuilder:
         block_size: int,
         null_block: int,
         layout: StepLayout | None = None,
+        num_groups: int = 1,
     ) -> None:
         """Create empty block tables.
 
@@ -82,16 +84,22 @@ class BatchBuilder:
                 padding and then masks it. Another sequence's block could contain NaN, which masking
                 does not remove.
             layout: adds the arrays that only GPU kernels read; None if no GPU kernel is used.
+            num_groups: the number of groups of layers. GPU kernels support only one group.
         """
+        assert layout is None or num_groups == 1, "GPU kernels read one block table."
         self._layout = layout
         self._block_size = block_size
         self._null_block = null_block
         width = -(-max_model_len // block_size)
-        self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
-        # For each row of the array: how many blocks were copied into the row, and how many of these
+        self._tables: list[Integers] = [
+            np.full((max_num_seqs, width), null_block, dtype=np.int64) for _ in range(num_groups)
+        ]
+        # For each group and row: how many blocks were copied into the row, and how many of these
         # blocks were freed later. The null block replaces freed blocks.
-        self._num_filled = [0] * max_num_seqs
-        self._num_dropped = [0] * max_num_seqs
+        self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
+        self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
+        # For each row, the version of the block tables that were copied into the row.
+        self._versions = [0] * max_num_seqs
 
     def build(
         self, plan: StepPlan, device: torch.device, sampled: Tensor | None = None
@@ -137,9 +145,12 @@ class BatchBuilder:
             for index, chunk in enumerate(prefill_chunks, num_decodes)
         ]
         kernel_arrays = self._kernel_arrays(plan.chunks, groups)
+        table_arrays = []
+        for index in range(1, len(self._tables)):
+            table_arrays += self._table_arrays(index, plan.chunks, groups, rows)
         # One operation copies all arrays to the device. Below, the tensors are taken from the
         # iterator in the order of the arrays.
-        arrays = [*step_arrays, *group_arrays, *prefill_arrays, *kernel_arrays]
+        arrays = [*step_arrays, *group_arrays, *prefill_arrays, *table_arrays, *kernel_arrays]
         tensors = iter(upload_all(arrays, device))
         input_ids, position_ids, slots, logits_ids, pending = itertools.islice(tensors, 5)
         attention = AttentionBatch(
@@ -149,6 +160,7 @@ class BatchBuilder:
             prefills=_prefills(prefill_chunks, num_decodes, tensors),
             block_size=self._block_size,
         )
+        attention.other_groups = tuple(_with_blocks(attention, tensors) for _ in self._tables[1:])
         if self._layout is not None:
             attention.device_rows = PackedRows(self._layout, list(tensors))
         if plan.pending:
@@ -178,6 +190,32 @@ class BatchBuilder:
             if not isinstance(tokens, slice):
                 arrays.append(tokens)
         return arrays
+
+    def _table_arrays(
+        self,
+        index: int,
+        chunks: list[Chunk],
+        groups: list[tuple[Integers | slice, Integers]],
+        rows: Integers,
+    ) -> list[Integers]:
+        """Return the arrays of the group of layers `index` that depend on its block tables.
+
+        The arrays are the slots of the tokens, the blocks of each group of decodes, and the blocks
+        of each prefill. `groups` are the groups of decodes that `_group` returned, and `rows` are
+        the rows of the chunks.
+        """
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.num_tokens for chunk in chunks])
+        positions = _consecutive(starts, counts)
+        num_decodes = int(np.count_nonzero(counts == 1))
+        return [
+            self._slots(positions, rows.repeat(counts), index),
+            *(self._blocks(rows[tokens], lens.max(), index) for tokens, lens in groups),
+            *(
+                self._blocks(rows[number : number + 1], chunk.start + chunk.num_tokens, index)
+                for number, chunk in enumerate(chunks[num_decodes:], num_decodes)
+            ),
+        ]
 
     def _kernel_arrays(
         self, chunks: list[Chunk], groups: list[tuple[Integers | slice, Integers]]
@@ -217,7 +255,7 @@ class BatchBuilder:
             decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
         return decode_groups
 
-    def _slots(self, positions: Integers, rows: Integers) -> Integers:
+    def _slots(self, positions: Integers, rows: Integers, index: int = 0) -> Integers:
         """Return the slot (the index in the KV cache) of each token, [num_tokens] int64.
 
         Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
@@ -226,18 +264,19 @@ class BatchBuilder:
         Args:
             positions: [num_tokens] int64, the position of each token in its sequence.
             rows: [num_tokens] int64, the row of the sequence of each token.
+            index: the group of layers.
         """
-        blocks = self._tables[rows, positions // self._block_size]
+        blocks = self._tables[index][rows, positions // self._block_size]
         slots: Integers = blocks * self._block_size + positions % self._block_size
         return slots
 
     def _update_tables(self, plan: StepPlan) -> Integers:
-        """Copy the new blocks of a plan's sequences into the array of block tables.
+        """Copy the new blocks of a plan's sequences into the arrays of block tables.
 
         Returns:
             [num_chunks] int64, the row of each chunk.
         """
-        num_filled, num_dropped = self._num_filled, self._num_dropped
+        versions = self._versions
         rows: list[int] = []
         # This loop runs for every chunk of every step, so it must be fast. In most steps, a
         # sequence gets no new block, and its row stays unchanged. Unpacking a chunk is faster than
@@ -246,33 +285,39 @@ class BatchBuilder:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            has_new_blocks = len(sequence.block_table) > num_filled[row]
-            if is_first or has_new_blocks or sequence.num_dropped_blocks > num_dropped[row]:
-                self._fill_row(row, sequence, is_first=is_first)
+            if is_first or sequence.table_version != versions[row]:
+                versions[row] = sequence.table_version
+                for index in range(len(self._tables)):
+                    self._fill_row(index, row, sequence, is_first=is_first)
         return np.array(rows)
 
-    def _fill_row(self, row: int, sequence: Sequence, *, is_first: bool) -> None:
+    def _fill_row(self, index: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
         """Copy a sequence's new blocks into its row, and replace freed blocks by the null block.
 
-        `is_first` is whether the sequence starts now. The row then still contains the blocks of an
-        earlier sequence.
+        Args:
+            index: the group of layers.
+            row: the row of the sequence.
+            sequence: the sequence.
+            is_first: whether the sequence starts now. The row then still contains the blocks of an
+                earlier sequence.
         """
-        block_table = sequence.block_table
-        num_filled = self._num_filled[row]
+        block_table = sequence.block_tables[index]
+        end_dropped = sequence.num_dropped_blocks[index]
+        array = self._tables[index][row]
+        num_filled = self._num_filled[index][row]
+        num_dropped = self._num_dropped[index][row]
         if is_first:
-            self._tables[row, :num_filled] = self._null_block
+            array[:num_filled] = self._null_block
             num_filled = 0
-            self._num_filled[row] = 0
-            self._num_dropped[row] = 0
-        elif sequence.num_dropped_blocks > self._num_dropped[row]:
+            self._num_filled[index][row] = 0
+            self._num_dropped[index][row] = 0
+        elif end_dropped > num_dropped:
             # Another sequence may use the freed blocks by now.
-            self._tables[row, self._num_dropped[row] : sequence.num_dropped_blocks] = (
-                self._null_block
-            )
-            self._num_dropped[row] = sequence.num_dropped_blocks
+            array[num_dropped:end_dropped] = self._null_block
+            self._num_dropped[index][row] = end_dropped
         if len(block_table) > num_filled:
-            self._tables[row, num_filled : len(block_table)] = block_table[num_filled:]
-            self._num_filled[row] = len(block_table)
+            array[num_filled : len(block_table)] = block_table[num_filled:]
+            self._num_filled[index][row] = len(block_table)
 
     def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
         """Divide decodes into groups of similar length, in order to limit padding.
@@ -298,12 +343,13 @@ class BatchBuilder:
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
         return [(group, lens[group]) for group in groups]
 
-    def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
+    def _blocks(self, rows: Integers, num_tokens: int, index: int = 0) -> Integers:
         """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens.
 
-        Example: with 16 tokens in a block, num_tokens=35 gives the first 3 blocks of each table.
+        `index` is the group of layers. Example: with 16 tokens in a block, num_tokens=35 gives the
+        first 3 blocks of each table.
         """
-        return self._tables[rows, : -(-int(num_tokens) // self._block_size)]
+        return self._tables[index][rows, : -(-int(num_tokens) // self._block_size)]
 
 
 def _consecutive(starts: Integers, counts: Integers) -> Integers:
@@ -342,6 +388,24 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     for chunk in chunks[num_decodes:]:
         token_ids += tokens_of(chunk)
     return np.array(token_ids, dtype=np.int64)
+
+
+def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
+    """Return the metadata of another group of layers.
+
+    `attention` is the metadata of the first group. `tensors` yields the tensors of the arrays that
+    `BatchBuilder._table_arrays` returned.
+    """
+    return AttentionBatch(
+        slots=next(tensors),
+        num_decodes=attention.num_decodes,
+        decodes=[
+            DecodeGroup(group.tokens, next(tensors), group.lens, group.block_size)
+            for group in attention.decodes
+        ],
+        prefills=[replace(prefill, blocks=next(tensors)) for prefill in attention.prefills],
+        block_size=attention.block_size,
+    )
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:

@@ -8,13 +8,12 @@ from backend.exactness import bytes_for, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel, next_token
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from nereid_backend.attention.layers import LayerSpec, LayerWindow, attention_window_of
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.window import AttentionWindow
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import attention_window_of
 from transformers import AutoModelForCausalLM
 
 WINDOW_OF_5 = AttentionWindow(((5, None),))
@@ -81,13 +80,13 @@ def make_sequence(name, prompt, max_tokens):
     return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
-def make_scheduler(num_blocks, *, attention_window=WINDOW_OF_5, budget=8, **settings):
+def make_scheduler(num_blocks, *, windows=(WINDOW_OF_5,), budget=8, **settings):
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=4,
         max_num_batched_tokens=budget,
-        attention_window=attention_window,
+        windows=windows,
         **settings,
     )
 
@@ -95,7 +94,7 @@ def make_scheduler(num_blocks, *, attention_window=WINDOW_OF_5, budget=8, **sett
 def test_a_sequence_never_has_more_blocks_than_its_window_and_its_step_need():
     most_blocks = WINDOW_OF_5.max_blocks(8, BLOCK)
     scheduler = make_scheduler(most_blocks)
-    model = ScriptedModel(most_blocks, attention_window=WINDOW_OF_5)
+    model = ScriptedModel(most_blocks, windows=[WINDOW_OF_5])
     prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
     answers, most = run(scheduler, model, [make_sequence("a", prompt, 60)])
     assert answers["a"] == expected(prompt, 60)
@@ -105,7 +104,7 @@ def test_a_sequence_never_has_more_blocks_than_its_window_and_its_step_need():
 
 def test_cached_blocks_are_found_although_the_first_blocks_of_the_prompt_are_gone():
     scheduler = make_scheduler(7)
-    model = ScriptedModel(7, attention_window=WINDOW_OF_5)
+    model = ScriptedModel(7, windows=[WINDOW_OF_5])
     prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
     run(scheduler, model, [make_sequence("a", prompt, 1)])
     before = model.num_computed
@@ -118,7 +117,7 @@ def test_cached_blocks_are_found_although_the_first_blocks_of_the_prompt_are_gon
 
 def test_several_sequences_share_a_pool_that_is_too_small_without_windows():
     scheduler = make_scheduler(8)
-    model = ScriptedModel(8, attention_window=WINDOW_OF_5)
+    model = ScriptedModel(8, windows=[WINDOW_OF_5])
     rng = random.Random(2)
     prompts = {str(n): [rng.randrange(2, 40) for _ in range(40 + n)] for n in range(5)}
     sequences = [make_sequence(name, prompt, 30) for name, prompt in prompts.items()]

@@ -129,4 +129,4 @@ def test_a_reused_row_ignores_the_longer_block_table_of_the_previous_request():
     second = Sequence("b", [1] * 3, SamplingParams(), max_total_tokens=99)
     second.row, second.block_table = 0, [3]
     builder.build(StepPlan([Chunk(second, 0, 3, True, True, 1)], 3), CPU)
-    assert builder._tables[0].tolist() == [3] + [50] * 9
+    assert builder._tables[0][0].tolist() == [3] + [50] * 9

@@ -8,7 +8,7 @@ from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
 from nereid_backend import SamplingParams
 from nereid_backend.core.blocks import state_snapshots
 from nereid_backend.core.blocks.block_pool import BlockPool
-from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import Scheduler
@@ -25,26 +25,56 @@ KINDS = {
     "nothing shared": {"shares_blocks": False},
     "snapshots, nothing shared": {"shares_blocks": False, "num_states": NUM_STATES},
     "whole prompts": {"whole_prefill": True},
-    "windows": {"attention_window": AttentionWindow(((7, None), (None, 8)))},
+    "windows": {"windows": [AttentionWindow(((7, None), (None, 8)))]},
     "windows and guesses": {
-        "attention_window": AttentionWindow(((5, None),)),
+        "windows": [AttentionWindow(((5, None),))],
         "drafter": 3,
     },
-    "chunks": {"attention_window": AttentionWindow(((None, 8), (None, 4)))},
+    "chunks": {"windows": [AttentionWindow(((None, 8), (None, 4)))]},
     "windows, nothing shared": {
-        "attention_window": AttentionWindow(((5, 12),)),
+        "windows": [AttentionWindow(((5, 12),))],
         "shares_blocks": False,
     },
     "windows and snapshots, nothing shared": {
-        "attention_window": AttentionWindow(((5, None),)),
+        "windows": [AttentionWindow(((5, None),))],
+        "shares_blocks": False,
+        "num_states": NUM_STATES,
+    },
+    "groups": {"windows": [None, AttentionWindow(((5, None),))]},
+    "groups of the same window": {
+        "windows": [None, AttentionWindow(((5, None),)), AttentionWindow(((5, None),))],
+        "drafter": 3,
+    },
+    "groups with chunks": {
+        "windows": [None, AttentionWindow(((None, 8),)), AttentionWindow(((3, None),))]
+    },
+    "groups without full attention": {
+        "windows": [AttentionWindow(((13, None),)), AttentionWindow(((2, None),))]
+    },
+    "groups without a cache": {
+        "windows": [None, AttentionWindow(((5, None),))],
+        "enable_prefix_caching": False,
+    },
+    "groups and snapshots, nothing shared": {
+        "windows": [None, AttentionWindow(((5, None),))],
         "shares_blocks": False,
         "num_states": NUM_STATES,
     },
     "windows, whole prompts": {
-        "attention_window": AttentionWindow(((3, None),)),
+        "windows": [AttentionWindow(((3, None),))],
         "whole_prefill": True,
     },
 }
+
+
+def longest_sequence(scheduler: Scheduler, step_tokens: int | None) -> int:
+    """The longest of at most 80 tokens that the pool has enough blocks for."""
+    return max(
+        length
+        for length in range(81)
+        if max_sequence_blocks(scheduler.windows, length, step_tokens, BLOCK)
+        <= scheduler.pool.num_blocks
+    )
 
 
 def has_snapshots(scheduler: Scheduler) -> bool:
@@ -63,7 +93,7 @@ class Workload:
             self.rng,
             forced=0.1,
             broken=broken,
-            attention_window=scheduler.attention_window,
+            windows=scheduler.windows,
             has_state=has_snapshots(scheduler),
         )
         # Two of them hold the same blocks, behind different ones.
@@ -175,23 +205,21 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     settings = dict(KINDS[kind])
     if "drafter" in settings:
         settings["drafter"] = PromptLookup(settings["drafter"])
+    num_groups = len(settings.get("windows", [None]))
     scheduler = Scheduler(
-        BlockPool(num_blocks),
+        BlockPool(num_blocks * num_groups),
         block_size=BLOCK,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=13,
         **settings,
     )
     # Where blocks are given back, sequences may be longer than the pool.
-    grows = scheduler.attention_window is None or "whole" in kind
-    longest = min(num_blocks * BLOCK, 80) if grows else 80
+    longest = longest_sequence(scheduler, None if "whole" in kind else 13)
     workload = Workload(num_blocks, scheduler, longest, broken=0.02)
     workload.run(NUM_REQUESTS, cancelled=0.04)
     workload.check()
     assert {"abort", "error", "length", "stop"} <= set(workload.ends.values())
-    assert (
-        scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.attention_window is not None
-    )
+    assert scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.windows != (None,)
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
     assert (workload.model.num_copied > 0) == ("nothing" not in kind and "whole" not in kind)

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from backend.core.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
+from backend.core.test_scheduler_workload import (
+    KINDS,
+    NUM_REQUESTS,
+    Workload,
+    longest_sequence,
+)
 from backend.exactness import bytes_for, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel
 from backend.tiny_models import VOCAB_SIZE
@@ -103,7 +108,7 @@ def _check_plan(plan):
     assert all(plan.chunks[index].num_tokens == 1 for index, _ in plan.pending)
 
 
-SHARING = ["plain", "prefix cache", "windows", "chunks"]
+SHARING = ["plain", "prefix cache", "windows", "chunks", "groups", "groups with chunks"]
 
 
 @pytest.mark.parametrize("kind", SHARING)
@@ -112,14 +117,15 @@ SHARING = ["plain", "prefix cache", "windows", "chunks"]
 def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     kind, num_blocks, max_num_seqs, trouble
 ):
+    num_groups = len(KINDS[kind].get("windows", [None]))
     scheduler = Scheduler(
-        BlockPool(num_blocks),
+        BlockPool(num_blocks * num_groups),
         block_size=BLOCK,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=13,
         **KINDS[kind],
     )
-    longest = min(num_blocks * BLOCK, 80) if scheduler.attention_window is None else 80
+    longest = longest_sequence(scheduler, step_tokens=13)
     workload = OverlappedWorkload(
         num_blocks, scheduler, longest, broken=trouble, wrong=trouble, faulty=trouble / 8
     )
@@ -127,9 +133,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     workload.check()
     assert {"abort", "length", "stop"} <= set(workload.ends.values())
     assert ("error" in workload.ends.values()) == (trouble > 0)
-    assert (
-        scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.attention_window is not None
-    )
+    assert scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.windows != (None,)
     assert workload.runner.num_ahead > NUM_REQUESTS / 2
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
@@ -365,7 +369,7 @@ def test_what_goes_wrong_with_an_aborted_sequence_still_ends_the_sharing_of_its_
     scheduler.commit(second, result_of(second, a=BROKEN))
     assert b.block_table == []
     assert scheduler.num_preemptions == 1
-    assert not scheduler.cache.find(request_of("c", [*shared, 3]))
+    assert scheduler.cache.find(request_of("c", [*shared, 3])) == [[]]
     scheduler.check()
 
 

@@ -52,7 +52,7 @@ class RandomPlans:
         count += num_drafts
         num_blocks = -(-(start + count) // BLOCK_SIZE)
         while len(sequence.block_table) < num_blocks:
-            sequence.block_table.append(self._block())
+            sequence.block_table += [self._block()]
         sequence.num_computed_tokens = start + count - num_drafts
         return Chunk(sequence, start, count, samples, is_first, (num_drafts + 1) * samples)
 
@@ -75,9 +75,11 @@ class RandomPlans:
             sequence.token_ids += [*drafts[:num_accepted], self._token()]
             sequence.num_computed_tokens += num_accepted
         num_full = sequence.num_computed_tokens // BLOCK_SIZE
-        if num_full > sequence.num_dropped_blocks and self._random.random() < 0.3:
-            sequence.num_dropped_blocks += 1
-            sequence.block_table[sequence.num_dropped_blocks - 1] = NULL_BLOCK
+        (num_dropped,) = sequence.num_dropped_blocks
+        if num_full > num_dropped and self._random.random() < 0.3:
+            sequence.num_dropped_blocks = [num_dropped + 1]
+            sequence.block_table[num_dropped] = NULL_BLOCK
+            sequence.table_version += 1
             self.num_dropped_blocks += 1
 
     def _token(self) -> int:

@@ -21,6 +21,7 @@ from nereid_backend.attention.cpu.cpu_library import (
     KernelTimes,
     NativeDecodeGroup,
     NativeForward,
+    NativeGroupStep,
     NativeLayer,
     NativeLayerStep,
     NativePrefill,
@@ -246,30 +247,40 @@ def attend(
 
 @contextmanager
 def serving(
-    cache: CpuKVCache, layers: Sequence[LayerSpec], batch: AttentionBatch
+    cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Let compiled models call the kernels for the step `batch` while this context is open.
+    """Let compiled models call the kernels for a step while this context is open.
 
     Only the models that run in this thread use the step.
 
     Args:
         cache: receives the keys and values of the step. Mutated.
         layers: the attention layers of the model.
-        batch: the metadata of the step.
+        batches: the metadata of the step for each group of layers.
     """
-    step = _native_step(batch)
-    natives = cache.native_layers(layers, batch.block_size)
-    # The struct contains only addresses. The arrays exist as long as `cache` and `batch`, which the
-    # caller owns.
+    steps = [_native_step(batch) for batch in batches]
+    natives = cache.native_layers(layers, batches[0].block_size)
+    # The structs contain only addresses. The arrays exist as long as `cache` and `batches`, which
+    # the caller owns.
+    group_steps = (NativeGroupStep * len(steps))(
+        *(
+            NativeGroupStep(
+                decodes=ctypes.addressof(step.groups),
+                num_decodes=len(step.groups),
+                prefills=ctypes.addressof(step.prefills),
+                num_prefills=len(step.prefills),
+                slots=step.slots,
+            )
+            for step in steps
+        )
+    )
+    group_of = (ctypes.c_int64 * len(natives))(*cache.group_of)
     forward = NativeForward(
         layers=ctypes.addressof(natives),
         num_layers=len(natives),
-        groups=ctypes.addressof(step.groups),
-        num_groups=len(step.groups),
-        prefills=ctypes.addressof(step.prefills),
-        num_prefills=len(step.prefills),
-        slots=step.slots,
-        num_tokens=step.num_tokens,
+        steps=ctypes.addressof(group_steps),
+        group_of=ctypes.addressof(group_of),
+        num_tokens=steps[0].num_tokens,
         num_threads=torch.get_num_threads(),
         times=None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times),
     )

@@ -73,14 +73,23 @@ class NativeLayerStep(ctypes.Structure):
     )
 
 
+class NativeGroupStep(ctypes.Structure):
+    """The struct `GroupStep` of cpu_shim.cpp."""
+
+    _fields_ = (
+        *(("decodes", c_void_p), ("num_decodes", c_int64)),
+        *(("prefills", c_void_p), ("num_prefills", c_int64)),
+        ("slots", c_void_p),
+    )
+
+
 class NativeForward(ctypes.Structure):
     """The struct `Forward` of cpu_shim.cpp."""
 
     _fields_ = (
         *(("layers", c_void_p), ("num_layers", c_int64)),
-        *(("groups", c_void_p), ("num_groups", c_int64)),
-        *(("prefills", c_void_p), ("num_prefills", c_int64)),
-        *(("slots", c_void_p), ("num_tokens", c_int64), ("num_threads", c_int64)),
+        *(("steps", c_void_p), ("group_of", c_void_p)),
+        *(("num_tokens", c_int64), ("num_threads", c_int64)),
         ("times", c_void_p),
     )
 

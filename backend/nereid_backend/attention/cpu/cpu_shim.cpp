@@ -16,15 +16,21 @@ namespace {
 typedef int32_t Error;  // 0 means success
 struct Tensor;
 
+// The metadata of one step, for the layers of one group.
+struct GroupStep {
+  const DecodeGroup* decodes;
+  int64_t num_decodes;  // at least 1; the group of decodes may be empty
+  const Prefill* prefills;
+  int64_t num_prefills;
+  const int64_t* slots;
+};
+
 // The metadata of one step, for all layers.
 struct Forward {
   const Layer* layers;  // each call passes its scale, so their scale is not used
   int64_t num_layers;
-  const DecodeGroup* groups;
-  int64_t num_groups;  // at least 1; the group may be empty
-  const Prefill* prefills;
-  int64_t num_prefills;
-  const int64_t* slots;
+  const GroupStep* steps;   // one for each group of layers
+  const int64_t* group_of;  // for each layer, the index of its group
   int64_t num_tokens;
   int64_t num_threads;
   int64_t* times;  // two sums of nanoseconds, for linear layers and for attention; null if the time is not measured
@@ -189,6 +195,7 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
   Layer own = current->layers[layer];
   own.shape.scale = static_cast<float>(scale);
   const Shape& shape = own.shape;
+  const GroupStep& group = current->steps[current->group_of[layer]];
   const int64_t tokens = current->num_tokens, num_rows = queries.sizes[2];
   const int64_t width = shape.num_heads * shape.value_dim * queries.bytes();
   const int64_t sizes[] = {1, num_rows, shape.num_heads, shape.value_dim};
@@ -205,15 +212,14 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
                                               : static_cast<const float*>(view.data)[i * view.strides[0]]);
   }
   thread_local std::vector<char> copies[3];
-  LayerStep step = {rows_of(queries, copies[0]), rows_of(keys, copies[1]), rows_of(values, copies[2]), current->slots,
+  LayerStep step = {rows_of(queries, copies[0]), rows_of(keys, copies[1]), rows_of(values, copies[2]), group.slots,
                     tokens, sinks ? sink_scores.data() : nullptr, to};
   const int threads = static_cast<int>(current->num_threads);
-  for (int64_t i = 0; i < current->num_groups; ++i) {
-    nereid_attend(&own, current->groups + i, &step, threads);
+  for (int64_t i = 0; i < group.num_decodes; ++i) {
+    nereid_attend(&own, group.decodes + i, &step, threads);
     step.num_tokens = 0;  // the first call has stored the keys and values
   }
-  if (current->num_prefills > 0)
-    nereid_attend_prefills(&own, current->prefills, current->num_prefills, &step, threads);
+  if (group.num_prefills > 0) nereid_attend_prefills(&own, group.prefills, group.num_prefills, &step, threads);
   return 0;
 }
 

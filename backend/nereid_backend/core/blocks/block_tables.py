@@ -11,12 +11,15 @@ computed.
 A full block is never written again, so any number of block tables can contain the block. Sequences
 never share the block that receives the next token.
 
-If the model has an attention window (window.py), the blocks that no later token attends to are
-freed after every step. A sequence then needs blocks only for the tokens of the window and the
-tokens of one step, not for all its tokens.
+A sequence has one block table for each group of layers (window.py). If a group has an attention
+window, its blocks that no later token attends to are freed after every step. In this group, a
+sequence then needs blocks only for the tokens of the window and the tokens of one step, not for all
+its tokens.
 """
 
+from collections import abc
 from collections.abc import Iterator
+from itertools import chain
 
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
@@ -39,7 +42,7 @@ class BlockTables:
         block_size: int,
         cache: PrefixCache | None,
         *,
-        attention_window: AttentionWindow | None = None,
+        windows: abc.Sequence[AttentionWindow | None] = (None,),
         max_step_tokens: int | None = None,
     ) -> None:
         """Create the block tables.
@@ -48,15 +51,15 @@ class BlockTables:
             pool: the pool that provides the blocks.
             block_size: tokens in one block.
             cache: the prefix cache; None if prefix caching is off.
-            attention_window: the model's attention window; None if tokens attend to all earlier
-                tokens.
+            windows: the attention window of each group of layers; None for a group in which tokens
+                attend to all earlier tokens.
             max_step_tokens: the largest number of tokens that one step computes of one sequence;
                 None if one step may compute all tokens of a sequence.
         """
         self.cache = cache
         self._pool = pool
         self._block_size = block_size
-        self._attention_window = attention_window
+        self._windows = tuple(windows)
         self._max_step_tokens = max_step_tokens
         self._requests_with_prompt: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
@@ -66,50 +69,54 @@ class BlockTables:
 
         The sequence shares the blocks of its longest prefix in the prefix cache. A follower (a
         sequence whose request has already computed the prompt) shares the prompt blocks of its
-        request instead. If the model has an attention window, the sequence gets only the blocks
-        that it needs at the same time.
+        request instead. In a group with an attention window, the sequence gets only the blocks that
+        it needs at the same time.
 
-        Example: block_size is 16, and the sequence has 35 tokens. The cache contains its first
-        block as block 4, and the pool allocates the blocks 9 and 2. The block table becomes
-        [4, 9, 2], and 16 tokens count as computed.
+        Example with one group: block_size is 16, and the sequence has 35 tokens. The cache contains
+        its first block as block 4, and the pool allocates the blocks 9 and 2. The block table
+        becomes [4, 9, 2], and 16 tokens count as computed.
 
         Returns:
             Whether enough blocks were free. If not, nothing is changed.
 
-        Mutates: the sequence's block table and its number of computed tokens. The call may add a
-            block copy, which the next call of `take_copies` returns.
+        Mutates: the sequence's block tables and its number of computed tokens. The call may add
+            block copies, which the next call of `take_copies` returns.
         """
-        if request.block_table and sequence in request.followers:
+        if request.block_tables and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
-        cached = self._find_cached(sequence)
-        num_reused = len(cached) * self._block_size
-        num_known_blocks = self._num_blocks(self._num_tokens_with_blocks(sequence, num_reused))
-        num_new = num_known_blocks - len(cached)
-        # The entries before the attention window are the null block, which is never shared.
-        num_dropped = self._num_null(cached)
-        shared = cached[num_dropped:]
+        tables = self._find_cached(sequence)
+        num_cached = len(tables[0])
+        num_reused = num_cached * self._block_size
+        num_new = [
+            self._num_first_blocks(sequence, num_reused, window) - num_cached
+            for window in self._windows
+        ]
+        num_dropped = self._nums_null(tables)
+        shared = _used(tables, num_dropped)
         # `num_free` includes all idle blocks. The idle blocks in `shared` get used by this
         # sequence, so they cannot be allocated as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared)
-        if num_new > num_available:
+        if sum(num_new) > num_available:
             return False
         self._pool.hold(shared)
-        sequence.block_table = cached + self._pool.allocate(num_new)
+        for table, count in zip(tables, num_new, strict=True):
+            table += self._pool.allocate(count)
+        sequence.block_tables = tables
         self._set_reused(sequence, num_reused, num_dropped)
         if self.snapshots is not None:
             self.snapshots.use(sequence, num_reused)
         self._count_cached_tokens(sequence)
         return True
 
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of the longest cached prefix of a sequence, for its block table.
+    def _find_cached(self, sequence: Sequence) -> list[list[int]]:
+        """Return the blocks of the longest cached prefix of a sequence, for its block tables.
 
-        The blocks before the attention window are replaced by the null block.
+        The blocks before the attention window of a group are replaced by the null block.
         """
         # Cached tokens are not computed, so there are no logits from which the log-probabilities of
         # the prompt could be computed.
         if self.cache is None or sequence.wants_prompt_logprobs:
-            return []
+            return [[] for _ in self._windows]
         return self.cache.find(sequence)
 
     @property
@@ -130,54 +137,68 @@ class BlockTables:
             self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether a sequence has a block for the token at `position`."""
-        return position < len(sequence.block_table) * self._block_size
+        """Return whether a sequence has blocks for the token at `position` in all groups."""
+        return position < sequence.num_tokens_with_blocks
 
-    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many more blocks a sequence needs for its first `num_tokens` tokens.
-
-        Example: with 16 tokens in a block, a sequence with 2 blocks needs 1 more block for its
-        first 33 tokens, and none for its first 32 tokens.
-        """
-        return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
+    def num_first_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks a waiting sequence without cached tokens needs when it starts."""
+        return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append new blocks to a block table until it has blocks for `num_tokens` tokens.
+        """Append new blocks to the block tables until they have blocks for `num_tokens` tokens.
+
+        Example: with one group and 16 tokens in a block, a sequence with 2 blocks gets 1 more block
+        for its first 33 tokens, and none for its first 32 tokens.
 
         Returns:
             Whether enough blocks were free. If not, nothing is changed.
         """
-        num_missing = self.num_missing_blocks(sequence, num_tokens)
+        if num_tokens <= sequence.num_tokens_with_blocks:
+            return True
+        num_blocks = self._num_blocks(num_tokens)
+        tables = sequence.block_tables
+        # A group with a window has fewer blocks than a group with full attention while the prompt
+        # is computed.
+        num_missing = sum([max(0, num_blocks - len(table)) for table in tables])
         if num_missing > self._pool.num_free:
             return False
-        if num_missing > 0:
-            sequence.block_table += self._pool.allocate(num_missing)
+        for table in tables:
+            if len(table) < num_blocks:
+                table += self._pool.allocate(num_blocks - len(table))
+        self._note_change(sequence)
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
         """Free the leading blocks that no later token of a running sequence attends to.
 
-        Example: block_size is 4, the sliding window has 4 tokens, and 10 tokens are computed. The
-        next token, at position 10, attends to positions 7 to 10, which start in the second block.
-        The block table [8, 3, 6] becomes [null, 3, 6].
+        Example: block_size is 4, the group has a sliding window of 4 tokens, and 10 tokens are
+        computed. The next token, at position 10, attends to positions 7 to 10, which start in the
+        second block. The block table [8, 3, 6] becomes [null, 3, 6].
         """
-        if self._attention_window is None:
-            return
-        first_position = self._attention_window.first_visible(sequence.num_computed_tokens)
-        # The block table may end before the window starts, because the block of the next token is
-        # allocated only when that token is planned.
-        first = min(first_position // self._block_size, len(sequence.block_table))
-        num_dropped = sequence.num_dropped_blocks
-        if first > num_dropped:
-            self._pool.release(sequence.block_table[num_dropped:first])
-            nulls = [self._pool.null_block] * (first - num_dropped)
-            sequence.block_table[num_dropped:first] = nulls
-            sequence.num_dropped_blocks = first
+        first, window_before = 0, None
+        for group, (window, table) in enumerate(
+            zip(self._windows, sequence.block_tables, strict=True)
+        ):
+            if window is None:
+                continue
+            # Consecutive groups often have the same window.
+            if window is not window_before:
+                position = window.first_visible(sequence.num_computed_tokens)
+                first, window_before = position // self._block_size, window
+            num_dropped = sequence.num_dropped_blocks[group]
+            if first > num_dropped:
+                # The block table may end before the window starts, because the block of the next
+                # token is allocated only when that token is planned.
+                end = min(first, len(table))
+                self._pool.release(table[num_dropped:end])
+                table[num_dropped:end] = [self._pool.null_block] * (end - num_dropped)
+                sequence.num_dropped_blocks[group] = end
+                sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
         """Return the blocks of a sequence, including freed blocks that are still cached."""
-        blocks = set(sequence.block_table[sequence.num_dropped_blocks :])
-        if self.cache is not None and sequence.num_dropped_blocks:
+        blocks = set(_used(sequence.block_tables, sequence.num_dropped_blocks))
+        if self.cache is not None and any(sequence.num_dropped_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
 
@@ -187,9 +208,9 @@ class BlockTables:
             self.snapshots.discard(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
-        self._pool.release(sequence.block_table[sequence.num_dropped_blocks :])
-        sequence.block_table = []
-        self._set_reused(sequence, 0)
+        self._pool.release(_used(sequence.block_tables, sequence.num_dropped_blocks))
+        sequence.block_tables = [[] for _ in self._windows]
+        self._set_reused(sequence, 0, [0] * len(self._windows))
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of a request share the prompt blocks of the sequence `leader`.
@@ -198,8 +219,8 @@ class BlockTables:
         has a recurrent state, the followers do not share the blocks here, because they also need
         the state. They find blocks and a snapshot in the prefix cache instead.
 
-        Example: the prompt has 10 tokens, block_size is 4, and the leader's block table is
-        [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
+        Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
+        table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
         # The followers have the same prompt as the leader. They get the same number of cached
         # tokens and the same block hashes.
@@ -209,26 +230,26 @@ class BlockTables:
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
         if self.snapshots is not None:
             return
-        table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
-        # The blocks before this index are null blocks, because they were freed.
-        first = leader.num_dropped_blocks
-        if self._attention_window is not None:
-            # Each of the other sequences computes only the last prompt token again, so it needs
-            # only the blocks that this token attends to. All of these blocks still exist, because
-            # the leader needed them when it computed the same token.
-            last_position = leader.num_prompt_tokens - 1
-            first_needed = self._attention_window.first_visible(last_position) // self._block_size
-            table[first:first_needed] = [self._pool.null_block] * (first_needed - first)
-            first = first_needed
-        self._pool.hold(table[first:])
-        request.block_table = table
+        num_blocks = self._num_blocks(leader.num_prompt_tokens)
+        tables = [table[:num_blocks] for table in leader.block_tables]
+        for window, table in zip(self._windows, tables, strict=True):
+            if window is not None:
+                # Each of the other sequences computes only the last prompt token again, so it needs
+                # only the blocks that this token attends to. All of these blocks still exist,
+                # because the leader needed them when it computed the same token.
+                last_position = leader.num_prompt_tokens - 1
+                first_needed = window.first_visible(last_position) // self._block_size
+                table[:first_needed] = [self._pool.null_block] * first_needed
+        self._pool.hold(_used(tables, self._nums_null(tables)))
+        request.block_tables = tables
         self._requests_with_prompt[id(request)] = request
 
     def drop_prompt(self, request: Request) -> None:
         """Release the prompt blocks of a request. Do nothing if the request has none."""
         if self._requests_with_prompt.pop(id(request), None) is not None:
-            self._pool.release(request.block_table[self._num_null(request.block_table) :])
-            request.block_table = []
+            tables = request.block_tables
+            self._pool.release(_used(tables, self._nums_null(tables)))
+            request.block_tables = []
 
     def drop_oldest_prompt(self) -> bool:
         """Find the request that has kept its prompt blocks the longest, and release these blocks.
@@ -245,7 +266,7 @@ class BlockTables:
     def drop_prompts_with(self, blocks: set[int]) -> None:
         """Release the prompt blocks of every request whose table contains any of `blocks`."""
         for request in list(self._requests_with_prompt.values()):
-            if not blocks.isdisjoint(request.block_table):
+            if not blocks.isdisjoint(chain(*request.block_tables)):
                 self.drop_prompt(request)
 
     def forget(self, blocks: set[int]) -> None:
@@ -261,14 +282,38 @@ class BlockTables:
 
     def held_tables(self) -> Iterator[list[int]]:
         """Yield the block tables of the requests that keep prompt blocks."""
-        return (request.block_table for request in self._requests_with_prompt.values())
+        return chain(*(request.block_tables for request in self._requests_with_prompt.values()))
+
+    def check(self, running: abc.Iterable[Sequence]) -> None:
+        """Verify the block tables of the running sequences.
+
+        Every group has a table. Its freed blocks are null blocks, and no other entry is.
+
+        Raises:
+            AssertionError: if a block table is wrong.
+        """
+        null = self._pool.null_block
+        for sequence in running:
+            tables = sequence.block_tables
+            assert len(tables) == len(sequence.num_dropped_blocks) == len(self._windows)
+            assert self._num_tokens(tables) == sequence.num_tokens_with_blocks
+            assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks
+            for window, table, num_dropped in zip(
+                self._windows, tables, sequence.num_dropped_blocks, strict=True
+            ):
+                assert all((block == null) == (i < num_dropped) for i, block in enumerate(table))
+                first = 0 if window is None else window.first_visible(sequence.num_computed_tokens)
+                assert num_dropped * self._block_size <= first, (
+                    f"{sequence} has freed {num_dropped} blocks, but attends to position {first}."
+                )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
         """Allocate the blocks of a sequence that shares the prompt blocks of its request.
 
-        Example: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The follower computes
-        the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are shared. Block 1
-        is copied, because the follower writes into it. The result is the table [4, 9, 7].
+        Example with one group: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The
+        follower computes the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are
+        shared. Block 1 is copied, because the follower writes into it. The result is the table
+        [4, 9, 7].
 
         Returns:
             Whether the blocks were allocated.
@@ -277,45 +322,71 @@ class BlockTables:
         num_reused = sequence.num_prompt_tokens - 1
         num_shared = num_reused // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
-        if num_new > self._pool.num_free:
+        if num_new * len(self._windows) > self._pool.num_free:
             return False
-        shared = request.block_table[:num_shared]
-        num_dropped = self._num_null(shared)
-        self._pool.hold(shared[num_dropped:])
-        own = self._pool.allocate(num_new)
-        if num_reused % self._block_size:
-            self._copies.append((request.block_table[num_shared], own[0]))
-        sequence.block_table = shared + own
+        tables = [table[:num_shared] for table in request.block_tables]
+        num_dropped = self._nums_null(tables)
+        self._pool.hold(_used(tables, num_dropped))
+        for table, prompt_table in zip(tables, request.block_tables, strict=True):
+            table += self._pool.allocate(num_new)
+            if num_reused % self._block_size:
+                self._copies.append((prompt_table[num_shared], table[num_shared]))
+        sequence.block_tables = tables
         self._set_reused(sequence, num_reused, num_dropped)
         return True
 
-    def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
+    def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
         """Set the token and block counts of a sequence that reuses `num_reused` computed tokens."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size
         sequence.num_dropped_blocks = num_dropped
+        self._note_change(sequence)
 
-    def _num_tokens_with_blocks(self, sequence: Sequence, num_cached: int) -> int:
-        """Return for how many tokens blocks are allocated when a waiting sequence starts.
+    def _note_change(self, sequence: Sequence) -> None:
+        """Update the attributes that depend on the block tables of a sequence."""
+        sequence.num_tokens_with_blocks = self._num_tokens(sequence.block_tables)
+        sequence.table_version += 1
 
-        These are the first tokens of the sequence.
+    def _num_tokens(self, tables: list[list[int]]) -> int:
+        """Return for how many leading tokens all block tables have a place."""
+        return min(map(len, tables)) * self._block_size
+
+    def _num_first_blocks(
+        self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
+    ) -> int:
+        """Return the length of a block table in one group when a waiting sequence starts.
 
         With an attention window, the first step needs blocks only for the tokens of the window and
         the tokens of the step, because leading blocks are freed after the step. Example: a sequence
         of 1000 tokens without cached tokens, with a window of 64 tokens and 100 tokens in a step,
         gets blocks for 164 tokens. `num_cached` is the number of tokens in cached blocks.
         """
-        num_known = len(sequence.token_ids)
-        window = self._attention_window
-        if window is None or self._max_step_tokens is None:
-            return num_known
-        first = window.first_visible(num_cached)
-        return min(num_known, first + window.max_visible_tokens + self._max_step_tokens)
+        num_tokens = len(sequence.token_ids)
+        if window is not None and self._max_step_tokens is not None:
+            first = window.first_visible(num_cached)
+            num_tokens = min(num_tokens, first + window.max_visible_tokens + self._max_step_tokens)
+        return self._num_blocks(num_tokens)
 
-    def _num_null(self, table: list[int]) -> int:
-        """Return how many entries of a block table are the null block."""
-        return 0 if self._attention_window is None else table.count(self._pool.null_block)
+    def _nums_null(self, tables: list[list[int]]) -> list[int]:
+        """Return for each block table how many of its entries are the null block."""
+        null = self._pool.null_block
+        return [
+            0 if window is None else table.count(null)
+            for window, table in zip(self._windows, tables, strict=True)
+        ]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+def _used(tables: list[list[int]], num_dropped: list[int]) -> list[int]:
+    """Return the entries of all block tables after the leading null blocks.
+
+    Example: the tables [[4, 9], [null, 3]] with the numbers [0, 1] give [4, 9, 3].
+    """
+    if len(tables) == 1:
+        return tables[0][num_dropped[0] :]
+    return [
+        block for table, first in zip(tables, num_dropped, strict=True) for block in table[first:]
+    ]

@@ -12,10 +12,17 @@ the cache until the pool allocates the block for other tokens (eviction_order.py
 a sequence become idle together, the pool allocates the last block of the sequence first. The keys
 and values in a cached block are exactly those that the model would compute, so the cache does not
 change answers.
+
+A sequence has one block for each group of layers (window.py) in place of each block above. The
+blocks of the groups have the same hash. A prefix is cached if every group has the blocks that the
+token after the prefix attends to: all blocks of the prefix in a group with full attention, but only
+the last blocks of the prefix in a group with an attention window.
 """
 
 import hashlib
 from array import array
+from bisect import bisect_right
+from collections import abc
 from collections.abc import Callable
 
 from nereid_backend.core.blocks.block_pool import BlockPool
@@ -43,13 +50,12 @@ class PrefixCache:
         self,
         pool: BlockPool,
         block_size: int,
-        attention_window: AttentionWindow | None = None,
+        windows: abc.Sequence[AttentionWindow | None] = (None,),
         snapshots: StateSnapshots | None = None,
     ) -> None:
         """Create an empty cache of the blocks in `pool`, which have `block_size` tokens each.
 
-        If the model has an attention window, a prefix can be found even if blocks before the window
-        are no longer cached.
+        `windows` has the attention window of each group of layers, or None for full attention.
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -61,34 +67,37 @@ class PrefixCache:
         self._before_reuse: Callable[[bytes, int], object] | None = None
         self._pool = pool
         self._block_size = block_size
-        self._attention_window = attention_window
-        self._blocks: dict[bytes, int] = {}
+        self._windows = tuple(windows)
+        self._has_windows = any(window is not None for window in windows)
+        # For each group, a mapping from hashes to blocks.
+        self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
 
-    def find(self, sequence: Sequence) -> list[int]:
+    def find(self, sequence: Sequence) -> list[list[int]]:
         """Return the cached blocks that contain the longest prefix of a sequence's tokens.
 
-        The last token is never part of the prefix, because sampling needs the logits of the last
-        token. If the model has an attention window, the null block replaces leading blocks that are
-        not needed.
+        The result has one block table for each group, and all tables have the same length. The last
+        token is never part of the prefix, because sampling needs the logits of the last token. In a
+        group with an attention window, the null block replaces leading blocks that are not needed.
 
-        Example: the sequence has 48 tokens, and block_size is 16. The cache contains its first and
-        its second block as the blocks 7 and 2, so the result is [7, 2]. The result would be the
-        same if the cache also contained the third block, because that block contains the last
-        token.
+        Example with one group: the sequence has 48 tokens, and block_size is 16. The cache contains
+        its first and its second block as the blocks 7 and 2, so the result is [[7, 2]]. The result
+        would be the same if the cache also contained the third block, because that block contains
+        the last token.
         """
         hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
-        if self._attention_window is not None:
-            return self._find_visible(hashes, self._attention_window)
+        if self._has_windows:
+            return self._find_visible(hashes)
         found: list[int] = []
+        blocks = self._blocks[0]
         for block_hash in hashes:
-            block = self._blocks.get(block_hash)
+            block = blocks.get(block_hash)
             if block is None:
                 break
             found.append(block)
         if self.snapshots is None:
-            return found
+            return [found]
         # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
         # are computed again. `branch_position` causes a new snapshot at the end of the cached
         # blocks. The next request with the same prefix can then reuse all of these blocks.
@@ -96,15 +105,18 @@ class PrefixCache:
         while found and hashes[len(found) - 1] not in self.snapshots:
             found.pop()
         sequence.branch_position = num_cached * self._block_size
-        return found
+        return [found]
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Start to record the new blocks in `unsaved`, so that they can be saved on disk.
+
+        The model must have only one group of layers.
 
         Args:
             before_reuse: called with the hash and the id of an unsaved block before the pool
                 allocates the block for other tokens.
         """
+        assert len(self._windows) == 1, "The cache on disk stores one block for each hash."
         self.unsaved = {}
         self._before_reuse = before_reuse
         if self.snapshots is not None:
@@ -119,13 +131,14 @@ class PrefixCache:
         return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Return the cached block with the given hash; None if no cached block has this hash."""
-        return self._blocks.get(block_hash)
+        """Return the cached block of the first group with a hash; None if there is none."""
+        return self._blocks[0].get(block_hash)
 
     def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
         """Allocate blocks for tokens that were computed earlier, and add the blocks to the cache.
 
-        The caller must write the content of the blocks before the next step.
+        The caller must write the content of the blocks before the next step. The model must have
+        only one group of layers.
 
         Args:
             hashes: the hashes of the leading blocks of a sequence. Blocks that are cached already
@@ -134,13 +147,14 @@ class PrefixCache:
         Returns:
             The hash and the id of each new block. The list ends where no block is free.
         """
-        held = [self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks]
+        blocks = self._blocks[0]
+        held = [blocks[block_hash] for block_hash in hashes if block_hash in blocks]
         self._pool.hold(held)
-        missing = [block_hash for block_hash in hashes if block_hash not in self._blocks]
+        missing = [block_hash for block_hash in hashes if block_hash not in blocks]
         missing = missing[: self._pool.num_free]
         new = list(zip(missing, self._pool.allocate(len(missing)), strict=True))
         for block_hash, block in new:
-            self._blocks[block_hash] = block
+            blocks[block_hash] = block
             self._hashes[block] = block_hash
             self._pool.mark_cached(block)
         self._pool.release([*held, *(block for _, block in new)])
@@ -148,7 +162,7 @@ class PrefixCache:
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
         """Return the ids of the cached blocks that have one of the given hashes."""
-        return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
+        return {blocks[one] for blocks in self._blocks for one in hashes if one in blocks}
 
     def add(self, sequence: Sequence) -> None:
         """Add the computed full blocks of a sequence to the cache."""
@@ -156,16 +170,17 @@ class PrefixCache:
         if num_full <= sequence.num_findable_blocks:
             return
         hashes = self._block_hashes(sequence, num_full)
-        for index in range(sequence.num_findable_blocks, num_full):
-            # If two requests computed the same tokens, the cache contains only the block that was
-            # added first.
-            if hashes[index] not in self._blocks:
-                block = sequence.block_table[index]
-                self._blocks[hashes[index]] = block
-                self._hashes[block] = hashes[index]
-                self._pool.mark_cached(block)
-                if self.unsaved is not None:
-                    self.unsaved[hashes[index]] = None
+        for blocks, table in zip(self._blocks, sequence.block_tables, strict=True):
+            for index in range(sequence.num_findable_blocks, num_full):
+                # If two requests computed the same tokens, the cache contains only the block that
+                # was added first.
+                if hashes[index] not in blocks:
+                    block = table[index]
+                    blocks[hashes[index]] = block
+                    self._hashes[block] = hashes[index]
+                    self._pool.mark_cached(block)
+                    if self.unsaved is not None:
+                        self.unsaved[hashes[index]] = None
         sequence.num_findable_blocks = num_full
         if self.snapshots is not None:
             self.snapshots.add(sequence)
@@ -174,12 +189,15 @@ class PrefixCache:
         """Retain the cached blocks and snapshots of a sequence for the session of its request."""
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
-        first, end = sequence.num_dropped_blocks, sequence.num_findable_blocks
-        hashes = sequence.block_hashes[first:end]
-        # If blocks are idle already, the last block of the sequence is evicted first.
-        blocks = [self._blocks[one] for one in reversed(hashes) if one in self._blocks]
-        self._pool.retain(blocks, key, params.retention_s)
+        end = sequence.num_findable_blocks
+        retained = []
+        for blocks, first in zip(self._blocks, sequence.num_dropped_blocks, strict=True):
+            hashes = sequence.block_hashes[first:end]
+            # If blocks are idle already, the last block of the sequence is evicted first.
+            retained += [blocks[one] for one in reversed(hashes) if one in blocks]
+        self._pool.retain(retained, key, params.retention_s)
         if self.snapshots is not None:
+            hashes = sequence.block_hashes[min(sequence.num_dropped_blocks) : end]
             self.snapshots.retain(hashes, key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
@@ -217,35 +235,55 @@ class PrefixCache:
         self._pool.unmark_cached(block)
 
     def check(self) -> None:
-        """Verify that every block that the pool marks as cached has exactly one hash.
+        """Verify that every block that the pool marks as cached has exactly one hash and one group.
 
         Raises:
             AssertionError: if the hashes and the cached blocks do not match.
         """
-        assert len(self._blocks) == len(self._hashes) == self._pool.num_cached
-        assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
+        assert sum(map(len, self._blocks)) == len(self._hashes) == self._pool.num_cached
+        for blocks in self._blocks:
+            assert all(self._hashes[block] == block_hash for block_hash, block in blocks.items())
 
-    def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
-        """Return the blocks of the longest cached prefix of a model with an attention window.
+    def _find_visible(self, hashes: list[bytes]) -> list[list[int]]:
+        """Return the blocks of the longest cached prefix of a model with attention windows.
 
         The token after a prefix attends only to the blocks of its window. The prefix counts as
-        cached if the cache contains these blocks. The null block replaces the blocks before the
-        window.
+        cached if the cache contains these blocks in every group. The null block replaces the blocks
+        before the window.
 
-        Example: block_size is 4, and the window has 4 tokens. The sequence has 3 full blocks, and
-        the cache contains the last two of them as the blocks 8 and 5. The token at position 12
-        attends to positions 9 to 12, which start in the third block. The result is [null, null, 5].
+        Example with one group: block_size is 4, and the window has 4 tokens. The sequence has 3
+        full blocks, and the cache contains the last two of them as the blocks 8 and 5. The token at
+        position 12 attends to positions 9 to 12, which start in the third block. The result is
+        [[null, null, 5]].
         """
         null = self._pool.null_block
-        blocks = [self._blocks.get(block_hash, null) for block_hash in hashes]
-        for num_blocks in range(len(blocks), 0, -1):
-            next_position = num_blocks * self._block_size
-            first = window.first_visible(next_position) // self._block_size
-            has_snapshot = self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
-            is_cached = blocks[num_blocks - 1] != null and null not in blocks[first:num_blocks]
-            if has_snapshot and is_cached:
-                return [null] * first + blocks[first:num_blocks]
-        return []
+        tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
+        # For each window and index, the last block up to the index that a group does not have.
+        missing: dict[AttentionWindow | None, list[int]] = {}
+        for window, table in zip(self._windows, tables, strict=True):
+            last = _last_missing(table, null)
+            missing[window] = list(map(max, missing.get(window, last), last))
+        # A group with full attention needs all blocks of the prefix.
+        longest = bisect_right(missing.pop(None), -1) if None in missing else len(hashes)
+        for num_blocks in range(longest, 0, -1):
+            if self.snapshots is not None and hashes[num_blocks - 1] not in self.snapshots:
+                continue
+            if all(
+                last[num_blocks - 1] < min(self._first_block(window, num_blocks), num_blocks - 1)
+                for window, last in missing.items()
+            ):
+                firsts = [self._first_block(window, num_blocks) for window in self._windows]
+                return [
+                    [null] * first + table[first:num_blocks]
+                    for first, table in zip(firsts, tables, strict=True)
+                ]
+        return [[] for _ in self._windows]
+
+    def _first_block(self, window: AttentionWindow | None, num_blocks: int) -> int:
+        """Return the index of the first block that the token after `num_blocks` blocks reads."""
+        if window is None:
+            return 0
+        return window.first_visible(num_blocks * self._block_size) // self._block_size
 
     def _drop(self, block: int) -> None:
         block_hash = self._hashes.pop(block, None)
@@ -254,7 +292,8 @@ class PrefixCache:
                 del self.unsaved[block_hash]
                 assert self._before_reuse is not None
                 self._before_reuse(block_hash, block)
-            del self._blocks[block_hash]
+            # A block belongs to one group.
+            del next(one for one in self._blocks if one.get(block_hash) == block)[block_hash]
             if self.snapshots is not None:
                 self.snapshots.delete(block_hash)
 
@@ -282,6 +321,20 @@ class PrefixCache:
         images = sequence.images
         key = b"" if images is None or end <= images.first_token else images.digest
         return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=key).digest()
+
+
+def _last_missing(table: list[int], null_block: int) -> list[int]:
+    """Return for each index of a table the last index of a null block up to there, or -1.
+
+    Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
+    """
+    last = -1
+    found = []
+    for index, block in enumerate(table):
+        if block == null_block:
+            last = index
+        found.append(last)
+    return found
 
 
 def _first_hash(sequence: Sequence) -> bytes:

@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention window of a model, which limits how many earlier tokens a token can attend to.
+"""Attention windows, which limit how many earlier tokens a token can attend to.
 
-A layer can limit attention to a sliding window or to fixed attention chunks. If every layer of a
-model has such a limit, no token attends to a position before the largest window or chunk. The
-blocks before that position are freed while the sequence runs. Example of a block table with a
-window that spans three blocks:
+A layer can limit attention to a sliding window or to fixed attention chunks. The attention layers
+of a model are divided into groups. Each group has its own block table for each sequence, and a
+block stores the keys and values of one group. If every layer of a group has a limit, no token
+attends to a position before the largest window or chunk of the group. The blocks of the group
+before that position are freed while the sequence runs. Example of the block tables of two groups.
+The second group has a window that spans three blocks:
 
-    [null][null][ 9 ][ 1 ][ 6 ][ 4 ]
+    [ 0 ][ 2 ][ 8 ][ 3 ][ 7 ][ 5 ]      full attention
+    [null][null][ 9 ][ 1 ][ 6 ][ 4 ]    window
 
-The next token attends to positions from the end of block 9 on. The first two blocks were freed, so
-the table contains the null block (`BlockPool.null_block`) in place of each.
+In the second group, the next token attends to positions from the end of block 9 on. The first two
+blocks of this group were freed, so the table contains the null block (`BlockPool.null_block`) in
+place of each. The blocks of all groups have the same size and come from one pool, so a block that
+one group frees can be used by any group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The attention limits of the layers of a model.
+    """The attention limits of a group of layers.
 
-    The class is used only if every layer of the model has a limit.
+    The class is used only if every layer of the group has a limit.
 
     Attributes:
         limits: one pair (sliding window, attention chunk) for each kind of layer, in tokens. At
@@ -54,3 +60,30 @@ class AttentionWindow:
             block_size: tokens in one block.
         """
         return -(-(self.max_visible_tokens + num_tokens) // block_size) + 1
+
+
+def max_sequence_blocks(
+    windows: Sequence[AttentionWindow | None],
+    num_tokens: int,
+    max_step_tokens: int | None,
+    block_size: int,
+) -> int:
+    """Return the largest number of blocks that a sequence has at the same time in all groups.
+
+    Example with 16 tokens in a block and steps of 100 tokens: a sequence of 1000 tokens has 63
+    blocks in a group with full attention, and at most 12 in a group with a window of 64 tokens.
+
+    Args:
+        windows: the window of each group; None for full attention.
+        num_tokens: the number of tokens of the sequence.
+        max_step_tokens: the largest number of tokens that one step computes of one sequence; None
+            if one step may compute all tokens of a sequence.
+        block_size: tokens in one block.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    return sum(
+        num_blocks
+        if window is None or max_step_tokens is None
+        else min(num_blocks, window.max_blocks(max_step_tokens, block_size))
+        for window in windows
+    )

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divides the attention layers of a model into groups, so that blocks outside of windows are freed.
+
+Blocks before an attention window are freed only if every layer of the group has a window. Layers
+with full attention and layers with windows therefore belong to different groups. All blocks come
+from one pool, so every block has the same number of places for layers. Example of a model with 4
+layers with full attention (F) and 22 layers with a window (W):
+
+    4 places in a block   F F F F | W W W W | ... | W W . .     1 group F, 6 groups W
+    2 places in a block   F F | F F | W W | ... | W W           2 groups F, 11 groups W
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
+from nereid_backend.model.path_variants import PathSpec
+
+# Each group adds a block table for every sequence, which costs time in every step.
+_MAX_GROUPS = 16
+# A division with more groups is used only if it saves at least this share of the memory.
+_MIN_SAVED_SHARE = 0.05
+
+
+def choose_layer_groups(
+    config: EngineConfig,
+    spec: PathSpec,
+    device: torch.device,
+    max_model_len: int,
+    max_step_tokens: int,
+) -> tuple[LayerGroups, str]:
+    """Return the groups of a model's layers, and the reason if all layers form one group.
+
+    The reason is a clause without a final period; it is empty if the layers form several groups.
+
+    Args:
+        config: the settings.
+        spec: the forward path of the model.
+        device: the device of the KV cache.
+        max_model_len: the largest number of tokens in a request.
+        max_step_tokens: the largest number of tokens in a step.
+    """
+    obstacle = _obstacle(config, spec, device)
+    if obstacle is not None:
+        return single_group(spec.layers), obstacle
+    groups = divide_layers(spec.layers, max_model_len, max_step_tokens, config.block_size)
+    if len(groups.windows) > 1:
+        return groups, ""
+    return groups, f"groups would save little memory for requests of {max_model_len} tokens"
+
+
+def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: str) -> str:
+    """Return a sentence about the attention windows of the layers; "" if there are none.
+
+    `groups` and `reason` are the results of `choose_layer_groups`.
+    """
+    num_full = sum(layer.window.is_full for layer in layers)
+    if num_full == len(layers):
+        return ""
+    if num_full == 0:
+        return "All layers have sliding windows, so blocks are freed when they leave the windows."
+    share = f"{len(layers) - num_full} of {len(layers)} attention layers have sliding windows"
+    if reason:
+        return f"{share}, but no block is freed early, because {reason}."
+    return (
+        f"{share}. The layers form {len(groups.windows)} groups with {groups.num_places} layers "
+        "each, and the blocks of the layers with windows are freed when they leave the windows."
+    )
+
+
+def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:
+    """Return the reason why the layers must form one group, or None if they can be divided."""
+    if len({layer.window for layer in spec.layers}) < 2:
+        return "all layers attend to the same tokens"
+    if spec.name not in ("packed", "rows"):
+        return f"the forward path {spec.name} reads one block table for each sequence"
+    if spec.whole_prefill:
+        return "a prompt that is computed in one pass needs all its blocks at the same time"
+    if spec.bytes_per_token:
+        return "the model also stores data for each token outside of blocks"
+    if device.type != "cpu":
+        return "the kernels for GPUs and CUDA graphs read one block table for each sequence"
+    if config.tensor_parallel_size > 1:
+        return "the messages of tensor parallelism contain one block table for each sequence"
+    if config.prefix_cache_disk is not None:
+        return "the prefix cache on disk stores one block for the tokens of a block"
+    if config.draft_model is not None or config.speculative_method == "mtp":
+        return "the memory of the draft model is planned for one block table for each sequence"
+    if len({(s.num_kv_heads, s.key_dim, s.value_dim) for s in spec.layers}) > 1:
+        return "the layers have keys or values of different sizes"
+    return None
+
+
+def divide_layers(
+    layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
+) -> LayerGroups:
+    """Divide layers into the groups with which the longest request needs little memory.
+
+    Example: 10 layers with full attention and 52 layers with a window of 1024 tokens, for requests
+    of 131072 tokens, give 10 places in a block. There are one group with full attention and 6
+    groups with a window. Smaller blocks would save less than 5 %.
+
+    Args:
+        layers: the attention layers, whose keys and values have the same sizes.
+        max_model_len: the largest number of tokens in a request.
+        max_step_tokens: the largest number of tokens in a step.
+        block_size: tokens in one block.
+    """
+
+    def cost(groups: LayerGroups) -> int:
+        """Return the places in all blocks of the longest request."""
+        return groups.num_places * max_sequence_blocks(
+            groups.windows, max_model_len, max_step_tokens, block_size
+        )
+
+    candidates = {1: single_group(layers)}
+    for num_places in range(1, len(layers) + 1):
+        groups = _with_places(layers, num_places)
+        # Of several divisions with the same number of groups, the one with the smallest blocks
+        # needs the least memory, and it comes first.
+        if len(groups.windows) <= _MAX_GROUPS:
+            candidates.setdefault(len(groups.windows), groups)
+    best = candidates[1]
+    for num_groups in sorted(candidates):
+        if cost(candidates[num_groups]) < (1 - _MIN_SAVED_SHARE) * cost(best):
+            best = candidates[num_groups]
+    return best
+
+
+def _with_places(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
+    """Return the groups if a block has places for at most `num_places` layers.
+
+    The layers with one window are divided into groups of nearly equal size. The groups with full
+    attention come first.
+    """
+    kinds: dict[LayerWindow, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(layer.window, []).append(index)
+    windows: list[AttentionWindow | None] = []
+    places = [(0, 0)] * len(layers)
+    for window in sorted(kinds, key=lambda window: not window.is_full):
+        members = kinds[window]
+        count = -(-len(members) // num_places)
+        bounds = [len(members) * i // count for i in range(count + 1)]
+        for start, end in pairwise(bounds):
+            for place, index in enumerate(members[start:end]):
+                places[index] = (len(windows), place)
+            windows.append(
+                None if window.is_full else AttentionWindow(((window.size, window.chunk),))
+            )
+    return LayerGroups(tuple(windows), tuple(places))

@@ -1,0 +1,322 @@
+"""Layers with different windows form groups, and each group frees its own blocks."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from backend.exactness import open_engine
+from backend.tiny_models import VOCAB_SIZE, WINDOW, Family
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.attention.int8_cache import Int8KVCache
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
+from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.errors import ConfigError
+from nereid_backend.model.layer_groups import choose_layer_groups, divide_layers
+from nereid_backend.model.length_limits import LengthLimit
+from nereid_backend.model.limits import BlockShape, plan_memory
+from nereid_backend.model.path_variants import PathSpec
+from transformers import AutoModelForCausalLM
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FAMILIES = {
+    # Two of the groups have an empty place.
+    "gemma3": Family(
+        "gemma3",
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 7,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "llama4": Family(
+        "llama4",
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "attention_chunk_size": WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": [CHUNKED, CHUNKED, CHUNKED, FULL],
+            "no_rope_layers": [1, 1, 1, 0],
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+        },
+    ),
+    "cohere2": Family(
+        "cohere2",
+        "cohere2",
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        },
+    ),
+}
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def make_prompts() -> list[list[int]]:
+    """Prompts much longer than the window; two of them have a long prefix in common."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in (100, 7, 61, 140)]
+    return [*prompts, [*prompts[3][:90], *prompts[2][:20]]]
+
+
+PROMPTS = make_prompts()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    """The folder of a tiny checkpoint, and the greedy tokens of transformers."""
+    folder = FAMILIES[request.param].save(tmp_path_factory.mktemp(request.param))
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        found = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        expected.append(found[0, len(prompt) :].tolist())
+    return folder, expected
+
+
+def run(engine, params=GREEDY):
+    """Answer all prompts at the same time, and verify the blocks after each step."""
+    answers: dict[tuple[int, int], list[int]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, params)
+    while engine.has_work():
+        for update in engine.step():
+            answers.setdefault((int(update.request_id), update.index), []).extend(
+                update.new_token_ids
+            )
+        engine.check()
+    assert engine.stats().kv_cache_blocks_used == 0
+    return [[answers[i, index] for index in range(params.n)] for i in range(len(PROMPTS))]
+
+
+def open_with_groups(folder, **settings):
+    engine = open_engine(folder, **{"max_num_batched_tokens": 16, **settings})
+    assert engine.info.path == "packed"
+    assert len(engine._parts.scheduler.windows) > 1
+    return engine
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 9},
+        {"block_size": 16},
+        {"num_speculative_tokens": 3},
+        {"block_size": 16, "async_scheduling": True},
+        {"enable_prefix_caching": False},
+    ],
+    ids=["chunks of 9", "native kernels", "drafts", "async", "no prefix cache"],
+)
+def test_groups_do_not_change_greedy_tokens(model, settings):
+    folder, expected = model
+    engine = open_with_groups(folder, **settings)
+    answers = run(engine)
+    assert answers == [[tokens] for tokens in expected]
+    engine.close()
+
+
+def test_sequences_of_one_request_share_the_blocks_of_all_groups(model):
+    folder, expected = model
+    engine = open_with_groups(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, n=3)
+    assert run(engine, params) == [[tokens] * 3 for tokens in expected]
+    engine.close()
+
+
+def test_preempted_sequences_give_the_same_tokens(model):
+    folder, expected = model
+    engine = open_with_groups(folder, max_model_len=180)
+    pool, scheduler = engine._parts.pool, engine._parts.scheduler
+    needed = max_sequence_blocks(scheduler.windows, 180, 16, 4)
+    held = pool.allocate(pool.num_free - needed)
+    # Several short prompts run at the same time. Their answers need more blocks than there are.
+    numbers = [1, 1, 1, 1, 1, 1, *range(len(PROMPTS))]
+    for request, number in enumerate(numbers):
+        engine.add_request(str(request), PROMPTS[number], GREEDY)
+    answers: dict[str, list[int]] = {}
+    while engine.has_work():
+        for update in engine.step():
+            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+    assert engine.stats().num_preemptions > 0
+    assert [answers[str(i)] for i in range(len(numbers))] == [expected[i] for i in numbers]
+    pool.release(held)
+    engine.check()
+    engine.close()
+
+
+def test_a_cached_prefix_is_found_although_blocks_before_the_window_were_evicted(model):
+    folder, expected = model
+    engine = open_with_groups(folder)
+    run(engine)
+    scheduler = engine._parts.scheduler
+    prompt = PROMPTS[3]
+    hashes = scheduler.cache.prefix_hashes(Sequence("", prompt, GREEDY, max_total_tokens=200))
+    num_needed = -(-WINDOW // 4) + 1
+    for window, blocks in zip(scheduler.windows, scheduler.cache._blocks, strict=True):
+        for block_hash in hashes[:-num_needed] if window is not None else []:
+            scheduler.cache.forget(blocks[block_hash])
+    (output,) = engine.generate([prompt], GREEDY)
+    assert output.outputs[0].token_ids == expected[3]
+    assert output.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.long
+def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
+    folder, expected = model
+    lines: list[str] = []
+    settings = {"block_size": 16, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB"}
+    config = EngineConfig(
+        str(folder), dtype="float32", num_threads=1, compile_forward=True, **settings
+    )
+    engine = Engine(config, lines.append)
+    assert "the forward pass is compiled" in lines
+    assert len(engine._parts.scheduler.windows) > 1
+    assert run(engine) == [[tokens] for tokens in expected]
+    engine.close()
+
+
+def layers(kinds: str, **sizes) -> list[LayerSpec]:
+    """Layers with a window of 64 tokens (W), a chunk of 32 (C), or full attention (F)."""
+    windows = {"F": LayerWindow(), "W": LayerWindow(size=64), "C": LayerWindow(chunk=32)}
+    shape = {"num_heads": 8, "num_kv_heads": 4, "key_dim": 16, "value_dim": 16, **sizes}
+    return [LayerSpec(**shape, window=windows[kind]) for kind in kinds]
+
+
+W, C = AttentionWindow(((64, None),)), AttentionWindow(((None, 32),))
+
+
+def test_layers_are_divided_by_window_into_groups_of_equal_size():
+    assert divide_layers(layers("WWWWWF" * 2), 10000, 64, 16) == LayerGroups(
+        (None, W, W, W, W, W),
+        (
+            *((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0)),
+            *((3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (0, 1)),
+        ),
+    )
+    # Three groups with empty places need less than 5 % more memory than four groups.
+    assert divide_layers(layers("FCFW"), 10000, 64, 16).windows == (None, C, W)
+
+
+def test_layers_form_one_group_if_groups_save_no_memory():
+    mixed = layers("WF")
+    assert divide_layers(mixed, 100, 64, 16) == single_group(mixed)
+    assert len(divide_layers(mixed, 1000, 64, 16).windows) == 2
+    # One layer with full attention among many would need many groups.
+    many = divide_layers(layers("W" * 50 + "F"), 100_000, 64, 16)
+    assert len(many.windows) <= 16
+
+
+def test_every_combination_without_groups_has_a_reason():
+    spec = PathSpec("packed", build=None, layers=layers("WF"))
+    cpu = torch.device("cpu")
+
+    def reason(spec=spec, device=cpu, max_model_len=10_000, **settings):
+        config = EngineConfig("model", **settings)
+        groups, reason = choose_layer_groups(config, spec, device, max_model_len, 64)
+        assert (len(groups.windows) == 1) == (reason != "")
+        return reason
+
+    assert reason() == ""
+    assert "same tokens" in reason(dataclasses.replace(spec, layers=layers("FF")))
+    assert "padded" in reason(dataclasses.replace(spec, name="padded"))
+    assert "one pass" in reason(dataclasses.replace(spec, whole_prefill=True))
+    assert "outside of blocks" in reason(dataclasses.replace(spec, bytes_per_token=8))
+    assert "GPUs" in reason(device=torch.device("cuda"))
+    assert "on disk" in reason(prefix_cache_disk="/folder")
+    assert "draft model" in reason(draft_model="/folder")
+    assert "tensor parallelism" in reason(tensor_parallel_size=2)
+    assert "save little memory" in reason(max_model_len=100)
+    shapes = [*layers("F"), *layers("W", key_dim=32)]
+    assert "different sizes" in reason(dataclasses.replace(spec, layers=shapes))
+
+
+def test_the_memory_plan_counts_the_blocks_of_all_groups():
+    config = EngineConfig("model", max_model_len=1000, max_num_seqs=4)
+    block = BlockShape(bytes_per_token=64, block_size=16, windows=(None, W), max_step_tokens=16)
+    # 63 blocks with full attention, and 6 blocks for the window and the step.
+    assert block.num_sequence_blocks(1000) == 69
+    limit = LengthLimit(2000, "")
+    plan = plan_memory(config, block, 0, limit, num_bytes=70 * 1024)
+    assert (plan.num_blocks, plan.max_model_len) == (69, 1000)
+    with pytest.raises(ConfigError, match=r"enough for 992 tokens.*needs 70.0 KiB"):
+        plan_memory(config, block, 0, limit, num_bytes=69 * 1024)
+    config = EngineConfig("model", max_num_seqs=4)
+    assert plan_memory(config, block, 0, limit, num_bytes=69 * 1024).max_model_len == 992
+    assert plan_memory(config, block, 0, limit, num_bytes=1000 * 1024).max_model_len == 2000
+
+
+@pytest.mark.parametrize("kind", [KVCache, Int8KVCache])
+def test_layers_with_the_same_place_share_the_tensors_of_a_cache(kind):
+    specs = layers("WWWF")
+    groups = divide_layers(specs, 10_000, 64, 16)
+    cache = kind(
+        specs,
+        num_blocks=6,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        groups=groups,
+    )
+    assert groups.num_places == 1
+    assert cache.group_of == [1, 2, 3, 0]
+    assert len(cache.tensors()) == 2 * (1 + (kind is Int8KVCache))
+    for tensor in cache.tensors():
+        tensor[2] = 3
+    content = cache.read_block(2)
+    cache.write_blocks([5], [content])
+    cache.copy_blocks([(5, 1)])
+    assert cache.read_block(1) == content != cache.read_block(4)
+    cache.clear([1])
+    assert cache.read_block(1) == cache.read_block(4)
+
+
+def test_a_small_pool_runs_more_requests_with_groups(tmp_path):
+    folder = FAMILIES["cohere2"].save(tmp_path)
+    engine = open_with_groups(folder, kv_cache_memory="256KiB", max_model_len=200)
+    single = open_engine(folder, kv_cache_memory="256KiB", max_model_len=200)
+    assert single._parts.scheduler.windows == (None,)
+
+    def most_running(engine):
+        rng = random.Random(1)
+        for number in range(8):
+            prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(150)]
+            engine.add_request(str(number), prompt, GREEDY)
+        most = 0
+        while engine.has_work():
+            engine.step()
+            most = max(most, engine.stats().num_requests_running)
+        return most
+
+    assert engine.info.kv_cache_bytes <= 2**18
+    assert most_running(engine) >= 2 * most_running(single)
+    engine.close()
+    single.close()

@@ -190,6 +190,9 @@ bench-agents: setup ## Simulate agents with and without prompt_cache_key: hit ra
 bench-context: setup ## Measure prefill and decode of a small model with up to 128,000 tokens
 	@$(BIN)/python -m loadtest.bench.bench_context $(ARGS)
 
+bench-windows: setup ## Compute the KV cache memory of models with sliding windows, with and without groups of layers
+	@$(BIN)/python -m loadtest.bench.bench_window_groups $(ARGS)
+
 bench-speculation: setup ## Measure tokens/s with and without draft tokens, and the share of accepted draft tokens; the first run trains a draft model
 	@$(BIN)/python -m loadtest.bench.bench_speculation --grow 10 --train-draft 1 $(ARGS)
 

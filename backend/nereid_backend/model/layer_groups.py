@@ -22,7 +22,7 @@ from nereid_backend.model.path_variants import PathSpec
 
 # Each group adds a block table for every sequence, which costs time in every step.
 _MAX_GROUPS = 16
-# A division with more groups is used only if it saves at least this share of the memory.
+# More groups are used only if fewer groups need at least this share more memory.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -102,7 +102,7 @@ def divide_layers(
 
     Example: 10 layers with full attention and 52 layers with a window of 1024 tokens, for requests
     of 131072 tokens, give 10 places in a block. There are one group with full attention and 6
-    groups with a window. Smaller blocks would save less than 5 %.
+    groups with a window. Other divisions would save less than 5 %.
 
     Args:
         layers: the attention layers, whose keys and values have the same sizes.
@@ -124,11 +124,8 @@ def divide_layers(
         # needs the least memory, and it comes first.
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.setdefault(len(groups.windows), groups)
-    best = candidates[1]
-    for num_groups in sorted(candidates):
-        if cost(candidates[num_groups]) < (1 - _MIN_SAVED_SHARE) * cost(best):
-            best = candidates[num_groups]
-    return best
+    limit = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates.values()))
+    return candidates[min(count for count in candidates if cost(candidates[count]) <= limit)]
 
 
 def _with_places(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:

@@ -193,9 +193,14 @@ def test_a_cached_prefix_is_found_although_blocks_before_the_window_were_evicted
 def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
     folder, expected = model
     lines: list[str] = []
-    settings = {"block_size": 16, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB"}
+    settings = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 8}
     config = EngineConfig(
-        str(folder), dtype="float32", num_threads=1, compile_forward=True, **settings
+        str(folder),
+        dtype="float32",
+        num_threads=1,
+        kv_cache_memory="4MiB",
+        compile_forward=True,
+        **settings,
     )
     engine = Engine(config, lines.append)
     assert "the forward pass is compiled" in lines

@@ -185,11 +185,11 @@ class BlockTables:
             if window is not window_before:
                 position = window.first_visible(sequence.num_computed_tokens)
                 first, window_before = position // self._block_size, window
+            # The block table may end before the window starts, because the block of the next token
+            # is allocated only when that token is planned.
+            end = min(first, len(table))
             num_dropped = sequence.num_dropped_blocks[group]
-            if first > num_dropped:
-                # The block table may end before the window starts, because the block of the next
-                # token is allocated only when that token is planned.
-                end = min(first, len(table))
+            if end > num_dropped:
                 self._pool.release(table[num_dropped:end])
                 table[num_dropped:end] = [self._pool.null_block] * (end - num_dropped)
                 sequence.num_dropped_blocks[group] = end

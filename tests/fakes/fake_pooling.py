@@ -114,7 +114,8 @@ class FakePooling:
             rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
             counts = np.array([len(text) for text in texts], dtype=np.int32)
             return PoolingOutputs({"probabilities": rows, "num_tokens": counts}, {})
-        queries, documents = call.tensors["query"], call.tensors["documents"]
+        queries = call.tensors["query"]
+        documents = _texts(call) if "parts" in call.tensors else call.tensors["documents"]
         queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
         scores = [relevance(q, d) for q, d in zip(queries, documents, strict=True)]
         if call.options.get("activation") == "none":

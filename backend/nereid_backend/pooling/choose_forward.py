@@ -243,9 +243,14 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
-    """Return the base model's table of position embeddings; None if there is no such table."""
+    """Return the base model's table of position embeddings; None if there is no such table.
+
+    The position embeddings of an image encoder do not count.
+    """
     for name, module in encoder.base.named_modules():
-        if isinstance(module, torch.nn.Embedding) and "position" in name.rsplit(".", 1)[-1]:
+        is_for_images = "vision" in name or "visual" in name
+        is_for_positions = "position" in name.rsplit(".", 1)[-1] and not is_for_images
+        if is_for_positions and isinstance(module, torch.nn.Embedding):
             return module
     return None
 

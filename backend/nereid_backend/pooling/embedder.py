@@ -77,11 +77,13 @@ class Embedder(_OfflineModel):
 
         Args:
             inputs: a list of inputs. Each is a text, a list of token ids, `{"text": str}` or
-                `{"image": bytes}`. A single input need not be in a list.
+                `{"image": bytes}`. A vision-language model also accepts an input with both keys. A
+                single input need not be in a list.
             dimensions: the number of leading elements of each vector to return. None means all.
             normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
             prompt_name: the name of a prompt of the checkpoint. The prompt precedes each text.
-            prompt: a text that precedes each text.
+            prompt: a text that precedes each text. For a vision-language model, the prompt is a
+                system message.
             truncate: whether an input that is too long is truncated. If False, it is refused.
 
         Returns:
@@ -115,9 +117,12 @@ class Embedder(_OfflineModel):
         return [value for value in values if isinstance(value, dict)]
 
     def encode_multi(
-        self, inputs: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
+        self, inputs: Sequence[Input], *, prompt_name: str | None = None, truncate: bool = False
     ) -> list[Floats]:
-        """Return the token vectors of each text, float32 [num_tokens, dimension]."""
+        """Return the token vectors of each text or image, float32 [num_tokens, dimension].
+
+        The inputs have the same forms as in `encode`.
+        """
         options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
         return [np.asarray(value) for value in self._run([_item(one, options) for one in inputs])]
 
@@ -129,7 +134,7 @@ class Reranker(_OfflineModel):
 
     def score(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Sequence[tuple[str, str | bytes]],
         *,
         activation: str | None = None,
         instruction: str | None = None,
@@ -138,7 +143,8 @@ class Reranker(_OfflineModel):
         """Return the scores of pairs of a query and a document.
 
         Args:
-            pairs: pairs of a query and a document.
+            pairs: pairs of a query and a document. For a vision-language model, a document can be
+                the content of an image file.
             activation: "none", "sigmoid" or "softmax". None means the checkpoint's default.
             instruction: for generative rerankers, a sentence that says when a document is relevant.
             truncate: whether a pair that is too long is truncated. If False, it is refused.

@@ -48,6 +48,8 @@ class GenerativeReranker:
         tokenizer: PreTrainedTokenizerBase,
         answers: tuple[int, int | None] | None,
         template_kwargs: dict[str, Any],
+        *,
+        has_parts: bool = False,
     ) -> None:
         """Determine the token ids of the answers, and how prompts are built.
 
@@ -56,11 +58,14 @@ class GenerativeReranker:
             answers: the token ids of the two answers, if the checkpoint's files name them. None
                 means the tokens "yes" and "no".
             template_kwargs: the variables with which the chat template is rendered.
+            has_parts: whether the template expects the content of a message as a list of parts, as
+                the templates of vision-language models do.
 
         Raises:
             ModelError: the tokenizer has no token "yes" or no token "no".
         """
         self._tokenizer = tokenizer
+        self._has_parts = has_parts
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         self._template_kwargs = template_kwargs
         # Only the files of sentence-transformers name the answer tokens.
@@ -127,15 +132,26 @@ class GenerativeReranker:
 
     def _render(self, query: str, document: str, instruction: str | None) -> str:
         """Return the text of the prompt."""
+        messages, variables = self.messages(query, document, instruction)
+        if not self._tokenizer.chat_template:
+            return "".join(f"{message['content']}\n" for message in messages)
+        return self._template(messages, **variables)
+
+    def messages(
+        self, query: str, document: str, instruction: str | None
+    ) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """Return the messages of a prompt, and the variables of the chat template.
+
+        Example: the query "a" and the document "b" return the messages [{"role": "query",
+        "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
+        """
         if self._has_roles:
-            return self._render_roles(query, document, instruction)
+            return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         )
-        if not self._tokenizer.chat_template:
-            return f"{_SYSTEM}\n{text}\n"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
-        return self._template(messages, add_generation_prompt=True, enable_thinking=False)
+        return messages, {"add_generation_prompt": True, "enable_thinking": False}
 
     def _renders_roles(self, *, must_be_known: bool) -> bool:
         """Return whether the template renders messages with the roles "query" and "document".
@@ -146,40 +162,36 @@ class GenerativeReranker:
                 result for such a template is False.
         """
         probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
-        text = self._render_roles(*probes, None)
+        text = self._render_roles(*probes)
         if not all(probe in text for probe in probes):
             return False
         if not must_be_known:
             return True
         # A template that copies any role renders the same text, except for the names of the roles.
-        unknown_text = self._render_roles(*probes, None, _UNKNOWN_ROLES)
+        unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)
         return unknown_text != text
 
-    def _render_roles(
-        self,
-        query: str,
-        document: str,
-        instruction: str | None,
-        roles: tuple[str, str] = _ROLES,
-    ) -> str:
+    def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
         """Return the rendered messages with the roles `roles`; "" if the template fails."""
-        messages = [
-            {"role": role, "content": text}
-            for role, text in zip(roles, (query, document), strict=True)
-        ]
-        if instruction is not None:
-            messages.insert(0, {"role": "system", "content": instruction})
         try:
-            return self._template(messages, **self._template_kwargs)
+            return self._template(
+                _role_messages(roles, query, document, None), **self._template_kwargs
+            )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
             # The template does not support the roles.
             return ""
 
     def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401
         """Return the messages as text, rendered with the chat template."""
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        rendered: list[Any] = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if self._has_parts
+            else message
+            for message in messages
+        ]
+        return str(self._tokenizer.apply_chat_template(rendered, tokenize=False, **kwargs))
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
@@ -199,3 +211,15 @@ class GenerativeReranker:
                 "this tokenizer lacks it. Choose another checkpoint."
             )
         return int(token_id)
+
+
+def _role_messages(
+    roles: tuple[str, str], query: str, document: str, instruction: str | None
+) -> list[dict[str, str]]:
+    """Return a message for the query and one for the document, and before them the instruction."""
+    messages = [
+        {"role": role, "content": text} for role, text in zip(roles, (query, document), strict=True)
+    ]
+    if instruction is not None:
+        messages.insert(0, {"role": "system", "content": instruction})
+    return messages

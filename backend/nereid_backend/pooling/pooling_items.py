@@ -15,13 +15,15 @@ Value = Floats | dict[int, float] | float
 
 @dataclass(frozen=True, slots=True)
 class PoolingItem:
-    """One input and its options. Exactly one of text, token_ids, pair and image is set.
+    """One input and its options.
+
+    Exactly one of text, token_ids, pair and image is set, or both text and image.
 
     Attributes:
         kind: the kind of output, one of PoolingInfo.kinds. Empty means the first one.
         text: a text. The tokenizer adds its special tokens.
         token_ids: the token ids of a text. No special tokens are added.
-        pair: a query and a document.
+        pair: a query and a document. The document is a text or the content of an image file.
         image: the content of an image file.
         dimensions: the number of leading elements of a dense vector to return. None means all.
         normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
@@ -37,7 +39,7 @@ class PoolingItem:
     kind: str = ""
     text: str | None = None
     token_ids: list[int] | None = None
-    pair: tuple[str, str] | None = None
+    pair: tuple[str, str | bytes] | None = None
     image: bytes | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -66,7 +68,8 @@ class PoolingInfo:
         normalizes: whether dense vectors are scaled to length 1 by default.
         activation: the default activation of scores.
         path: how batches are computed: "packed", "padded" (if the model cannot run packed), or
-            "rows" (batches of texts with equal lengths, if padding changes the model's output).
+            "rows" (batches of texts with equal lengths, if padding changes the model's output), or
+            "single" (one input at a time, if the inputs are images or may be images).
         labels: the labels of a classifier, in the order of its scores.
         prompts: the texts of the checkpoint's prompts by name.
         default_prompt_name: the name of the prompt for inputs without a prompt name; None if such

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from nereid_backend.pooling.choose_forward import (
     own_attention,
 )
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.image_forward import ImageForward
+from nereid_backend.pooling.image_prompts import ChatPrompts, Prompts, RetrievalPrompts
 from nereid_backend.pooling.image_text_towers import (
     ImageReader,
     check_towers,
@@ -32,7 +34,9 @@ from nereid_backend.pooling.integer_weights import store_as_integers
 from nereid_backend.pooling.length_limit import length_limit
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
+    IMAGE_CAUSAL,
     MASKED,
+    RETRIEVAL,
     SEQUENCE,
     TOKENS,
     TOWERS,
@@ -130,12 +134,15 @@ class PoolingModel:
         store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
         max_len = length_limit(config, spec, encoder)
         progress("comparing the vectors of texts in a batch and one by one")
-        # None for a model with a text and an image tower, which always computes padded batches.
+        # None for a model with a text and an image tower, which always computes padded batches, and
+        # for a vision-language model whose inputs are all computed one by one.
         self._chosen: ChosenForward | None = None
         # None for a model that is no classifier.
         self._head: Head | None = None
         if spec.loader == TOWERS:
             difference = check_towers(encoder, spec.architecture, max_len)
+        elif spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
+            difference = 0.0
         else:
             self._chosen = choose_forward(encoder, self._hook, spec.architecture, max_len)
             difference = self._chosen.difference
@@ -147,9 +154,12 @@ class PoolingModel:
         self._poolers, self._normalizes = self._choose_pooling()
         self._layers = load_output_layers(Path(config.model), spec, encoder)
         self._reranker = None
-        if spec.loader == CAUSAL:
+        if spec.loader in (CAUSAL, IMAGE_CAUSAL):
             self._reranker = GenerativeReranker(
-                encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
+                encoder.tokenizer,
+                spec.answer_tokens,
+                spec.template_kwargs,
+                has_parts=spec.loader == IMAGE_CAUSAL,
             )
         self.info = self._describe(
             config, max_len, difference, load_seconds=time.monotonic() - started
@@ -157,8 +167,19 @@ class PoolingModel:
         images = None
         if spec.loader == TOWERS:
             images = (ImageReader(spec), _image_tokens(encoder))
+        prompts: Prompts | None = None
+        if spec.takes_messages:
+            prompts = ChatPrompts(spec, self._reranker)
+        elif spec.loader == RETRIEVAL:
+            prompts = RetrievalPrompts(spec)
+        self._image_forward = ImageForward(encoder, spec) if prompts is not None else None
         self.preparer = ItemPreparer(
-            spec, self.info, encoder.tokenizer, reranker=self._reranker, images=images
+            spec,
+            self.info,
+            encoder.tokenizer,
+            reranker=self._reranker,
+            images=images,
+            prompts=prompts,
         )
 
     def close(self) -> None:
@@ -175,8 +196,12 @@ class PoolingModel:
         outputs: list[Value | None] = [None] * len(batch)
         for indices in self._split(batch):
             items = [batch[i] for i in indices]
-            has_images = items[0].pixels is not None
-            computed = self._run_images(items) if has_images else self._run_texts(items)
+            if self._is_alone(items[0]):
+                computed = self._run_alone(items)
+            elif items[0].pixels is not None:
+                computed = self._run_images(items)
+            else:
+                computed = self._run_texts(items)
             for i, output in zip(indices, computed, strict=True):
                 outputs[i] = output
         return outputs
@@ -184,14 +209,17 @@ class PoolingModel:
     def _split(self, batch: Sequence[Prepared]) -> list[list[int]]:
         """Divide a batch into smaller batches. Each smaller batch is a list of indices of items.
 
-        All images are one batch. All expanded queries are one batch. Packed texts are one batch.
+        All images of an image tower are one batch, and so are the inputs that a vision-language
+        model computes one by one. All expanded queries are one batch. Packed texts are one batch.
         Padded texts are divided into batches of similar lengths, so that there is little padding.
         Example: padded texts with 50, 6 and 5 tokens return [[2, 1], [0]].
         """
         images = [i for i, prepared in enumerate(batch) if prepared.pixels is not None]
-        texts = [i for i, prepared in enumerate(batch) if prepared.pixels is None]
+        alone = [i for i, prepared in enumerate(batch) if self._is_alone(prepared)]
+        others = {*images, *alone}
+        texts = [i for i in range(len(batch)) if i not in others]
         texts.sort(key=lambda i: len(batch[i].token_ids))
-        batches = [images] if images else []
+        batches = [indices for indices in (images, alone) if indices]
         # The expanded queries are a separate batch. All of them have the same length.
         expanded = [i for i in texts if batch[i].num_attended is not None]
         if expanded:
@@ -216,6 +244,29 @@ class PoolingModel:
         """Whether the token vectors and the output of the head are computed without padding."""
         has_padded_head = self._head is not None and self._head.rows in ("all", "whole")
         return self._chosen is not None and self._chosen.path == "packed" and not has_padded_head
+
+    def _is_alone(self, prepared: Prepared) -> bool:
+        """Return whether an input is computed without other inputs in the same forward pass."""
+        if self._image_forward is None:
+            return False
+        return prepared.images is not None or self._chosen is None
+
+    def _run_alone(self, items: list[Prepared]) -> list[Value | None]:
+        """Compute the outputs of inputs that may contain images, one by one."""
+        forward = self._image_forward
+        assert forward is not None
+        if self._reranker is not None:
+            rows = torch.stack([forward.last_logits(prepared) for prepared in items])
+            scores = _answer_scores(self._reranker, rows)
+            return score_outputs(scores, items, activation=self._spec.activation)
+        batch = TokenBatch.of(
+            [prepared.token_ids for prepared in items],
+            [prepared.type_ids for prepared in items],
+            self._encoder.device,
+        )
+        with own_attention(self._encoder, self._chosen) if self._chosen else nullcontext():
+            hidden = torch.cat([forward.token_vectors(prepared) for prepared in items])
+        return self._embed(hidden, batch, items)
 
     def _run_images(self, items: list[Prepared]) -> list[Value | None]:
         """Compute the outputs of images as one batch."""
@@ -273,11 +324,7 @@ class PoolingModel:
         """Return the scores [num_texts, 1]: the logit of "yes" minus the logit of "no"."""
         last = torch.tensor(batch.starts[1:], device=hidden.device) - 1
         slices = [logits for _, logits in token_logits(self._encoder, hidden[last])]
-        logits = torch.cat(slices).float()
-        score = logits[:, reranker.yes]
-        if reranker.no is not None:
-            score = score - logits[:, reranker.no]
-        return score[:, None]
+        return _answer_scores(reranker, torch.cat(slices).float())
 
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
@@ -352,7 +399,7 @@ class PoolingModel:
             labels=_labels(spec),
             prompts=dict(spec.prompts),
             default_prompt_name=spec.default_prompt_name,
-            accepts_images=spec.loader == TOWERS,
+            accepts_images=spec.takes_messages or spec.loader in (TOWERS, RETRIEVAL),
             device=str(encoder.device),
             dtype=str(encoder.dtype).removeprefix("torch."),
             max_batch_tokens=config.max_batch_tokens or default_tokens,
@@ -362,6 +409,8 @@ class PoolingModel:
 
     def _path(self) -> str:
         """Return how batches are computed (see PoolingInfo.path)."""
+        if self._spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
+            return "single"
         # Towers, and heads that need the whole model, compute padded batches (see Head.rows).
         if self._chosen is None or (self._head is not None and self._head.rows == "whole"):
             return "padded"
@@ -392,6 +441,8 @@ class PoolingModel:
         if spec.loader == MASKED:
             # A sparse vector has one weight for each entry of the vocabulary.
             return encoder.vocab_size
+        if spec.loader == RETRIEVAL:
+            return int(encoder.model.config.embedding_dim)
         text = encoder.model.config.get_text_config()
         # Some configs name the size of the token vectors d_model.
         hidden_size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
@@ -406,13 +457,24 @@ class PoolingModel:
         spec = self._spec
         if spec.loader == MASKED:
             return "splade"
-        if spec.loader == CAUSAL:
+        if spec.loader in (CAUSAL, IMAGE_CAUSAL):
             return "yes or no"
         if spec.loader in (SEQUENCE, TOKENS):
             return "the model's head"
         if spec.loader == TOWERS:
             return "the model's projection"
         return "none" if spec.kinds == ("multi_vector",) else "+".join(self._poolers)
+
+
+def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
+    """Return the scores [num_items, 1]: the logit of "yes" minus the logit of "no".
+
+    `logits` are the logits after the last token of each item, float32 [num_items, vocab_size].
+    """
+    score = logits[:, reranker.yes]
+    if reranker.no is not None:
+        score = score - logits[:, reranker.no]
+    return score[:, None]
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:

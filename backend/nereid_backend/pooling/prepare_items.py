@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.image_prompts import Prompts, check_length
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
 from nereid_backend.pooling.query_expansion import TextRules
@@ -35,11 +37,12 @@ class Prepared:
 
     Attributes:
         item: the item with its kind and its prompt filled in.
-        token_ids: the tokens of the text; empty for an image.
+        token_ids: the tokens of the text; empty for the image of a model with an image tower.
         type_ids: for each token 0 for the first text of a pair and 1 for the second one. None means
             the model's default.
         prompt_len: the number of the prompt's tokens at the beginning that are not pooled.
-        pixels: the pixels of an image, [channels, height, width]; None for a text.
+        pixels: the pixels of an image for a model with an image tower, [channels, height, width].
+        images: the image of a prompt for a vision-language model; None without an image.
         num_tokens: the number of tokens that count towards limits and usage.
         num_attended: the number of tokens at the beginning to which the tokens attend; None means
             all tokens. The other tokens are the mask tokens of a query expansion.
@@ -52,6 +55,7 @@ class Prepared:
     type_ids: list[int] | None = None
     prompt_len: int = 0
     pixels: Tensor | None = None
+    images: ImageInputs | None = None
     num_tokens: int = 0
     num_attended: int | None = None
     skips_words: bool = True
@@ -69,6 +73,7 @@ class ItemPreparer:
         *,
         reranker: GenerativeReranker | None,
         images: tuple[Callable[[bytes], Tensor], int] | None,
+        prompts: Prompts | None = None,
     ) -> None:
         """Store the arguments, and check the rules for queries and documents.
 
@@ -78,7 +83,8 @@ class ItemPreparer:
             tokenizer: the tokenizer of the checkpoint.
             reranker: builds the tokens of a pair for a generative reranker; None for other models.
             images: a function that decodes an image file to pixels, and the number of tokens that
-                an image counts as. None if the model does not accept images.
+                an image counts as. None if the model has no image tower.
+            prompts: prepares texts and images for a vision-language model; None for other models.
 
         Raises:
             ConfigError, ModelError: the model cannot follow the checkpoint's rules for queries (see
@@ -89,6 +95,7 @@ class ItemPreparer:
         self._tokenizer = tokenizer
         self._reranker = reranker
         self._images = images
+        self._prompts = prompts
         self._prompt_lens: dict[str, int] = {}
         side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
         self._text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
@@ -109,10 +116,12 @@ class ItemPreparer:
             with _error_index(index, len(items)):
                 checked[index] = self._check(item)
         for index, item in checked.items():
-            if not _has_text(item):
-                with _error_index(index, len(items)):
+            with _error_index(index, len(items)):
+                if self._prompts is not None and item.token_ids is None:
+                    prepared[index] = self._with_prompt(self._prompts, item)
+                elif not _has_text(item):
                     prepared[index] = self._without_text(item)
-        texts = {index: item for index, item in checked.items() if _has_text(item)}
+        texts = {index: item for index, item in checked.items() if index not in prepared}
         for index, ids, types in self._tokenise(texts):
             with _error_index(index, len(items)):
                 prepared[index] = self._with_text(texts[index], ids, types)
@@ -131,10 +140,12 @@ class ItemPreparer:
                 f"{kind}."
             )
         sources = (item.text, item.token_ids, item.pair, item.image)
-        if sum(source is not None for source in sources) != 1:
+        is_mixed = self._prompts is not None and None not in (item.text, item.image)
+        if sum(source is not None for source in sources) != 1 + is_mixed:
+            both = ", or both a text and an image" if self._prompts is not None else ""
             raise RequestError(
                 "input: an input must contain exactly one of the following: text, token ids, a "
-                "pair of texts, or an image."
+                f"pair of texts, or an image{both}."
             )
         self._check_options(item, kind)
         if kind == "score" and item.pair is None and item.token_ids is None:
@@ -143,9 +154,10 @@ class ItemPreparer:
             raise RequestError(
                 f"input: the kind {kind} requires one text, but the request has a pair."
             )
-        if item.image is not None and not info.accepts_images:
+        has_image = item.image is not None or (item.pair and isinstance(item.pair[1], bytes))
+        if has_image and not info.accepts_images:
             raise RequestError(f"image: {info.architecture} does not accept images.")
-        _check_prompt_fields(item)
+        _check_prompt_fields(item, takes_messages=self._prompts is not None)
         name = self._prompt_name(item)
         prompt = item.prompt if name is None else self._spec.prompts[name]
         for field, text in (("prompt", prompt), ("instruction", item.instruction)):
@@ -159,9 +171,7 @@ class ItemPreparer:
 
         Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
         """
-        texts: tuple[str, ...] = item.pair or ()
-        if item.text is not None:
-            texts = (item.text,)
+        texts = tuple(one for one in item.pair or (item.text,) if isinstance(one, str))
         if all(self._text_limit.fits(text) for text in texts):
             return item
         if not item.truncate:
@@ -169,8 +179,10 @@ class ItemPreparer:
                 self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
         if item.pair is None:
             return replace(item, text=self._text_limit.truncate(texts[0]))
-        query, document = map(self._text_limit.truncate, item.pair)
-        return replace(item, pair=(query, document))
+        query, document = item.pair
+        if isinstance(document, str):
+            document = self._text_limit.truncate(document)
+        return replace(item, pair=(self._text_limit.truncate(query), document))
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise RequestError if an option of an item is invalid or not supported by the model."""
@@ -204,7 +216,7 @@ class ItemPreparer:
         None means that the item has its own prompt or no prompt. The item must have passed
         `_check_prompt_fields`.
         """
-        if not _has_text(item) or item.prompt is not None:
+        if item.prompt is not None or not (_has_text(item) or self._prompts is not None):
             return None
         name = item.prompt_name
         if name is None:
@@ -215,6 +227,13 @@ class ItemPreparer:
                 f"prompt_name: the model has no prompt {name!r}. Its prompts are: {known}."
             )
         return name
+
+    def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
+        """Render an input of a vision-language model as a prompt."""
+        prompt = prompts.prepare(item)
+        check_length(prompt, self._info.max_model_len, truncate=item.truncate)
+        ids = prompt.token_ids
+        return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
 
     def _without_text(self, item: PoolingItem) -> Prepared:
         """Validate an image or token ids."""
@@ -276,9 +295,11 @@ class ItemPreparer:
         """Yield the tokens of the prompts for a generative reranker; see `_tokenise`."""
         for index, item in items.items():
             assert item.pair is not None
+            query, document = item.pair
+            assert isinstance(document, str)
             limit = self._info.max_model_len if item.truncate else None
             instruction = item.instruction or item.prompt
-            yield index, reranker.tokens(item.pair, instruction, limit), None
+            yield index, reranker.tokens((query, document), instruction, limit), None
 
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
         """Truncate or refuse a text that is too long, and return the prepared item."""
@@ -363,13 +384,17 @@ def _error_index(index: int, count: int) -> Iterator[None]:
         raise RequestError(f"input {index}: {error}") from error
 
 
-def _check_prompt_fields(item: PoolingItem) -> None:
-    """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text."""
+def _check_prompt_fields(item: PoolingItem, *, takes_messages: bool) -> None:
+    """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text.
+
+    If `takes_messages` is true, a prompt is a system message, which can also precede an image.
+    """
     if item.prompt is not None and item.prompt_name is not None:
         raise RequestError(
             "prompt: the request has both prompt and prompt_name. Send only one of them."
         )
-    if not _has_text(item) and (item.prompt or item.prompt_name is not None):
+    can_have_prompt = _has_text(item) or (takes_messages and item.image is not None)
+    if not can_have_prompt and (item.prompt or item.prompt_name is not None):
         raise RequestError(
             "prompt: a prompt can precede only a text or a pair of texts, but the input is a list "
             "of token ids or an image."
@@ -386,5 +411,5 @@ def _texts_of(item: PoolingItem) -> tuple[str, ...]:
 
     Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
     """
-    first, *rest = item.pair or (item.text or "",)
+    first, *rest = (one for one in item.pair or (item.text or "",) if isinstance(one, str))
     return ((item.prompt or "") + first, *rest)

@@ -9,7 +9,7 @@ TEXTS = "texts"
 INPUT_IDS = "input_ids"
 INPUT_LENGTHS = "input_lengths"
 PARTS = "parts"
-# Inputs of the model `rerank`, in addition to TEXTS
+# Inputs of the model `rerank`, in addition to TEXTS and PARTS
 QUERY = "query"
 DOCUMENTS = "documents"
 # Inputs of each of the two models

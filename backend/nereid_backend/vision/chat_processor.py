@@ -131,11 +131,23 @@ class ChatProcessor:
         Raises:
             RequestError: a message or an image is invalid.
         """
-        messages, found = split_messages(messages, self.limits)
-        if _chat_template(self._processor) is None:
+        return self.prepare_split(*split_messages(messages, self.limits), template_arguments or {})
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return _chat_template(self._processor) is not None
+
+    def prepare_split(
+        self,
+        messages: list[dict[str, Any]],
+        found: Sequence[FoundImage],
+        template_arguments: dict[str, Any],
+    ) -> ImagePrompt:
+        """Return the prompt of messages with a placeholder for each image; see `prepare`."""
+        if not self.has_template:
             return self._prepare_plain(messages, found)
-        text = self._render(messages, template_arguments or {})
-        return self.prepare_text(text, found)
+        return self.prepare_text(self._render(messages, template_arguments), found)
 
     def _prepare_plain(
         self, messages: list[dict[str, Any]], found: Sequence[FoundImage]
@@ -184,7 +196,7 @@ class ChatProcessor:
         try:
             return str(
                 self._processor.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **arguments
+                    messages, tokenize=False, **{"add_generation_prompt": True, **arguments}
                 )
             )
         except Exception as error:

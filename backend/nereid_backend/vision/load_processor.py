@@ -27,6 +27,14 @@ def has_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Return whether a checkpoint has a chat template, in a file of its own or in another file."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    paths = (folder / name for name in ("tokenizer_config.json", *_FILES))
+    return any(path.is_file() and '"chat_template":' in path.read_text("utf-8") for path in paths)
+
+
 def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
     """Return the processor of a checkpoint.
 

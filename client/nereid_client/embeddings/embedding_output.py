@@ -178,7 +178,7 @@ async def encode_list(items: Iterable[str]) -> str:
 
 
 def ranking(
-    scores: Floats, documents: Sequence[str], top_n: int | None, *, with_text: bool
+    scores: Floats, documents: Sequence[object], top_n: int | None, *, with_text: bool
 ) -> list[Ranked]:
     """Return the documents, sorted by descending score.
 
@@ -187,12 +187,13 @@ def ranking(
 
     Args:
         scores: the score of each document, a float32 array.
-        documents: the texts.
+        documents: the texts or images.
         top_n: the number of documents to return. None or 0 returns all.
-        with_text: whether the result contains the texts.
+        with_text: whether the result contains the texts. Images are never repeated.
     """
+    texts = [document if isinstance(document, str) else None for document in documents]
     order = np.argsort(-scores, kind="stable")[: top_n or None]
-    return [Ranked(int(i), float(scores[i]), documents[i] if with_text else None) for i in order]
+    return [Ranked(int(i), float(scores[i]), texts[i] if with_text else None) for i in order]
 
 
 def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:

@@ -67,15 +67,18 @@ async def late_interaction(
     Args:
         request: the HTTP request.
         served: the embedding model.
-        inputs: the input tensors `query` and `documents` of a reranker. There is one query for all
-            documents, or one query for each document.
+        inputs: the input tensors of a reranker: `query`, and `documents` or `parts`. There is one
+            query for all documents, or one query for each document.
         truncate: whether texts that are too long are cut.
     """
     vectors: list[list[Floats]] = []
     counts = []
     prompts = served.info.get("prompts", {})
     for tensor, names in _PROMPTS.items():
-        texts = ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
+        # Documents with images are in the tensor `parts`, which an embedding model has, too.
+        source = tensor if tensor in inputs.tensors else "parts"
+        target = "parts" if source == "parts" else "texts"
+        texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
         prompt_name = next((name for name in names if name in prompts), None)
         options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
         outputs = await call_model(request, served, texts, options)

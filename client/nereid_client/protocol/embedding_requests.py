@@ -341,7 +341,7 @@ def read_inputs(value: object, field: str) -> ModelInputs:
     elif isinstance(value[0], int | float):
         tensors = _token_tensors([check_token_ids(value, field, field)])
     else:
-        parts = [_content_part(item, field, index) for index, item in enumerate(value)]
+        parts = [content_part(item, field, f"{field}[{index}]") for index, item in enumerate(value)]
         tensors = {"parts": [json.dumps(part, ensure_ascii=False) for part in parts]}
     return ModelInputs(tensors, dict.fromkeys(tensors, field))
 
@@ -351,13 +351,14 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
     return {"input_ids": token_ids, "input_lengths": [len(ids) for ids in lists]}
 
 
-def _content_part(value: object, field: str, index: int) -> dict[str, str]:
-    """Validate a content part, and return it as `{"text": ...}` or `{"image": ...}`.
+def content_part(value: object, field: str, place: str) -> dict[str, str]:
+    """Validate a content part at `place`, and return it as `{"text": ...}` or `{"image": ...}`.
+
+    A part with a text and an image is returned with both keys.
 
     Example: OpenAI's {"type": "image_url", "image_url": {"url": "data:"}} returns
     {"image": "data:"}.
     """
-    place = f"{field}[{index}]"
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, dict):
@@ -366,18 +367,21 @@ def _content_part(value: object, field: str, index: int) -> dict[str, str]:
             f"{place} must be a string or a content part, but the request has {shown(value)}",
         )
     names = [name for name in _CONTENT_PARTS if value.get(name) is not None]
-    if len(names) != 1:
+    if not names or {"image", "image_url"} <= set(names):
         raise FieldError(
             field,
-            f"{place} must have exactly one of text, image and image_url, but the request has "
-            f"{shown(value)}",
+            f"{place} must have text, or one of image and image_url, or both a text and an image, "
+            f"but the request has {shown(value)}",
         )
-    content = value[names[0]]
-    if names[0] == "image_url" and isinstance(content, dict):
-        content = content.get("url")
-    if not isinstance(content, str):
-        raise FieldError(
-            field,
-            f"{place}.{names[0]} must be a string, but the request has {shown(content)}",
-        )
-    return {"text" if names[0] == "text" else "image": content}
+    part = {}
+    for name in names:
+        content = value[name]
+        if name == "image_url" and isinstance(content, dict):
+            content = content.get("url")
+        if not isinstance(content, str):
+            raise FieldError(
+                field,
+                f"{place}.{name} must be a string, but the request has {shown(content)}",
+            )
+        part["text" if name == "text" else "image"] = content
+    return part

@@ -4,13 +4,18 @@ The bodies have the formats of vLLM, Jina, Cohere, SGLang and TEI. Like the serv
 formats, Nereid ignores fields that are not declared here.
 """
 
+import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest
+from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest, content_part
 from nereid_client.protocol.request_body import RequestBody
+
+Document = str | dict[str, str]
+"""A document: a text, or an image as `{"image": ...}`."""
 
 
 class RerankRequest(PoolingRequest):
@@ -19,7 +24,8 @@ class RerankRequest(PoolingRequest):
     query: Any = Field(...)
     """The text that the documents are compared with."""
     documents: list[Any] | None = None
-    """The texts to rank."""
+    """The texts or images to rank. A vision-language model is needed for images, each of which is
+    `{"image": ...}` or a content part of OpenAI's format."""
     texts: list[str] | None = None
     """TEI's name of documents."""
     top_n: Annotated[int, Field(ge=0)] | None = None
@@ -52,10 +58,8 @@ class RerankRequest(PoolingRequest):
 
     @field_validator("documents")
     @classmethod
-    def _check_documents(cls, value: list[Any] | None) -> list[str] | None:
-        if value is None:
-            return None
-        return [text_of(one, "documents", f"documents[{at}]") for at, one in enumerate(value)]
+    def _check_documents(cls, value: list[Any] | None) -> list[Document] | None:
+        return None if value is None else _documents_of("documents", value)
 
     @model_validator(mode="after")
     def _check_ranked_texts(self) -> Self:
@@ -66,23 +70,22 @@ class RerankRequest(PoolingRequest):
                 "documents",
                 f"Exactly one of documents and texts is required, but the request has {given}",
             )
-        if not self.ranked_texts:
+        if not self.ranked_documents:
             field = "documents" if self.texts is None else "texts"
             raise FieldError(field, f"{field} must not be an empty list")
         return self
 
     @property
-    def ranked_texts(self) -> list[str]:
-        """The texts to rank: the field `documents` or `texts`."""
-        return (self.documents if self.texts is None else self.texts) or []
+    def ranked_documents(self) -> list[Document]:
+        """The texts or images to rank: the field `documents` or `texts`."""
+        documents: list[Document] | None = self.documents
+        return [*self.texts] if self.texts is not None else documents or []
 
     @property
     def model_inputs(self) -> ModelInputs:
-        """The input tensors of the reranker: the query and the texts to rank."""
-        return ModelInputs(
-            {"query": [self.query], "documents": self.ranked_texts},
-            {"query": "query", "documents": "documents" if self.texts is None else "texts"},
-        )
+        """The input tensors of the reranker: the query and the documents to rank."""
+        field = "documents" if self.texts is None else "texts"
+        return _pair_inputs([self.query], self.ranked_documents, "query", field)
 
     def options(self) -> dict[str, Any]:
         """Return the JSON object for the input `options` of the Triton model `rerank`."""
@@ -173,7 +176,7 @@ class ScoreRequest(PoolingRequest):
             if value == []:
                 raise FieldError(name, f"{name} must not be an empty list")
         num_queries = len(self.query_texts)
-        num_documents = len(self.document_texts)
+        num_documents = len(self.scored_documents)
         if num_queries not in (1, num_documents):
             raise FieldError(
                 self.query_field,
@@ -201,17 +204,23 @@ class ScoreRequest(PoolingRequest):
         return _texts_of(self.query_field, getattr(self, self.query_field))
 
     @property
-    def document_texts(self) -> list[str]:
-        """The texts of the documents."""
-        return _texts_of(self.document_field, getattr(self, self.document_field))
+    def scored_documents(self) -> list[Document]:
+        """The texts or images of the documents."""
+        return _documents_of(self.document_field, getattr(self, self.document_field))
 
     @property
     def model_inputs(self) -> ModelInputs:
         """The input tensors of the reranker: the queries and the documents."""
-        return ModelInputs(
-            {"query": self.query_texts, "documents": self.document_texts},
-            {"query": self.query_field, "documents": self.document_field},
+        return _pair_inputs(
+            self.query_texts, self.scored_documents, self.query_field, self.document_field
         )
+
+    @property
+    def embedding_inputs(self) -> ModelInputs:
+        """The input tensor of an embedding model: the queries and then the documents."""
+        inputs: list[Document] = [*self.query_texts, *self.scored_documents]
+        name, values = document_tensor(inputs, "texts")
+        return ModelInputs({name: values}, {name: self.document_field})
 
 
 class ClassifyRequest(PoolingRequest):
@@ -273,3 +282,59 @@ def _texts_of(field: str, value: object) -> list[str]:
     if isinstance(value, list):
         return [text_of(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
     return [text_of(value, field, field)]
+
+
+def document_tensor(documents: Sequence[Document], name: str) -> tuple[str, list[str]]:
+    """Return the name and the values of the input tensor for documents.
+
+    Examples: ["a"] and the name "texts" return ("texts", ["a"]). ["a", {"image": "data:"}] returns
+    ("parts", ['{"text": "a"}', '{"image": "data:"}']).
+
+    Args:
+        documents: the documents.
+        name: the name of the tensor if all documents are texts.
+    """
+    texts = [document for document in documents if isinstance(document, str)]
+    if len(texts) == len(documents):
+        return name, texts
+    parts = [{"text": one} if isinstance(one, str) else one for one in documents]
+    return "parts", [json.dumps(part, ensure_ascii=False) for part in parts]
+
+
+def _pair_inputs(
+    queries: list[str], documents: Sequence[Document], query_field: str, document_field: str
+) -> ModelInputs:
+    """Return the input tensors of a reranker for queries and documents."""
+    name, values = document_tensor(documents, "documents")
+    return ModelInputs(
+        {"query": queries, name: values}, {"query": query_field, name: document_field}
+    )
+
+
+def _documents_of(field: str, value: object) -> list[Document]:
+    """Return the texts and images in a field whose value is a document or a list of documents.
+
+    Raises: FieldError if the value has another type.
+    """
+    if isinstance(value, list):
+        return [_document_of(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
+    return [_document_of(value, field, field)]
+
+
+def _document_of(value: object, field: str, place: str) -> Document:
+    """Return a text, or an image as `{"image": ...}`.
+
+    Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
+    """
+    part = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(part, dict) and isinstance(part.get("content"), list):
+        return _document_of(part["content"], field, place)
+    if isinstance(part, dict) and ("image" in part or "image_url" in part):
+        image = content_part(part, field, place)
+        if "text" in image:
+            raise FieldError(
+                field,
+                f"{place} has both a text and an image, but a document must be one of them",
+            )
+        return image
+    return text_of(value, field, place)

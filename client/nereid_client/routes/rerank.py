@@ -90,7 +90,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
         outputs = await call_model(request, served, body.model_inputs, options)
     ranked = embedding_output.ranking(
         outputs.arrays["scores"],
-        body.ranked_texts,
+        body.ranked_documents,
         body.top_n,
         with_text=_with_text(body, response_format),
     )

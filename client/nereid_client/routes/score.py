@@ -84,11 +84,8 @@ async def _call_embedder(
     The array `embeddings` has a vector of length 1 for each query, and then one for each document.
     """
     require_kind(served, "dense")
-    inputs = ModelInputs(
-        {"texts": [*body.query_texts, *body.document_texts]}, {"texts": body.document_field}
-    )
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
-    return await call_model(request, served, inputs, options)
+    return await call_model(request, served, body.embedding_inputs, options)
 
 
 def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from fakes.fake_pooling import FakePooling
+from fakes.fake_pooling import FakePooling, _texts
 from nereid_client.embeddings.late_interaction import max_sim
 from nereid_client.embeddings.pooling_backend import PoolingOutputs
 
@@ -33,7 +33,7 @@ class LetterVectors(FakePooling):
 
     def _embed(self, call):
         outputs = super()._embed(call)
-        letters = "".join(call.tensors["texts"])
+        letters = "".join(_texts(call))
         vectors = np.eye(26, dtype=np.float32)[[ord(letter) - ord("a") for letter in letters]]
         vectors = vectors.view(RecordingArray)
         return PoolingOutputs({**outputs.arrays, "embeddings": vectors}, {})
@@ -60,6 +60,17 @@ async def test_documents_are_ranked_by_their_late_interaction(ask, pooling):
     assert answer["model"] == "tiny-embed"
     assert answer["usage"]["prompt_tokens"] == 2 + 9
     assert [call.options.get("prompt_name") for call in pooling.calls] == ["query", "document"]
+
+
+async def test_pages_that_are_images_are_ranked_by_their_late_interaction(ask, pooling):
+    # The fake model takes an image for the text "image".
+    documents = ["xyz", {"image": "aGk="}]
+    answer = (await ask("/v1/rerank", query="gem", documents=documents)).json()
+    found = [(one["index"], one["relevance_score"]) for one in answer["results"]]
+    assert found == [(1, 3.0), (0, 0.0)]
+    assert [next(iter(call.tensors)) for call in pooling.calls] == ["texts", "parts"]
+    scores = (await ask("/v1/score", text_1="gem", text_2=documents)).json()["data"]
+    assert [one["score"] for one in scores] == [0.0, 3.0]
 
 
 async def test_the_event_loop_computes_no_scores(ask):

@@ -90,6 +90,7 @@ async def test_an_instruction_is_a_prompt_and_minus_one_truncates(ask, pooling):
         {"image": "aGk="},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
         {"type": "text", "text": "image"},
+        {"text": "image", "image": "aGk="},
     ],
 )
 async def test_content_parts_are_passed_on(ask, pooling, part):
@@ -117,8 +118,8 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
             "input[1] must be a list of at least one token id, but the request has []",
         ),
         (
-            {"input": [{"text": "a", "image": "b"}]},
-            "input[0] must have exactly one of text, image and image_url, but the request has",
+            {"input": [{"image": "a", "image_url": "b"}]},
+            "input[0] must have text, or one of image and image_url, or both a text and an image",
         ),
         ({"input": "a", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
         ({"input": "a", "dimensions": 9}, "dimensions must be from 1 to 4, got 9"),

@@ -1,6 +1,7 @@
 """/v1/rerank, /v2/rerank, /rerank, /v1/score and /classify over a fake backend."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -67,6 +68,40 @@ async def test_documents_may_be_content_parts(ask):
     documents = [{"text": "red"}, {"type": "text", "text": "fox"}, "x"]
     answer = (await ask("/v1/rerank", query={"text": "fox"}, documents=documents)).json()
     assert [item["index"] for item in answer["results"]] == [1, 0, 2]
+
+
+async def test_documents_may_be_images(ask, pooling):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    documents = ["a red fox", image, {"content": [{"image": "aGk="}]}]
+    answer = (await ask("/v1/rerank", query="image", documents=documents)).json()
+    # The fake reranker takes each image for the text "image". The response repeats only texts.
+    assert answer["results"] == [
+        {"index": 1, "relevance_score": 1.0},
+        {"index": 2, "relevance_score": 1.0},
+        {"index": 0, "relevance_score": 0.0, "document": {"text": "a red fox"}},
+    ]
+    assert [json.loads(part) for part in pooling.calls[0].tensors["parts"]] == [
+        {"text": "a red fox"},
+        {"image": "data:image/png;base64,aGk="},
+        {"image": "aGk="},
+    ]
+    scores = (await ask("/v1/score", text_1="image", text_2=documents)).json()["data"]
+    assert [one["score"] for one in scores] == [0.0, 1.0, 1.0]
+
+
+async def test_a_document_with_a_text_and_an_image_is_refused(ask):
+    documents = ["a", {"text": "b", "image": "aGk="}]
+    error = problem(await ask("/v1/rerank", query="x", documents=documents))
+    assert error["param"] == "documents"
+    assert "documents[1] has both a text and an image" in error["message"]
+
+
+async def test_an_embedding_model_scores_images_by_their_cosine(ask, pooling):
+    pooling.unconfigured = {"rerank"}
+    body = {"text_1": "image", "text_2": [{"image": "aGk="}, "image"]}
+    scores = (await ask("/v1/score", **body)).json()["data"]
+    assert [one["score"] for one in scores] == [pytest.approx(1.0)] * 2
+    assert "parts" in pooling.calls[-1].tensors
 
 
 async def test_equal_scores_keep_the_requests_order(ask):

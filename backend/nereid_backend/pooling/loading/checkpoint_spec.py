@@ -19,7 +19,12 @@ from nereid_backend.pooling.late_interaction import (
     is_pylate,
     read_late_interaction,
 )
-from nereid_backend.pooling.loading.checkpoint_task import SEQUENCE_HEAD, TOKEN_HEAD, choose_task
+from nereid_backend.pooling.loading.checkpoint_task import (
+    GENERATIVE,
+    SEQUENCE_HEAD,
+    TOKEN_HEAD,
+    choose_task,
+)
 from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
 from nereid_backend.pooling.sentence_modules import (
     MULTI_VECTOR_FILE,
@@ -31,6 +36,7 @@ from nereid_backend.pooling.sentence_modules import (
     read_json,
     read_modules,
 )
+from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
 # The kind of model that is loaded. Each kind has its own auto class of transformers.
 BASE = "base"
@@ -39,6 +45,10 @@ TOKENS = "tokens"
 MASKED = "masked"
 CAUSAL = "causal"
 TOWERS = "towers"
+IMAGE_CAUSAL = "image_causal"
+RETRIEVAL = "retrieval"
+# The class name of a model that returns one vector for each token of a page ends with this text.
+RETRIEVAL_HEAD = "ForRetrieval"
 
 # In older configs, the module Pooling has one boolean field for each pooling method. This dict maps
 # the name of each field to the pooling method.
@@ -70,8 +80,11 @@ class CheckpointSpec:
         architecture: the name of the model's class in the config.
         task: "embed", "rerank" or "classify".
         kinds: the kinds of output, the default one first (see PoolingItem.kind).
-        loader: the kind of model that is loaded: BASE, SEQUENCE, TOKENS, MASKED, CAUSAL or
-            TOWERS.
+        loader: the kind of model that is loaded: BASE, SEQUENCE, TOKENS, MASKED, CAUSAL, TOWERS,
+            IMAGE_CAUSAL or RETRIEVAL.
+        has_modules: whether the checkpoint has a modules.json.
+        takes_messages: whether inputs are chat messages that the checkpoint's processor renders.
+            They can contain images.
         poolers: the methods that turn token vectors into one vector. The results of several methods
             are concatenated. Empty means the default for the model.
         include_prompt: whether the tokens of a prompt are pooled, too.
@@ -97,6 +110,8 @@ class CheckpointSpec:
     task: str
     kinds: tuple[str, ...] = ()
     loader: str = BASE
+    has_modules: bool = False
+    takes_messages: bool = False
     poolers: tuple[str, ...] = ()
     include_prompt: bool = True
     token_modules: tuple[ModuleSpec, ...] = ()
@@ -133,7 +148,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     task = choose_task(settings, architecture, modules, config, folder)
     # `base` contains the fields that all tasks have. The functions below add the other fields, such
     # as `kinds` and `loader`.
-    base = _read_base(folder, config, architecture, task, saved)
+    base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
     # The setting `pooling` replaces the checkpoint's modules.
@@ -171,9 +186,12 @@ def _read_base(
         UnsupportedModelError: the checkpoint embeds texts with a chat template.
     """
     settings = _read_settings(folder)
-    if task == "embed" and "message" in (settings.get("modality_config") or {}):
+    takes_messages = _takes_messages(folder, config, architecture, settings)
+    has_message = "message" in (settings.get("modality_config") or {})
+    if task == "embed" and has_message and not takes_messages:
         raise UnsupportedModelError(
-            f"{folder} embeds texts with a chat template (modality_config), which is not supported."
+            f"{folder} embeds texts with a chat template (modality_config), but it is no "
+            "vision-language model. This is not supported."
         )
     prompts = saved.get("prompts") or {}
     length = settings.get("max_seq_length")
@@ -182,6 +200,7 @@ def _read_base(
         config=config,
         architecture=architecture,
         task=task,
+        takes_messages=takes_messages,
         prompts={str(name): text for name, text in prompts.items() if isinstance(text, str)},
         default_prompt_name=saved.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
@@ -251,7 +270,7 @@ def _describe_generative_reranker(
     return replace(
         base,
         kinds=("score",),
-        loader=CAUSAL,
+        loader=IMAGE_CAUSAL if base.takes_messages else CAUSAL,
         activation=activation or "sigmoid",
         answer_tokens=answer_tokens,
     )
@@ -306,7 +325,9 @@ def _describe_embedding(
         num_log1p = 2 if splade.get("activation_function") == "log1p_relu" else 1
         strategy = str(splade.get("pooling_strategy", "max"))
         return replace(base, kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p))
-    if _has_towers(base.config):
+    if base.architecture.endswith(RETRIEVAL_HEAD):
+        return replace(base, kinds=("multi_vector",), loader=RETRIEVAL, takes_messages=False)
+    if _has_towers(base.config) and not base.takes_messages:
         normalizes = ends_with_normalize(later)
         return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)
     token_modules = tuple(
@@ -431,3 +452,21 @@ def _has_towers(config: PretrainedConfig) -> bool:
     """Return whether the model has a text encoder and an image encoder with a common space."""
     modules = (getattr(config, name, None) for name in ("text_config", "vision_config"))
     return all(modules) and hasattr(config, "projection_dim")
+
+
+def _takes_messages(
+    folder: Path, config: PretrainedConfig, architecture: str, settings: dict[str, Any]
+) -> bool:
+    """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
+
+    The settings of sentence-transformers name the kinds of inputs in `modality_config`. Without
+    this entry, a checkpoint with an image processor and a chat template takes messages, as in
+    sentence-transformers.
+    """
+    modalities = settings.get("modality_config")
+    if modalities is not None and "message" not in modalities:
+        return False
+    has_images = getattr(config, "vision_config", None) is not None
+    # A model with separate towers has the class name of a base model, such as CLIPModel.
+    is_generative = architecture.endswith(GENERATIVE)
+    return has_images and is_generative and has_processor(folder) and has_chat_template(folder)

@@ -10,7 +10,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
 
 # The names of generative architectures end with one of these texts.
-_GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # The class name of a model with a classification head ends with this text.
 SEQUENCE_HEAD = "ForSequenceClassification"
 # The class name of a model that classifies single tokens ends with this text.
@@ -58,7 +58,7 @@ def choose_task(
             f"task: reranking requires a head with 1 label, but {architecture} in {folder} has "
             f"{config.num_labels}. Set task=classify."
         )
-    if not (has_head or architecture.endswith(_GENERATIVE)):
+    if not (has_head or architecture.endswith(GENERATIVE)):
         raise ConfigError(
             f"task: reranking requires a *{SEQUENCE_HEAD} checkpoint with 1 label, or a "
             f"generative checkpoint that answers yes or no, but this one has {architecture}."
@@ -80,7 +80,7 @@ def _task_from_files(
         return "rerank"
     if architecture.endswith(SEQUENCE_HEAD):
         return "rerank" if config.num_labels == 1 else "classify"
-    if architecture.endswith(_GENERATIVE):
+    if architecture.endswith(GENERATIVE):
         raise ConfigError(
             f"task: {folder} is a generative checkpoint ({architecture}), and its files do not "
             "name a task. Set task=embed (the vector of the last token) or task=rerank (the model "

@@ -15,6 +15,7 @@ from transformers import (
     AddedToken,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -32,7 +33,9 @@ from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANF
 from nereid_backend.pooling.loading.checkpoint_spec import (
     BASE,
     CAUSAL,
+    IMAGE_CAUSAL,
     MASKED,
+    RETRIEVAL,
     SEQUENCE,
     TOKENS,
     TOWERS,
@@ -47,6 +50,7 @@ _AUTO: dict[str, Any] = {
     TOKENS: AutoModelForTokenClassification,
     MASKED: AutoModelForMaskedLM,
     CAUSAL: AutoModelForCausalLM,
+    IMAGE_CAUSAL: AutoModelForImageTextToText,
     TOWERS: AutoModel,
 }
 # A tensor whose name ends with one of these texts is constant. A checkpoint may lack such a tensor,
@@ -141,7 +145,7 @@ def load_encoder(
 
 def _base_module(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
     """Return the part of the model that computes token vectors (see Encoder.base)."""
-    if spec.loader == BASE:
+    if spec.loader in (BASE, RETRIEVAL):
         return model
     if spec.loader == TOWERS:
         return getattr(model, "text_model", model)
@@ -304,6 +308,12 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
     `has_folder` is whether transformers reads the weights from the folder of the checkpoint. The
     auto classes cannot load a model without a folder.
     """
+    if spec.loader == RETRIEVAL:
+        # transformers has no auto class for these models.
+        retrieval_class = getattr(transformers, spec.architecture, None)
+        if retrieval_class is None:
+            raise ValueError(f"transformers has no class {spec.architecture}")
+        return retrieval_class.from_pretrained, {}
     auto = _AUTO[spec.loader]
     load_with_auto_class = (auto.from_pretrained, {"trust_remote_code": False})
     if has_folder and spec.loader != BASE:

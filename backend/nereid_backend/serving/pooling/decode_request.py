@@ -131,12 +131,13 @@ def split_token_ids(
 
 
 def parse_part(text: str, index: int) -> tuple[str, Any]:
-    """Parse one element of the tensor `parts`, which is a text or an image.
+    """Parse one element of the tensor `parts`, which is a text, an image, or both.
 
     Example: `{"text": "hello"}` returns `("text", "hello")`.
 
     Returns:
-        The name of a field of PoolingItem, and its value: ("text", str) or ("image", bytes).
+        The name of a field of PoolingItem, and its value: ("text", str) or ("image", bytes). For a
+        text and an image ("mixed", {"text": str, "image": bytes}).
 
     Raises:
         RequestError: the element is neither a text nor an image, or the image is not base64.
@@ -146,16 +147,19 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(value, dict) or set(value) not in ({"text"}, {"image"}):
+    if not isinstance(value, dict) or not value or not set(value) <= {"text", "image"}:
         raise RequestError(
-            f'{where} must be {{"text": ...}} or {{"image": ...}}, but it is {text[:80]}.'
+            f'{where} must be {{"text": ...}}, {{"image": ...}} or an object with both keys, but '
+            f"it is {text[:80]}."
         )
-    ((name, content),) = value.items()
-    if not isinstance(content, str):
-        raise RequestError(
-            f"{where}: {name} must be a string, but it is {json.dumps(content)[:80]}."
-        )
-    return (name, content) if name == "text" else (name, decode_image(content, where))
+    for name, content in value.items():
+        if not isinstance(content, str):
+            raise RequestError(
+                f"{where}: {name} must be a string, but it is {json.dumps(content)[:80]}."
+            )
+    if "image" in value:
+        value["image"] = decode_image(value["image"], where)
+    return ("mixed", value) if len(value) == 2 else next(iter(value.items()))
 
 
 def decode_image(text: str, where: str) -> bytes:
@@ -186,7 +190,27 @@ def decode_image(text: str, where: str) -> bytes:
         raise RequestError(f"{where}: the image is not valid base64: {error}") from None
 
 
-def pair_queries(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+def parse_document(text: str, index: int) -> str | bytes:
+    """Parse one element of the tensor `parts` of the model `rerank`: a text or an image.
+
+    Example: `{"text": "hello"}` returns "hello".
+
+    Raises:
+        RequestError: the element is not one text or one image.
+    """
+    name, content = parse_part(text, index)
+    if name == "mixed":
+        raise RequestError(
+            f"{names.PARTS}: element {index} has both a text and an image, but a document must be "
+            "one of them. Send two documents."
+        )
+    document: str | bytes = content
+    return document
+
+
+def pair_queries(
+    queries: Sequence[str], documents: Sequence[str | bytes]
+) -> list[tuple[str, str | bytes]]:
     """Pair each query with the document of the same index.
 
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].

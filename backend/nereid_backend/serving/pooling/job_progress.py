@@ -114,8 +114,9 @@ class _JobProgress:
                 items.append(PoolingItem(pair=pair, **self.job.options))
                 size += sum(map(len, pair))
             else:
-                items.append(PoolingItem(**{name: value}, **self.job.options))
-                size += len(value)
+                fields = value if name == "mixed" else {name: value}
+                items.append(PoolingItem(**fields, **self.job.options))
+                size += sum(map(len, fields.values()))
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)

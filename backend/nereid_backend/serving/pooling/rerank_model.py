@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton model `rerank`: it scores documents, or classifies texts or their tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ class RerankModel(PoolingStub):
 
     kind = names.RERANK
     tasks = ("rerank", "classify")
-    input_names = (names.QUERY, names.DOCUMENTS, names.TEXTS)
+    input_names = (names.QUERY, names.DOCUMENTS, names.PARTS, names.TEXTS)
     option_types = decode_request.RERANK_OPTIONS
 
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
@@ -29,18 +30,24 @@ class RerankModel(PoolingStub):
         """
         if given == [names.TEXTS]:
             return self._classify_job(request, options)
-        if given != [names.QUERY, names.DOCUMENTS]:
+        if given not in ([names.QUERY, names.DOCUMENTS], [names.QUERY, names.PARTS]):
             raise RequestError(
-                f"{names.QUERY}: a request must have {names.QUERY} and {names.DOCUMENTS}, or only "
-                f"{names.TEXTS} for a classifier, but it has {' and '.join(given) or 'none'}."
+                f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
+                f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
+                f"{' and '.join(given) or 'none'}."
             )
         queries = self.read_texts(request, names.QUERY, options)
-        documents = self.read_texts(request, names.DOCUMENTS, options)
+        documents: Sequence[str | bytes]
+        if given[1] == names.PARTS:
+            parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
+            documents = [decode_request.parse_document(part, at) for at, part in enumerate(parts)]
+        else:
+            documents = self.read_texts(request, names.DOCUMENTS, options)
         if len(queries) == 1:
             inputs = [("document", document) for document in documents]
-            return Job(names.DOCUMENTS, inputs, options, query=queries[0])
+            return Job(given[1], inputs, options, query=queries[0])
         pairs = decode_request.pair_queries(queries, documents)
-        return Job(names.DOCUMENTS, [("pair", pair) for pair in pairs], options)
+        return Job(given[1], [("pair", pair) for pair in pairs], options)
 
     def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
         """Return the job of a request that classifies texts or their tokens.

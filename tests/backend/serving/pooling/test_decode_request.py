@@ -83,13 +83,23 @@ def test_a_part_is_a_text_or_an_image():
     assert decode_request.parse_part(f'{{"image": "{encoded}"}}', 0) == ("image", b"picture")
     url = f"data:image/png;base64,{encoded}"
     assert decode_request.parse_part(f'{{"image": "{url}"}}', 0) == ("image", b"picture")
+    both = {"text": "x", "image": b"picture"}
+    assert decode_request.parse_part(f'{{"text": "x", "image": "{url}"}}', 0) == ("mixed", both)
+
+
+def test_a_document_is_a_text_or_an_image_but_not_both():
+    assert decode_request.parse_document('{"text": "x"}', 0) == "x"
+    assert decode_request.parse_document('{"image": "aGk="}', 0) == b"hi"
+    with pytest.raises(RequestError, match="element 1 has both a text and an image"):
+        decode_request.parse_document('{"text": "x", "image": "aGk="}', 1)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "parts: element 2 is not valid JSON"),
-        ('{"text": "a", "image": "b"}', "parts: element 2 must be"),
+        ('{"video": "b"}', "parts: element 2 must be"),
+        ("{}", "parts: element 2 must be"),
         ('{"text": 3}', "text must be a string"),
         ('{"image": "https://x.y/z.png"}', "does not fetch URLs"),
         ('{"image": "data:image/png,xyz"}', "a data: URL must have the form"),

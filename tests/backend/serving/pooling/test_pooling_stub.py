@@ -13,6 +13,8 @@ from backend.serving.fake_server import TESTS, MetricFamily, Request
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving.pooling import pooling_metrics
 from nereid_backend.serving.pooling.embedding_model import EmbeddingModel
+from nereid_backend.serving.pooling.job_progress import _JobProgress
+from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.pooling.rerank_model import RerankModel
 
 WORKER = "backend.serving.pooling.scripted_worker"
@@ -172,6 +174,24 @@ def test_the_query_of_many_documents_is_sent_to_the_worker_once(monkeypatch):
     monkeypatch.setattr(RerankModel, "read_texts", lambda self, request, name, options: texts[name])
     job = RerankModel().read_job(None, [names.QUERY, names.DOCUMENTS], {})
     assert len(msgpack.packb(job.row())) < 1_000_000
+
+
+def test_documents_that_are_images_become_the_items_of_a_job(monkeypatch):
+    tensors = {names.QUERY: ["q"], names.PARTS: ['{"text": "d"}', '{"image": "aGk="}']}
+    monkeypatch.setattr(
+        RerankModel, "read_texts", lambda self, request, name, options: tensors[name]
+    )
+    monkeypatch.setattr(RerankModel, "read_array", lambda self, request, name: tensors[name])
+    job = RerankModel().read_job(None, [names.QUERY, names.PARTS], {})
+    received = Job(*msgpack.unpackb(msgpack.packb(job.row())))
+    items = _JobProgress("r", received).next_slice()
+    assert [item.pair for item in items] == [("q", "d"), ("q", b"hi")]
+
+
+def test_a_text_with_an_image_is_one_item_of_a_job():
+    job = Job(names.PARTS, [("mixed", {"text": "a", "image": b"hi"})], {"truncate": True})
+    (item,) = _JobProgress("r", Job(*msgpack.unpackb(msgpack.packb(job.row())))).next_slice()
+    assert (item.text, item.image, item.truncate) == ("a", b"hi", True)
 
 
 def test_a_cancelled_request_ends_and_its_job_is_dropped(stub):

@@ -25,7 +25,7 @@ def measure(folder: Path, num_drawings: int, seed: int) -> tuple[Counter[str], C
     model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
     # Training uses seeds that begin with the word "drawings".
     rng = Random(f"evaluation {seed}")
-    drawings = [make_drawing(rng) for _ in range(num_drawings)]
+    drawings = [make_drawing(rng, held_out=True) for _ in range(num_drawings)]
     asked = [
         (render(drawing, rng), *question)
         for drawing in drawings

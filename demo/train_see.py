@@ -6,9 +6,11 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +18,7 @@ from chat_format import END_OF_TEXT, TURN_END, TURN_START, Sample
 from lessons.drawings import (
     COLOURS,
     NAMES,
+    PatchLabel,
     Question,
     make_drawing,
     make_questions,
@@ -41,12 +44,15 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).with_name("see")
+WORK = Path(__file__).with_name("unfinished_see")
 TOKENIZER = Path(__file__).with_name("chat")
 TEMPLATE_FILE = Path(__file__).with_name("see_template.jinja")
 IMAGE_TOKEN = "<image>"
 _USER = f"{TURN_START}user\n"
 # The share of the rows with an earlier turn about another drawing, and of those without a drawing.
 _EARLIER, _NO_DRAWING = 0.12, 0.02
+# The number of classes of each attribute of a PatchLabel.
+_LABEL_SIZES = [len(NAMES), len(COLOURS), 2]
 
 
 @dataclass(frozen=True)
@@ -54,27 +60,30 @@ class Recipe:
     """The parameters of the training. They determine the checkpoint completely.
 
     Attributes:
+        image_steps: the number of steps at the beginning that train only the image encoder.
         questions: the largest number of questions about one drawing in a step.
         image_size: the width and height of the prepared image in pixels.
         patch_size: the width and height of a patch, which becomes one token, in pixels.
     """
 
     seed: int = 1
-    steps: int = 1500
+    steps: int = 2500
+    image_steps: int = 800
     drawings_per_step: int = 32
     questions: int = 4
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
     weight_decay: float = 0.05
     warmup_steps: int = 60
-    decay_steps: int = 600
+    decay_steps: int = 700
     image_size: int = 96
     patch_size: int = 16
     hidden_size: int = 128
     intermediate_size: int = 256
-    num_layers: int = 2
-    num_vision_layers: int = 3
+    num_layers: int = 3
+    num_vision_layers: int = 4
     num_heads: int = 4
+    workers: int = 2
 
     @property
     def image_tokens(self) -> int:
@@ -150,6 +159,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlavaForCo
     model = LlavaForConditionalGeneration(config).train()
     AttentionInterface.register("demo_plain", plain_attention)
     model.model.language_model.set_attn_implementation("demo_plain")
+    # The gradient of SDPA is slow on a CPU for 36 tokens.
+    model.model.vision_tower.set_attn_implementation("eager")
     return model
 
 
@@ -164,7 +175,7 @@ class Row:
     """
 
     images: list[Image]
-    patches: list[tuple[int, int]]
+    patches: list[PatchLabel]
     sample: Sample
 
 
@@ -197,7 +208,7 @@ class RowMaker:
 
     def _add_drawing(self, row: Row, rng: Random) -> list[Question]:
         """Add a drawing to a row, and return its questions."""
-        drawing = make_drawing(rng)
+        drawing = make_drawing(rng, held_out=False)
         row.images.append(render(drawing, rng))
         row.patches.extend(patch_labels(drawing, self._recipe.patches_per_side))
         self._add_text(row, _USER + IMAGE_TOKEN * self._recipe.image_tokens, 0)
@@ -216,68 +227,149 @@ class RowMaker:
 
 
 class Trainer:
-    """The training of the model."""
+    """A training that can be stopped at any time and continued with the same result.
 
-    def __init__(self, recipe: Recipe) -> None:
+    The work folder contains `state.pt` with the weights and the state of the optimizers, which is
+    written after each 100 steps.
+    """
+
+    def __init__(self, recipe: Recipe, work: Path) -> None:
         self.tokenizer = make_tokenizer()
         self.processor = make_processor(recipe, self.tokenizer)
         self.model = make_model(recipe, self.tokenizer)
         # This layer is needed only in the training. It learns from the features of each patch what
         # the patch shows. The image encoder learns much faster from it than from the answers.
-        self._classify = torch.nn.Linear(recipe.hidden_size, len(NAMES) + len(COLOURS))
+        self._classify = torch.nn.Linear(recipe.hidden_size, sum(_LABEL_SIZES))
         self._recipe = recipe
         self._rows = RowMaker(recipe, self.tokenizer)
         self._image_token = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        self._modules = torch.nn.ModuleList([self.model, self._classify])
+        self._parameters = list(self._modules.parameters())
+        inner = self.model.model
+        layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
+        self._optimizer = Optimizer(self._modules, layers, recipe)
+        self._pool = ThreadPoolExecutor(
+            recipe.workers, initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._state_file = work / "state.pt"
+        self._progress: dict[str, float] = {"steps": 0, "loss": math.nan, "minutes": 0}
+        if self._state_file.exists():
+            self._load()
+
+    def _load(self) -> None:
+        """Continue the training in the work folder.
+
+        Raises:
+            ValueError: the training has other parameters. Only the number of all steps may differ,
+                because it has no effect before the learning rate decays.
+        """
+        state: dict[str, Any] = torch.load(self._state_file, weights_only=True)
+        if state["recipe"] | {"steps": 0} != asdict(self._recipe) | {"steps": 0}:
+            raise ValueError(f"{self._state_file} has other parameters. Delete the file.")
+        self._modules.load_state_dict(state["modules"])
+        self._optimizer.load(state["optimizer"])
+        self._progress = state["progress"]
+
+    def _store(self) -> None:
+        state = {
+            "recipe": asdict(self._recipe),
+            "modules": self._modules.state_dict(),
+            "optimizer": self._optimizer.state(),
+            "progress": self._progress,
+        }
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._state_file.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self._state_file)
 
     def train(self) -> dict[str, float]:
         """Train to the last step, and return the final loss and the time in minutes."""
-        recipe, begun, average = self._recipe, time.monotonic(), math.nan
-        inner = self.model.model
-        layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
-        optimizer = Optimizer(torch.nn.ModuleList([self.model, self._classify]), layers, recipe)
-        num_steps = recipe.steps
-        for step in range(num_steps):
-            rng = Random(f"drawings {step} of {recipe.seed}")
-            loss = self._loss([self._rows.make(rng) for _ in range(recipe.drawings_per_step)])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step(step)
-            average = loss.item() if math.isnan(average) else 0.97 * average + 0.03 * loss.item()
-            if step % 25 == 0 or step == num_steps - 1:
-                minutes = (time.monotonic() - begun) / 60
-                print(f"{step:5d}/{num_steps}  loss {average:.4f}  {minutes:.1f} min", flush=True)
-        minutes = round((time.monotonic() - begun) / 60, 1)
-        return {"final_loss": round(average, 4), "minutes": minutes}
+        progress, begun = self._progress, time.monotonic()
+        minutes = progress["minutes"]
+        for step in range(int(progress["steps"]), self._recipe.steps):
+            loss = self._compute_gradients(step)
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+            self._optimizer.step(step)
+            before = progress["loss"]
+            progress["loss"] = loss if math.isnan(before) else 0.97 * before + 0.03 * loss
+            progress["steps"] = step + 1
+            progress["minutes"] = minutes + (time.monotonic() - begun) / 60
+            if (step + 1) % 25 == 0:
+                print(
+                    f"{step + 1:5d}/{self._recipe.steps}  loss {progress['loss']:.4f}"
+                    f"  {progress['minutes']:.1f} min",
+                    flush=True,
+                )
+            if (step + 1) % 100 == 0:
+                self._store()
+        return {
+            "final_loss": round(progress["loss"], 4),
+            "minutes": round(progress["minutes"], 1),
+        }
 
-    def _loss(self, rows: list[Row]) -> Tensor:
-        """Return the cross entropy of the target tokens and of the contents of the patches."""
+    def _compute_gradients(self, step: int) -> float:
+        """Store the mean gradients of a step in the parameters, and return the mean loss.
+
+        Each worker computes an equal part of the drawings in one thread. On a busy machine, this is
+        faster than matrix products of several threads.
+        """
+        recipe = self._recipe
+        has_text = step >= recipe.image_steps
+
+        def compute(part: int) -> tuple[float, tuple[Tensor | None, ...]]:
+            rng = Random(f"drawings {step}, part {part}, of {recipe.seed}")
+            count = recipe.drawings_per_step // recipe.workers
+            loss = self._loss([self._rows.make(rng) for _ in range(count)], has_text=has_text)
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            return loss.item(), gradients
+
+        losses, parts = zip(*self._pool.map(compute, range(recipe.workers)), strict=True)
+        for parameter, gradients in zip(self._parameters, zip(*parts, strict=True), strict=True):
+            used = [gradient for gradient in gradients if gradient is not None]
+            if used:
+                parameter.grad = torch.stack(used).sum(0) / recipe.workers
+        return sum(losses) / recipe.workers
+
+    def _loss(self, rows: list[Row], *, has_text: bool) -> Tensor:
+        """Return the cross entropy of the contents of the patches and of the target tokens.
+
+        If `has_text` is False, the target tokens are left out.
+        """
+        images = [image for row in rows for image in row.images]
+        pixels = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            features = self.model.model.vision_tower(pixels).last_hidden_state
+            patch_logits = self._classify(features).float().flatten(0, 1)
+        labels = torch.tensor([astuple(label) for row in rows for label in row.patches])
+        parts = zip(patch_logits.split(_LABEL_SIZES, dim=-1), labels.unbind(dim=-1), strict=True)
+        patch_loss = torch.stack([F.cross_entropy(logits, label) for logits, label in parts]).sum()
+        return patch_loss + self._text_loss(rows, features) if has_text else patch_loss
+
+    def _text_loss(self, rows: list[Row], features: Tensor) -> Tensor:
+        """Return the cross entropy of the target tokens.
+
+        Args:
+            rows: the rows.
+            features: the features of the patches of all drawings, [num_drawings, patches, size].
+        """
         samples = [row.sample for row in rows]
         token_ids = pad([sample.token_ids for sample in samples], 0)
         targets = pad([next_tokens(sample) for sample in samples], -100)
-        images = [image for row in rows for image in row.images]
-        pixels = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        branches = pad([sample.branch for sample in samples], -1)
+        is_target = targets != -100
         inner = self.model.model
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            features = inner.vision_tower(pixels).last_hidden_state
-            patch_logits = self._classify(features).float().flatten(0, 1)
-            features = inner.multi_modal_projector(features)
             embeddings = inner.get_input_embeddings()(token_ids)
             is_image = (token_ids == self._image_token)[:, :, None].expand_as(embeddings)
-            embeddings = embeddings.masked_scatter(is_image, features.to(embeddings))
+            projected = inner.multi_modal_projector(features).to(embeddings)
             hidden = inner.language_model(
-                inputs_embeds=embeddings,
+                inputs_embeds=embeddings.masked_scatter(is_image, projected),
                 position_ids=pad([sample.positions for sample in samples], 0),
-                attention_mask={
-                    "full_attention": attention_mask(pad([s.branch for s in samples], -1))
-                },
+                attention_mask={"full_attention": attention_mask(branches)},
                 use_cache=False,
             ).last_hidden_state
-            is_target = targets != -100
             logits = self.model.lm_head(hidden[is_target])
-        names, colours = patch_logits.split([len(NAMES), len(COLOURS)], dim=-1)
-        labels = torch.tensor([label for row in rows for label in row.patches])
-        patch_loss = F.cross_entropy(names, labels[:, 0]) + F.cross_entropy(colours, labels[:, 1])
-        return F.cross_entropy(logits.float(), targets[is_target]) + patch_loss
+        return F.cross_entropy(logits.float(), targets[is_target])
 
     def save(self, folder: Path, figures: dict[str, float]) -> None:
         """Write the checkpoint in Hugging Face layout, with a record of its training."""
@@ -297,15 +389,20 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=WORK,
+        help="folder of an unfinished training, which is continued (default: %(default)s)",
+    )
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
     arguments = vars(parser.parse_args())
-    output, threads = arguments.pop("output"), arguments.pop("threads")
+    output, work = arguments.pop("output"), arguments.pop("work")
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-    trainer = Trainer(Recipe(**arguments))
+    torch.set_num_threads(1)
+    trainer = Trainer(Recipe(**arguments), work)
     print(f"{trainer.model.num_parameters() / 1e6:.2f} M parameters", flush=True)
     trainer.save(output, trainer.train())
 

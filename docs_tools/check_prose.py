@@ -35,6 +35,7 @@ ALLOWED = {
     ("client/nereid_client/protocol/rerank_requests.py", "judge"): "what a reranker does",
     ("demo/README.md", "recipes"): "recipes for food",
     ("demo/train.py", "recipe"): "the recipe of a training run",
+    ("demo/train_see.py", "recipe"): "the recipe of a training run",
     ("docs/history/reliability.md", "checkpoin"): "a recorded message, which is cut",
 }
 """Words that are right in one file, with the reason."""

@@ -10,7 +10,7 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .base import listing
+from .base import draw, listing
 
 Point = tuple[float, float]
 Question = tuple[str, str, str]
@@ -71,14 +71,32 @@ class Drawing:
         """The digit that is drawn, or None if the drawing contains shapes."""
         return self.items[0].name if self.items and self.items[0].name.isdigit() else None
 
+    @property
+    def content(self) -> str:
+        """The items without their places, such as "black: blue star, red circle, red circle"."""
+        return f"{self.background}: {', '.join(sorted(item.text for item in self.items))}"
 
-def make_drawing(rng: Random) -> Drawing:
-    """Return a random drawing."""
+
+def make_drawing(rng: Random, *, held_out: bool) -> Drawing:
+    """Return a random drawing for the training, or a held-out drawing for the evaluation.
+
+    The background, the items and their colours decide whether a drawing is held out. Therefore no
+    drawing of the training has the content of a held-out drawing, at whatever places.
+    """
+
+    def make() -> tuple[str, Drawing]:
+        drawing = _any_drawing(rng)
+        return drawing.content, drawing
+
+    return draw(make, held_out)
+
+
+def _any_drawing(rng: Random) -> Drawing:
     side = rng.randrange(96, 257)
     size = (side, round(side * rng.uniform(0.85, 1.18)))
     background = rng.choice(["white", "white", "black", *COLOURS])
     colours = [name for name in COLOURS if _is_visible(name, background)]
-    if rng.random() < 0.2:
+    if rng.random() < 0.25:
         centre = (rng.uniform(0.38, 0.62), rng.uniform(0.38, 0.62))
         digit = Item(str(rng.randrange(10)), rng.choice(colours), centre, rng.uniform(0.22, 0.36))
         return Drawing(size, background, (digit,))
@@ -149,23 +167,47 @@ def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list
     ]
 
 
-def patch_labels(drawing: Drawing, patches_per_side: int) -> list[tuple[int, int]]:
-    """Return the index in `NAMES` and the index in `COLOURS` of what each patch shows, by rows.
+@dataclass(frozen=True)
+class PatchLabel:
+    """What a patch of a drawing shows.
 
-    A patch shows an item if its centre is within the item's radius.
+    Attributes:
+        name: the index in `NAMES`.
+        colour: the index in `COLOURS`.
+        is_centre: 1 if the patch contains the centre of an item, else 0.
+    """
+
+    name: int
+    colour: int
+    is_centre: int
+
+
+def patch_labels(drawing: Drawing, patches_per_side: int) -> list[PatchLabel]:
+    """Return what each patch shows, by rows.
+
+    A patch shows an item if it contains the item's centre, or if the patch's centre is within the
+    item's radius.
     """
     width, height = drawing.size
     scale = min(width, height)
     colours = list(COLOURS)
+    # The patch that contains the centre of an item, by row and column.
+    items = {
+        tuple(int(at * patches_per_side) for at in reversed(item.centre)): item
+        for item in drawing.items
+    }
     labels = []
     for number in range(patches_per_side**2):
-        y, x = ((at + 0.5) / patches_per_side for at in divmod(number, patches_per_side))
-        shown = (0, colours.index(drawing.background))
+        cell = divmod(number, patches_per_side)
+        y, x = ((at + 0.5) / patches_per_side for at in cell)
+        shown = items.get(cell)
         for item in drawing.items:
             distance = math.hypot((x - item.centre[0]) * width, (y - item.centre[1]) * height)
-            if distance < 1.1 * item.radius * scale:
-                shown = (NAMES.index(item.name), colours.index(item.colour))
-        labels.append(shown)
+            if shown is None and distance < 1.1 * item.radius * scale:
+                shown = item
+        name = 0 if shown is None else NAMES.index(shown.name)
+        colour = colours.index(drawing.background if shown is None else shown.colour)
+        labels.append(PatchLabel(name, colour, int(cell in items)))
     return labels
 
 

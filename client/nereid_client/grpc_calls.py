@@ -64,13 +64,9 @@ class TritonCalls:
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
         """Send a ModelInferRequest to a model that answers with several responses."""
-
-        async def request_once() -> Any:  # noqa: ANN401
-            yield request
-
         client = current_client.get().share
-        stub = self._connections.start_call(client)
-        stream = Stream(stub.ModelStreamInfer(request_once()), self._run_detached)
+        connection = self._connections.start_call(client)
+        stream = Stream(connection.start_stream(request), self._run_detached)
         stream.add_end_callback(partial(self._connections.end_call, client))
         return stream
 
@@ -154,8 +150,8 @@ class TritonCalls:
             client: the client whose connection is used.
             timeout: the time limit in seconds. None means no limit.
         """
-        stub = self._connections.start_call(client)
-        call = getattr(stub, method)(request, timeout=timeout)
+        connection = self._connections.start_call(client)
+        call = getattr(connection.stub, method)(request, timeout=timeout)
         response = asyncio.ensure_future(_await(call))
         response.add_done_callback(lambda _: self._connections.end_call(client))
         try:

@@ -1,14 +1,15 @@
 """The gRPC connections to a Triton server, which are divided among the clients of the frontend."""
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 _NUM_CONNECTIONS = 4
 _RECONNECT_MS = 1000  # the longest time between two attempts to connect
+
+_STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -21,19 +22,31 @@ _OPTIONS = [
 ]
 
 
-@dataclass(eq=False)
-class _Connection:
-    """A connection to a Triton server.
+class Connection:
+    """A connection to a Triton server. The first call opens the connection.
 
     Attributes:
-        channel: the gRPC channel, which opens the connection with the first call.
-        stub: starts calls on the channel.
+        stub: starts calls with one request and one response.
+        start_stream: starts a call of ModelStreamInfer with one request and several responses.
         num_calls: the number of running calls.
     """
 
-    channel: grpc.aio.Channel
-    stub: Any
-    num_calls: int = 0
+    def __init__(self, url: str) -> None:
+        self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+        self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        # A stream has exactly one request. grpc.aio sends the one request of a unary call together
+        # with the metadata and the end of the requests, in one operation. The stub would use three
+        # operations and one more task. The server receives the same bytes.
+        self.start_stream = self._channel.unary_stream(
+            _STREAM_METHOD,
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        self.num_calls = 0
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
 
 
 class Connections:
@@ -57,18 +70,12 @@ class Connections:
     """
 
     def __init__(self, url: str) -> None:
-        channels = [
-            grpc.aio.insecure_channel(url, options=_OPTIONS) for _ in range(_NUM_CONNECTIONS)
-        ]
-        self._connections = [
-            _Connection(channel, service_pb2_grpc.GRPCInferenceServiceStub(channel))
-            for channel in channels
-        ]
-        self._of_client: dict[str, _Connection] = {}
+        self._connections = [Connection(url) for _ in range(_NUM_CONNECTIONS)]
+        self._of_client: dict[str, Connection] = {}
         self._num_calls: Counter[str] = Counter()
 
-    def start_call(self, client: str) -> Any:  # noqa: ANN401 - untyped library
-        """Return the stub for a new call of a client.
+    def start_call(self, client: str) -> Connection:
+        """Return the connection for a new call of a client.
 
         When the call has ended, `end_call` must be called.
         """
@@ -78,7 +85,7 @@ class Connections:
             self._of_client[client] = connection
         connection.num_calls += 1
         self._num_calls[client] += 1
-        return connection.stub
+        return connection
 
     def end_call(self, client: str) -> None:
         """Record that a call of a client has ended."""
@@ -90,4 +97,4 @@ class Connections:
     async def close(self) -> None:
         """Close the connections."""
         for connection in self._connections:
-            await connection.channel.close()
+            await connection.close()

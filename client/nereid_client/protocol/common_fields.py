@@ -5,6 +5,7 @@ docs/reference/request-fields.md and the OpenAPI schema are generated from these
 """
 
 import difflib
+import functools
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
@@ -196,6 +197,7 @@ class GenerationRequest(RequestBody):
     `5m`, `1h` or `24h`."""
 
     @classmethod
+    @functools.cache
     def fields_of_frontend(cls) -> frozenset[str]:
         """Return the names of the fields that only the frontend reads."""
         return frozenset(

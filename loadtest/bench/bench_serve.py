@@ -8,7 +8,7 @@ take turns in each round, so that other work on the machine affects all of them.
 median of the rounds' ratios. The figures of the endpoints include the client, which runs on the
 same CPUs. The program also measures the time to the first text of each stream, and the CPU time
 per response of all processes except the engine's. That CPU time shows what it saves to merge
-several tokens into one response.
+several tokens into one response. A table then gives the CPU time of each process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,9 @@ import tritonclient.grpc.aio as grpcclient
 from nereid_backend import Engine, EngineConfig, SamplingParams
 
 from loadtest import command_line
+from loadtest.bench.markdown_table import table
 from loadtest.client.light_client import posted
+from loadtest.server.processes import roles
 from loadtest.server.served import Served
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
@@ -144,12 +146,26 @@ async def through(
     return tokens / seconds, tokens / responses, statistics.median(row[2] for row in rows)
 
 
-def cpu_beside_engine(served: Served) -> float:
-    """Return the CPU seconds used so far by this client and the server without its engine."""
-    assert served.process is not None
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    beside = [p for p in children if not any("engine_process" in word for word in p.cmdline())]
-    return sum(sum(p.cpu_times()[:2]) for p in [psutil.Process(), *beside])
+def cpu_by_process(served: Served) -> dict[str, float]:
+    """Return the CPU seconds used so far by this client and by each process of the server."""
+    found = {"client": psutil.Process(), **roles(served)}
+    return {role: sum(process.cpu_times()[:2]) for role, process in found.items()}
+
+
+def process_table(spent: Sequence[Mapping[str, float]], responses: float, requests: int) -> str:
+    """Return a Markdown table with the CPU time of each process.
+
+    Args:
+        spent: the CPU seconds of each process in each round.
+        responses: the number of responses in all rounds.
+        requests: the number of requests in all rounds.
+    """
+    totals = {role: sum(round_.get(role, 0.0) for round_ in spent) for role in spent[0]}
+    rows = [
+        [role, f"{total / responses * 1e6:.0f}", f"{total / requests * 1e6:.0f}"]
+        for role, total in sorted(totals.items(), key=lambda item: -item[1])
+    ]
+    return table(["process", "CPU time of a response, µs", "of a request, µs"], rows)
 
 
 def line_of(concurrency: int, endpoint: str, rounds: Sequence[Figures]) -> str:
@@ -188,6 +204,8 @@ def main() -> None:
     with Served(args.model, threads) as served:
         for concurrency in args.concurrency:
             rounds: dict[str, list[Figures]] = {endpoint: [] for endpoint in args.endpoints}
+            spent: dict[str, list[dict[str, float]]] = {name: [] for name in args.endpoints}
+            num_responses = dict.fromkeys(args.endpoints, 0.0)
             for _ in range(args.rounds):
 
                 def prompts(concurrency: int = concurrency) -> Prompts:
@@ -199,16 +217,24 @@ def main() -> None:
 
                 alone = in_process(engine, prompts(), args.output_tokens, concurrency)
                 for endpoint in args.endpoints:
-                    before, asked = cpu_beside_engine(served), prompts()
+                    asked, before = prompts(), cpu_by_process(served)
                     rate, merged, first = asyncio.run(
                         through(endpoint, served, asked, args.output_tokens, concurrency)
                     )
                     responses = len(asked) * args.output_tokens / merged
-                    cost = (cpu_beside_engine(served) - before) / responses
+                    used = {
+                        role: seconds - before.get(role, 0.0)
+                        for role, seconds in cpu_by_process(served).items()
+                    }
+                    spent[endpoint].append(used)
+                    num_responses[endpoint] += responses
+                    cost = (sum(used.values()) - used.get("engine", 0.0)) / responses
                     rounds[endpoint].append((rate / alone, alone, rate, merged, first, cost))
             for endpoint, figures in rounds.items():
                 rows.append({"concurrency": concurrency, "endpoint": endpoint, "rounds": figures})
-                print(line_of(concurrency, endpoint, figures), flush=True)
+                num_requests = args.rounds * max(2 * concurrency, 4)
+                print(line_of(concurrency, endpoint, figures))
+                print(process_table(spent[endpoint], num_responses[endpoint], num_requests))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

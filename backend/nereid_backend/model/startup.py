@@ -196,8 +196,12 @@ def load(
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
     weights_bytes = checkpoint.weights_bytes
-    windows = describe_windows(spec.layers, groups, reason)
-    progress(describe_memory(memory, block, weights_bytes, step_bytes, num_tokens, windows))
+    progress(
+        describe_memory(
+            *(memory, block, weights_bytes, step_bytes, num_tokens),
+            describe_windows(spec.layers, groups, reason),
+        )
+    )
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,

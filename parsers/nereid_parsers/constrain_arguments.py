@@ -115,17 +115,17 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
     """Return the alternative variants in which a tagged string is written without quotes.
 
-    Some formats quote a string with CDATA only if the string contains special characters. The
-    opening of an unquoted value is then a prefix of the opening of a quoted value. Example: for
-    `<p><![CDATA[a<b]]></p>`, the variant of `<p>ab</p>` is returned.
+    Some formats quote a string with CDATA only if the string contains special characters. The text
+    before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
+    (`<p><![CDATA[`). Example: for `<p><![CDATA[a<b]]></p>`, the variant of `<p>ab</p>` is returned.
     """
     return [variant for variant in part.also if _is_unquoted_variant_of(variant, part)]
 
 
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether the opening of `quoted` consists of the opening of `variant` and more text.
+    """Return whether `quoted.open` consists of `variant.open` and more text.
 
-    Example: the opening `<v>"` consists of `<v>` and a quote.
+    Example: `<v>"` consists of `<v>` and a quote.
     """
     return variant.open != quoted.open and quoted.open.startswith(variant.open)
 

@@ -44,7 +44,7 @@ from nereid_parsers.tool_declarations import (
 # one tool call.
 ListBody = JsonArray | PythonCalls
 
-# The regular expressions for the fields of a tool call's head.
+# The regular expressions for the fields of a tool call's header.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _ID_PLACEHOLDER = '"{id}"'
 _NAME_PLACEHOLDER = "{name}"
@@ -123,7 +123,7 @@ def trigger_of(section: ToolSection) -> str:
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
-    """Return the node for a call of `tool`: opening marker, head, body and closing marker.
+    """Return the node for a call of `tool`: opening marker, header, body and closing marker.
 
     The body must not be a list, see `list_node`. Example of matching text:
     `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
@@ -177,12 +177,12 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
 
 
 def _head_node(head: str, name: str) -> Node:
-    """Return the node for the head of a tool call.
+    """Return the node for a tool call's header, which is the text before the arguments.
 
     Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`.
 
     Raises:
-        ConstraintError: The head has a field whose text is not known.
+        ConstraintError: The header has a field whose text is not known.
     """
     nodes: list[Node] = []
     for part in split_pattern(head):
@@ -269,8 +269,8 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     """Return the JSON text of a tool call before the arguments, and the JSON text after them.
 
     Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
-    `keys.order` gives the order of the members. If it contains the id, the placeholder `"{id}"`
-    stands for the id in the result.
+    `keys.order` gives the order of the members. If `keys.order` contains the id, the result
+    contains the placeholder `"{id}"` instead of the id.
     """
     arguments_placeholder = "\0"  # This character occurs in no JSON text.
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}

@@ -25,8 +25,8 @@ class StrayClose(Enum):
     The rule applies only if the prompt is not known.
 
     TEXT       The closing marker is content, unless the format's opener is `Opener.EITHER`.
-    REASONING  The text before the closing marker is reasoning. The parser delays all text until a
-               marker shows whether the text is reasoning.
+    REASONING  The text before the closing marker is reasoning. The parser stores all text until the
+               first marker, because this marker shows whether the stored text is reasoning.
     """
 
     TEXT = "text"

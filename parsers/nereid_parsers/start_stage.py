@@ -14,7 +14,7 @@ class StartPoint:
     Attributes:
         stage: The stage, or None if the output starts inside the header of a message.
         prefill: The part of the message that the prompt already contains, or "". The parser reads
-            this part first and returns no events for it.
+            this part before the output, and returns no events for this part.
         is_prompt_known: Whether a prompt was given.
     """
 
@@ -65,7 +65,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The start of the model's turn is not known.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser reads the prefill before the output. Its markers then change the stage.
+        # The parser reads the prefill before the output. The markers in the prefill then select the
+        # stage of the output.
         return StartPoint(Stage.CONTENT, prefill)
     is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
     return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)

@@ -84,7 +84,7 @@ class JsonArray:
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments:
-    """Arguments that are written as a JSON object. The head of the tool call contains the name."""
+    """Arguments that are written as a JSON object. The tool call's header contains the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +171,16 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# The types of a body that contains only arguments, and not the function's name. The head of the
+# The types of a body that contains only arguments, and not the function's name. The header of the
 # tool call then contains the name.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One variant of a tool call: opening marker, head, body and closing marker.
+    """One variant of a tool call: opening marker, header, body and closing marker.
 
-    Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the head is
+    Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the header is
     `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
     several variants if models write tool calls in several ways, for example without `<call>`.
 
@@ -188,16 +188,17 @@ class Call:
     trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
     trigger is *unmarked*. The parser recognises an unmarked tool call by the first characters of
     its body. An unmarked tool call may start at the start of the output or of the tool section.
-    After other content, it may start only if the request offers the function.
+    After other content, an unmarked tool call may start only if the request offers the function.
 
     Attributes:
         open: The marker before the tool call. May be empty.
-        head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. It must contain
-            `{name}` if the body does not contain the name, and must not contain `{name}` otherwise.
+        head: The pattern of the header, which is the text between `open` and the body:
+            `"{name}<｜tool▁sep｜>"`. The pattern must contain `{name}` if the body does not contain
+            the name, and must not contain `{name}` if the body contains the name.
             If `{name}` occurs several times, the model must write the same name each time.
         body: The form of the arguments, or of the whole tool call.
         close: The marker after the tool call. May be empty.
-        id: The template of the tool call's id, which contains fields of the head:
+        id: The template of the tool call's id, which contains fields of `head`:
             `"functions.{name}:{number}"`.
     """
 
@@ -208,7 +209,7 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Check that either the head or the body contains the name, and that `id` is a pattern."""
+        """Check that either the header or the body contains the name. Check the pattern `id`."""
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
         if not head_has_name and not body_has_name:
@@ -240,8 +241,8 @@ class ToolSection:
     Attributes:
         calls: The variants of a tool call. Constrained output contains the first variant.
         open, close: The markers around all tool calls.
-        separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. It is not used between
-            the members of a JSON array.
+        separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. The members of a JSON
+            array are not separated by this text.
         also_open, also_close: Alternatives to the markers `open` and `close`.
     """
 

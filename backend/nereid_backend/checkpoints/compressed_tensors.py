@@ -114,7 +114,7 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size of all schemes; None if they have different sizes or no groups."""
+    """Return the group size of all schemes; None if the sizes differ or no scheme has groups."""
     sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -129,7 +129,9 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder of weights whose integers are packed into 32-bit words.
+    """Return the decoder for quantised weights of which several are packed into one 32-bit word.
+
+    Example: with 4 bits for each weight, one word contains 8 weights.
 
     Args:
         group_size: the group size in the settings; see `_integers`.
@@ -159,9 +161,10 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder of weights that store each integer in one byte.
+    """Return the decoder for quantised weights of which each one is stored in one byte.
 
-    The argument `group_size` is explained in `_integers`.
+    Args:
+        group_size: the group size in the settings; see `_integers`.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -184,9 +187,9 @@ def _integers(
         values: int8 [out_features, in_features].
         zeros: [out_features, groups], [out_features] or one number; None if all zeros are 0.
         tensors: the tensors of the weight. The scales have the same shapes as `zeros`.
-        group_size: the group size in the settings; None if the settings have several. Some layers
-            have other groups, for example one for each row. The size is then derived from the
-            number of scales.
+        group_size: the group size in the settings; None if the settings contain several group
+            sizes. Some layers have other groups, for example one group for each row. The group size
+            is then derived from the number of scales.
         bits: the number of bits of a value.
     """
     num_rows, num_inputs = values.shape

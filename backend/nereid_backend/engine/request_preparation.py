@@ -68,9 +68,11 @@ class RequestPreparation:
             self._disk.cancel(request_id)
 
     def start_prepared(self) -> None:
-        """Start the requests whose grammar is compiled and whose cached prefix is read from disk.
+        """Start the requests that are prepared. End the requests whose grammar is not valid.
 
-        End the requests whose grammar failed.
+        A request with a grammar is prepared when its grammar has been compiled. A request without a
+        grammar is prepared when its cached prefix has been read from disk, or when the time limit
+        for reading the prefix has passed.
         """
         self.compiled = []
         for request_id in self._disk.take_ready() if self._disk is not None else ():
@@ -88,7 +90,10 @@ class RequestPreparation:
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 
     def wait(self) -> None:
-        """Wait a few milliseconds until a prefix is read from disk or a grammar is compiled."""
+        """Wait until a prefix has been read or a grammar has been compiled.
+
+        Return after a few milliseconds even if nothing has been read or compiled.
+        """
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
             self._pending_grammars.wait(_GUIDE_WAIT_S)
 

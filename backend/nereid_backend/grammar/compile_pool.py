@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars in threads. Slow grammars are first tested in a process that can be killed.
+"""Compiles grammars in threads. A grammar that may take long is first tested in a child process.
 
 A compilation in a thread cannot be stopped. A grammar is therefore compiled in a thread without
 further checks only if it is known to compile within a fraction of a second. Any other grammar is
 first compiled in a process with limits of time and memory (trial_compiler.py). If this trial
-succeeds, a separate thread compiles the grammar, so that the quick grammars do not wait for it.
+succeeds, a separate thread compiles the grammar, so that grammars without a trial do not wait for
+this compilation.
 """
 
 import logging

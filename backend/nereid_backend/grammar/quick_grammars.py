@@ -43,7 +43,11 @@ def is_quick(spec: GrammarSpec) -> bool:
 
 
 def _has_slow_part(value: object) -> bool:
-    """Return whether a JSON schema, structural tag or choice contains a slow keyword."""
+    """Return whether a JSON value contains a keyword that can take long to compile.
+
+    The value is a JSON schema, a structural tag or a list of choices. The result is also True if a
+    pattern can take long to compile, or if a length keyword has a large value.
+    """
     nodes = [value]
     while nodes:
         node = nodes.pop()

@@ -4,9 +4,9 @@
     python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
 
 FD is the inherited end of a connection, and TIMEOUT_S is the time limit of a trial in seconds. The
-process loads the grammar libraries once. It then forks a child for each grammar. A child has limits
-of time and memory and can be killed, and neither a crash nor a hang of a grammar library affects
-the engine. Messages, as pickled tuples:
+process loads the grammar libraries once, and then forks a child for each grammar. A child has
+limits of time and memory and can be killed, and neither a crash nor a hang of a grammar library
+affects the engine. Messages, as pickled tuples:
 
     engine -> process   (vocabulary, eos_token_ids)     the first message
                         ("compile", id, kind, source)
@@ -30,8 +30,8 @@ from typing import Any
 from nereid_backend.process_limits import limit_child
 
 # The number of grammars that are compiled at the same time. Each grammar has a child process, and
-# all children get equal shares of the processors. A quick grammar is therefore ready soon, even
-# while slow grammars are being compiled.
+# all children get equal shares of the processors. A grammar that compiles quickly is therefore
+# ready soon, even while the compilation of other grammars takes long.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 

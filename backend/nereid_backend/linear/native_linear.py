@@ -35,7 +35,14 @@ class NativeLinear(nn.Linear):
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features] for [..., in_features], in the weight's dtype."""
+        """Compute the layer.
+
+        Args:
+            input: [..., in_features], with the weight's dtype.
+
+        Returns:
+            [..., out_features], with the weight's dtype.
+        """
         if torch.compiler.is_compiling():
             output: Tensor = torch.ops.nereid.packed_linear(
                 input, self.packed, self.bias, self.out_features
@@ -45,7 +52,10 @@ class NativeLinear(nn.Linear):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether the kernel supports a layer with this weight, [out_features, in_features]."""
+    """Return whether the kernel can compute a linear layer that has the weight `weight`.
+
+    The shape of `weight` is [out_features, in_features].
+    """
     if weight.device.type != "cpu" or 0 in weight.shape or not is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -68,13 +78,16 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Compute one layer, [..., out_features] for [..., in_features], in the input's dtype.
+    """Compute one layer.
 
     Args:
-        x: the input.
+        x: the input [..., in_features].
         packed: the weight, with the dtype of x; see `NativeLinear.packed`.
         bias: [out_features]; None if the layer has none.
         out_features: the number of outputs, without the padding of the last panel.
+
+    Returns:
+        The output [..., out_features], with the dtype of x.
 
     Raises:
         ValueError: if the weight has another dtype or another number of features than x.
@@ -116,7 +129,7 @@ def is_available() -> bool:
 def _has_tiles() -> bool:
     """Return whether the processor has instructions for bfloat16 tiles (AMX).
 
-    With these instructions, oneDNN is faster than this kernel, which does not use them.
+    oneDNN uses these instructions and is then faster than this kernel, which does not use them.
     """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

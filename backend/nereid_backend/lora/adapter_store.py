@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LoRA adapters that requests can select. Some of these adapters are in memory.
 
-The adapters in memory may have `lora_memory` bytes. If a new request needs an adapter that is not
-in memory, the adapters that were not used for the longest time are removed from memory, and the
-needed adapter is read from disk again. Adapters of unfinished requests stay in memory.
+The adapters in memory need at most `lora_memory` bytes together. If a new request needs an adapter
+that is not in memory, the store removes the least recently used adapters from memory, and reads the
+needed adapter from disk. Adapters of unfinished requests stay in memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,8 @@ class AdapterStore:
         """Create a store without adapters.
 
         Args:
-            layers: the layers of the model. The store adds and removes their adapters.
+            layers: the layers of the model. The store adds adapters to these layers and removes
+                them.
             sizes: the linear layers of the model that an adapter can change.
             like: a tensor with the dtype and the device of the model.
             max_bytes: the largest size of the adapters in memory.

@@ -49,7 +49,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The memory of a block, and the blocks that a sequence needs.
+    """The properties of KV cache blocks that determine how much memory a sequence needs.
 
     Attributes:
         bytes_per_token: the memory of one token in a block. A block stores the keys and values of
@@ -132,8 +132,8 @@ def plan_memory(
     max_model_len = _longest_request(config, limit, bytes_for_blocks, block)
     num_blocks = _num_fitting_blocks(bytes_for_blocks, block)
     if has_snapshots:
-        # Snapshots also need memory. They get a share of the memory for blocks. However, the
-        # remaining blocks must be enough for one sequence of the largest length.
+        # Snapshots also need memory. A share of the memory for blocks is reserved for snapshots.
+        # However, the remaining blocks must be enough for one sequence of the largest length.
         spare_blocks = max(0, num_blocks - block.num_sequence_blocks(max_model_len))
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
     # The cache gets no more blocks than all tokens of all running sequences together can use.
@@ -260,7 +260,7 @@ def describe_memory(
         memory: the size of the KV cache.
         block: the memory of a block, and the blocks that a sequence needs.
         weights_bytes: the memory of the weights in bytes.
-        activations: the memory of the largest step in bytes; None if it is unknown.
+        activations: the memory of the largest step in bytes; None if this memory is unknown.
         num_tokens: the largest number of tokens in one step.
         windows: a sentence about the attention windows; "" if there are none.
     """
@@ -279,7 +279,8 @@ def describe_memory(
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
     """Return the number of bytes for the KV cache.
 
-    The number is the setting kv_cache_memory. Without this setting, it is a share of the memory.
+    The number is the setting kv_cache_memory. Without this setting, the number is a share of the
+    memory.
 
     On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
     embedding model and of the reranker have their own limits, and may be started before or after
@@ -324,7 +325,8 @@ def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) ->
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     share = int(total * config.gpu_memory_utilization)
-    # A server without configured adapters rarely loads any, so nothing is reserved for them.
+    # A server without configured adapters rarely loads adapters, so no memory is reserved for
+    # adapters.
     reserved_for_adapters = config.lora_memory if config.lora_adapters else 0
     return free, min(share - used, free) - activations - reserved_for_adapters
 

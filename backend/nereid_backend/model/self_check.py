@@ -55,7 +55,8 @@ class Trial:
     """Test sequences, and the logits of the unmodified model for these sequences.
 
     Attributes:
-        sequences: pairs of all token ids of a sequence and the number of its prompt tokens.
+        sequences: one pair for each sequence: the ids of all tokens, and the number of prompt
+            tokens.
         expected: the logits at every token from the last prompt token on, one sequence after
             another, float32 [num_rows, vocab_size].
         block_size: the block size for the check. Attention kernels support only some sizes.
@@ -81,7 +82,7 @@ def make_trial(
 ) -> Trial:
     """Return random sequences, and the logits of the model for these sequences.
 
-    The model computes each whole sequence in a separate pass. It must use its own attention.
+    The model computes each whole sequence in a separate pass, and must use its own attention.
     """
     sequences = _sequences(checkpoint, layers, max_len)
     call = ModelCall(checkpoint.model)
@@ -145,8 +146,8 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the expected logits of the first test sequence with token-by-token generation.
 
     Raises:
-        UnfitError: if the logits differ. A model generates token by token when it is used, so the
-            expected logits would be wrong.
+        UnfitError: if the logits differ. In normal use, the model generates token by token, so the
+            logits of one pass over the whole sequence are then not the logits to expect.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]

@@ -6,10 +6,10 @@ different numbers. Such a step is therefore captured once, with its inputs in te
 their addresses. Each later step copies its inputs into these tensors, replays the graph, and copies
 the logits out.
 
-A graph serves all steps of up to a number of rows, whatever the lengths of their sequences are. A
-step uses the graph with the next larger number of rows. The surplus rows are padding, whose results
-are finite and are not used. All graphs are captured when the model is loaded, so that no step waits
-for a capture. Example: a step of 3 sequences in a graph of 4 rows.
+A graph for n rows can replay every step of at most n rows, for sequences of any length. A step uses
+the graph with the next larger number of rows. The surplus rows are padding, whose results are
+finite and are not used. All graphs are captured when the model is loaded, so that no step waits for
+a capture. Example: a step of 3 sequences in a graph of 4 rows.
 
     row       0    1    2  |  3
     token     a    b    c  |  0
@@ -170,8 +170,8 @@ class DecodeGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(rows, self._sizes, self._device)
-        # The number of rows whose logits are compared. Without a step, all rows are padding, and
-        # all of them are compared.
+        # The number of rows whose logits are compared. If `batch` is None, all rows are padding,
+        # and all rows are compared.
         count = rows
         if batch is not None:
             step.fill(batch)
@@ -223,8 +223,8 @@ class StaticStep:
         self._table = torch.full((rows, width), self._null_block, device=device)
         # Each row has one token, and the logits of each token are needed.
         self._logits_index = torch.arange(rows, device=device)
-        # The metadata that GPU kernels read. It is copied to the GPU before the capture, because a
-        # graph cannot contain this copy.
+        # The metadata that GPU kernels read. The metadata is copied to the GPU before the capture,
+        # because a graph cannot contain this copy.
         self._device_rows = gpu_batch(self._attention())
 
     def fill(self, batch: StepBatch) -> None:
@@ -246,7 +246,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one run. They contain no intermediate results of earlier runs."""
+        """Return the inputs for one run, without intermediate results of earlier runs."""
         tokens, positions, _, lens = self._numbers
         attention = self._attention()
         assert self._device_rows.decodes is not None

@@ -80,9 +80,9 @@ class BatchBuilder:
             max_num_seqs: the number of rows.
             max_model_len: the largest number of tokens in a sequence.
             block_size: tokens in one block.
-            null_block: a block that is never written. It pads the tables. Attention reads the
-                padding and then masks it. Another sequence's block could contain NaN, which masking
-                does not remove.
+            null_block: the number of a block that is never written. The unused elements of the
+                tables contain this number. Attention reads the keys of this block and then masks
+                them. Another sequence's block could contain NaN, which masking does not remove.
             layout: adds the arrays that only GPU kernels read; None if no GPU kernel is used.
             num_groups: the number of groups of layers. GPU kernels support only one group.
         """
@@ -320,19 +320,21 @@ class BatchBuilder:
             self._num_filled[index][row] = len(block_table)
 
     def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
-        """Divide decodes into groups of similar length, in order to limit padding.
+        """Divide the sequences that decode in this step into groups of similar length.
 
-        Padding at most doubles the number of blocks that a group of long sequences reads.
+        The groups limit padding: padding at most doubles the number of blocks that a group of long
+        sequences reads.
 
         Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
         [2], because 9000 tokens need many more blocks than 30.
 
         Args:
-            lens: [num_decodes] int64, the number of tokens that each decode attends to.
+            lens: [num_decodes] int64, the number of tokens that each sequence attends to.
 
         Returns:
-            Pairs of the indices of a group in `lens` and the lengths at these indices. If all
-            decodes form one group, the indices are a slice.
+            One pair (indices, lengths) for each group: the indices of the group's sequences in
+            `lens`, and the elements of `lens` at these indices. If all sequences form one group,
+            the indices are a slice.
         """
         num_blocks = -(-lens // self._block_size)
         longest = num_blocks.max(initial=0)

@@ -108,7 +108,8 @@ class ItemPreparer:
         """Validate and tokenise items. All texts are tokenised in one call.
 
         Raises:
-            RequestError: an item is wrong. The message contains its index if there are several.
+            RequestError: an item is wrong. If there are several items, the message contains the
+                index of the wrong item.
         """
         checked: dict[int, PoolingItem] = {}
         prepared: dict[int, Prepared] = {}
@@ -258,7 +259,7 @@ class ItemPreparer:
                     f"input: each token id must be from 0 to {self._info.vocab_size - 1}, but one "
                     f"is {token_id}."
                 )
-        # Without a text, the tokens have no characters.
+        # The request contains token ids instead of a text, so no characters belong to the tokens.
         offsets = np.zeros((len(ids), 2), dtype=np.int32)
         return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 

@@ -192,12 +192,12 @@ class LogitsProcessor:
     def _penalise(
         self, logits: Tensor, positions: abc.Sequence[Position], indices: abc.Sequence[int]
     ) -> None:
-        """Apply the penalties of the requests at some positions.
+        """Apply the penalties of requests to their rows of `logits`.
 
         Args:
             logits: [n, vocab_size] float32. Mutated.
             positions: the position of each row of `logits`.
-            indices: the indices of the positions whose requests have a penalty.
+            indices: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
         """
         penalised = [positions[i] for i in indices]
         cache_rows = [

@@ -34,14 +34,15 @@ _LIKELIEST_DEFERRED = 512
 # On a CPU, a second attempt examines this number of likeliest tokens. Finding these tokens takes
 # the CPU kernel a third of the time that sorting all tokens takes.
 _LIKELIEST_SECOND = 2048
-# A row gets a second attempt only if the tokens that its first attempt examined have at least this
-# total probability. For a flatter distribution, the second attempt is unlikely to suffice.
+# The first attempt examines the likeliest tokens of a row. A second attempt follows only if the
+# probabilities of these tokens add up to at least this number. If the sum is smaller, the
+# distribution is so flat that a second attempt is unlikely to suffice.
 _MIN_TOTAL_PROB = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters and random numbers of some positions.
+    """The sampling parameters and random numbers of the positions whose tokens are sampled.
 
     Each array has one element for each position.
 
@@ -61,10 +62,10 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, positions: Sequence[Position], rows: SamplingRows) -> "SamplingBatch":
-        """Return the sampling parameters and random numbers of some positions.
+        """Return the sampling parameters and random numbers of `positions`.
 
         Args:
-            positions: the positions.
+            positions: the positions whose tokens are sampled.
             rows: [num_positions], the sampling parameters from `SamplingTable.read`.
         """
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)

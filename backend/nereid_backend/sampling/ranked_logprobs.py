@@ -23,7 +23,9 @@ _SLICE_LOGITS_GPU = 2**26
 
 
 class RankedRows(NamedTuple):
-    """The log-probabilities at some positions, on the device.
+    """The log-probabilities of sampled tokens and of the likeliest tokens, on the device.
+
+    Each row belongs to one position.
 
     Attributes:
         ids: [n, 1 + width] int64, the token at each position followed by the likeliest tokens.

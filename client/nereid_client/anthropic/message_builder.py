@@ -1,4 +1,4 @@
-"""Build a message of Anthropic's API, and the events of its stream, from deltas.
+"""Converts the backend's deltas to a message of Anthropic's API, and to the events of a stream.
 
 The events of a stream are: message_start, ping, then for each block content_block_start, several
 content_block_delta and content_block_stop, and finally message_delta and message_stop.

@@ -46,7 +46,7 @@ def usage_of(outputs: PoolingOutputs) -> dict[str, int]:
 
 
 def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
-    """Return the fields that vLLM's responses have next to the list of results.
+    """Return the fields that vLLM's responses contain in addition to the list of results.
 
     Args:
         prefix: the beginning of the response's id, such as "pool".
@@ -87,14 +87,15 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
 
 
 def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that converts an array to JSON text. Each number is stored in one byte.
+    """Return a function that rounds an array to 8-bit integers and converts them to JSON text.
 
-    Each vector is scaled so that its largest number, ignoring signs, becomes 127. The scale does
-    not change cosine similarities, but it changes dot products. Example: the array [0.5, -0.25] is
-    encoded as "[127,-64]" signed, and as "[255,64]" unsigned.
+    Each vector is scaled so that the largest absolute value of its numbers becomes 127. The scale
+    does not change cosine similarities, but it changes dot products. Example: the array
+    [0.5, -0.25] is encoded as "[127,-64]" if the integers are signed, and as "[255,64]" if the
+    integers are unsigned.
 
     Args:
-        is_signed: whether bytes are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
+        is_signed: whether the integers are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
     """
     offset = 0 if is_signed else 128
 
@@ -107,14 +108,15 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
 
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that converts the signs of an array to JSON text, eight signs in a byte.
+    """Return a function that packs the signs of an array into bytes, and writes them as JSON text.
 
-    The bit of a positive number is 1. The first of eight numbers becomes the highest bit.
-    Example: the array [1, -1, -1, -1, -1, -1, -1, 1] is encoded as "[129]" unsigned, and as "[1]"
-    signed.
+    Eight numbers become one byte. The bit of a positive number is 1, and the bit of any other
+    number is 0. The first of the eight numbers becomes the highest bit. Example: the array
+    [1, -1, -1, -1, -1, -1, -1, 1] is encoded as "[129]" if the bytes are unsigned, and as "[1]" if
+    the bytes are signed, because Cohere's API subtracts 128 from each byte.
 
     Args:
-        is_signed: whether bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
+        is_signed: whether the bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
             (`ubinary`).
     """
     offset = 128 if is_signed else 0

@@ -131,7 +131,9 @@ class Client:
         self.update(entry or KeyEntry(key="unused"), now=0.0)
 
     def update(self, entry: KeyEntry, now: float) -> None:
-        """Replace the limits of the client. What it has used in the last minute still counts.
+        """Replace the limits of the client.
+
+        Requests and tokens that the client used in the last minute still count.
 
         Args:
             entry: the client's table in the key file.
@@ -214,7 +216,8 @@ class KeyFile:
     def find(self, key: str) -> Client | None:
         """Return the client that has an API key, or None if no client has this key.
 
-        The time does not depend on the key: its digest is compared with the digest of every client.
+        The digest of `key` is compared with the digest of every client, so that the duration of the
+        search does not depend on `key`.
         """
         self._reload_if_changed()
         given = _digest(key)
@@ -230,7 +233,10 @@ class KeyFile:
         return name in self._clients
 
     def _reload_if_changed(self) -> None:
-        """Read the file again after a change. A wrong file is logged, and changes nothing."""
+        """Read the key file again if the file has changed.
+
+        If the new file is not valid, log an error and continue with the previous API keys.
+        """
         now = self._clock()
         if now < self._check_due:
             return
@@ -273,7 +279,7 @@ class KeyFile:
 
 
 def read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """Read the key file, and return its tables by the name of the client.
+    """Read the key file. Return a dict that maps the name of each client to the client's table.
 
     Raises: SettingsError that names the file, the table and the reason.
     """

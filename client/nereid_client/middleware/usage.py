@@ -37,7 +37,11 @@ class Usages:
             self._write(key, self.used(key, per_minute, now) + amount, now)
 
     def _transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block while no other process changes the used amounts."""
+        """Return a context manager that keeps other processes from changing the used amounts.
+
+        In this class, the context manager does nothing, because no other process can access the
+        used amounts. A subclass that shares the amounts between processes overrides this method.
+        """
         return nullcontext()
 
     def _read(self, key: str) -> tuple[float, float]:

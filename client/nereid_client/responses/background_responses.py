@@ -78,10 +78,10 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of the next three lines matters. First, `changed` is read: if `record`
-            # stores events after that, it sets this `changed` and replaces it, so the wait below
-            # ends. Second, `is_over` is read before the events, so that the last events are not
-            # missed.
+            # The order of the next three lines matters. `self._changed` is read first: if `record`
+            # later stores events, `record` sets the event that was read here, so the wait below
+            # ends. `is_over` is read before the events: if `is_over` is true, the events are
+            # complete, so the last events are not missed.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]

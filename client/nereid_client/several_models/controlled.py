@@ -86,7 +86,7 @@ class ControlledBackend:
         return await self._backend.is_live()
 
     async def is_ready(self) -> bool:
-        """Return whether the model accepts requests, or whether a request would load the model."""
+        """Return True if the model accepts requests, or if a request would load the model."""
         if self._control.is_unloaded(self._name):
             return await self._backend.is_live()
         return await self._backend.is_ready()

@@ -25,8 +25,8 @@ from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
 # A worker that does not end within this time after SIGTERM is killed. The time is longer than the
-# 5 s in which a worker finishes its responses. It is shorter than the 8 s after which
-# `nereid serve` kills the pool.
+# 5 s in which a worker finishes its responses, and shorter than the 8 s after which `nereid serve`
+# kills the pool.
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
 _FOLDER_PREFIX = "nereid-frontend-"  # the process id of the pool is appended
@@ -128,8 +128,8 @@ class WorkerPool:
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # This call creates the databases. Otherwise, several workers could create them at the same
-        # time.
+        # This call creates the databases before the workers start. If the workers created the
+        # databases, several workers could create one database at the same time.
         _delete_state(places[0])
         self._workers = [_Worker(place, self._start(place)) for place in places]
         while not self._stop.wait(_CHECK_EVERY_S):

@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of tool calls whose head is only an id, such as `functions.f:0`.
+    """Return the declaration of tool calls whose header is only an id, such as `functions.f:0`.
 
     Args:
         head: The pattern of the id, for example `functions.{name}:{number}`.

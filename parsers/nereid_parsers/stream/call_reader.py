@@ -1,4 +1,4 @@
-"""Reads tool calls: their markers, their heads, their bodies and the text between tool calls."""
+"""Reads tool calls: their markers, their headers, their bodies and the text between tool calls."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CallReader:
         self._is_in_section = False
         self._starts = CallStarts(context.format.calls, writer)
         self._expected = self._starts.in_section()  # The tool call that `read_start` reads next.
-        # The tool call whose body is being read. It is set in the states CALL_BODY and BROKEN_CALL.
+        # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
         # The variant of the last tool call, and the closing markers that may still follow the call.
         self._last_variant: CompiledCall | None = None
@@ -105,7 +105,7 @@ class CallReader:
         Example: `<function=` without `<tool_call>` before it.
 
         Args:
-            marker: The first literal of the tool call's head.
+            marker: The first literal of the tool call's header.
         """
         return self._expect(self._starts.at_head(marker))
 
@@ -129,7 +129,7 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Leave the tool section if `marker` closes it.
+        """Leave the tool section if `marker` closes the section.
 
         Returns:
             Whether the caller must remove `marker` from the content. The result is True if `marker`
@@ -220,7 +220,7 @@ class CallReader:
         return handle_text(len(expected.opening), _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create the reader of the body that follows a matched head. Call the reader's `begin`."""
+        """Create the reader of the body after a matched header, and call the reader's `begin`."""
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
@@ -228,7 +228,7 @@ class CallReader:
         body.begin()
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the matched head of a tool call, and return the state in which the body is read."""
+        """Read the matched header of a tool call. Return the state in which the body is read."""
         if match.variant.omits_marker:
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_undecided(self._buffer.take_until(match.head.end))
@@ -236,7 +236,7 @@ class CallReader:
         if self._buffer.has_unread():
             return State.CALL_BODY
         # Some readers start the tool call even if the body has no text yet. The state machine calls
-        # `read_body` only when more text arrives, so it is called here.
+        # `read_body` only when more text arrives, so this method calls `read_body`.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
@@ -396,7 +396,7 @@ class CallReader:
         - The tool call has started. It ends with incomplete arguments.
         - The tool call has not started, and no closing marker follows its opening marker. The
           incomplete tool call is removed, as in `<tool_call>{"na`.
-        - Otherwise the text is not a tool call. It becomes content.
+        - Otherwise the text is not a tool call, and becomes content.
         """
         call = self._open_call
         assert call is not None

@@ -42,8 +42,8 @@ class CompiledCall:
     Attributes:
         call: The declaration.
         is_unmarked: Whether the tool call starts without a marker.
-        omits_marker: Whether the model has omitted the marker before the head. Such a tool call is
-            accepted only if the request offers the function.
+        omits_marker: Whether the model has omitted the marker before the header. Such a tool call
+            is accepted only if the request offers the function.
         closing_markers: The parts of the closing marker of the tool call.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
@@ -61,14 +61,14 @@ class CompiledCall:
         self._tags = _compile_tags(call, section, self._head_pattern)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
-        """Match the marker and the head of a tool call at `pos`, and the start of its body.
+        """Match the marker and the header of a tool call at `pos`, and the start of its body.
 
         The start of the body is examined because ordinary text may contain the marker. Example:
-        `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the head ends at
+        `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the header ends at
         11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives NO_MATCH.
 
         Returns:
-            The head, NEED_MORE or NO_MATCH.
+            The header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
         end = self._head_pattern.match(text, pos, is_final, fields)
@@ -81,14 +81,14 @@ class CompiledCall:
         return Head(end, name=fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
-        """Return the start of the body after a head, or NEED_MORE or NO_MATCH.
+        """Return the start of the body after a header, or NEED_MORE or NO_MATCH.
 
         Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
         gives NO_MATCH.
 
         Args:
             text: The text.
-            head_end: The end of the head. White space may follow.
+            head_end: The end of the header. White space may follow.
             is_final: Whether no more text follows.
         """
         pos = skip_whitespace(text, head_end)
@@ -154,9 +154,9 @@ class CompiledCall:
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     """Return the markers that show that a tool call has ended.
 
-    Arguments that are not valid JSON end at one of these markers. Of the parts of a closing marker,
-    only the last one is returned, because arguments may contain the others. Example: for the
-    markers `<tool_call>` and `</function></tool_call>`, the result is
+    Arguments that are not valid JSON end at one of these markers. If a closing marker consists of
+    several parts, only the last part is returned, because arguments may contain the other parts.
+    Example: for the markers `<tool_call>` and `</function></tool_call>`, the result is
     `("</tool_call>", "<tool_call>")`.
     """
     close_parts = marker_parts(call.close)
@@ -217,11 +217,11 @@ def _first_characters(call: Call) -> tuple[str, str]:
 
 
 def _ends_with_marker(call: Call) -> bool:
-    """Return whether the text after the head of a tool call can only be arguments.
+    """Return whether the text after the header of a tool call can only be arguments.
 
-    This is the case if the tool call has an opening marker and the last part of its head is a
-    literal. Example: the result is True for the marker `[TOOL_CALLS]` and the head `{name}[ARGS]`.
-    The result is False for the head `{name}`.
+    The result is True if the tool call has an opening marker and the last part of the header is a
+    literal. Example: the result is True for the marker `[TOOL_CALLS]` and the header
+    `{name}[ARGS]`. The result is False for the header `{name}`.
     """
     last_part = split_pattern(call.head)[-1]
     is_literal = isinstance(last_part, str) and bool(last_part.strip())
@@ -229,9 +229,9 @@ def _ends_with_marker(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Compose the id of a tool call from the fields in the tool call's head, and return the id.
+    """Return the id of a tool call, composed from the fields in the header of the tool call.
 
-    The result is "" if a field is missing. Example:
+    The result is "" if a field of `template` is missing in `fields`. Example:
     `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
     `"functions.f:0"`.
     """

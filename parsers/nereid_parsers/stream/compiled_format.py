@@ -18,7 +18,7 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # contains such text.
 _MIN_CLOSING_MARKER_CHARS = 4
 # If the opening marker of a tool call is missing, the parser recognises the tool call by the
-# literal at the start of its head. The literal must have at least this number of characters,
+# literal at the start of its header. The literal must have at least this number of characters,
 # because content often contains shorter texts.
 _MIN_HEAD_MARKER_CHARS = 8
 
@@ -31,7 +31,7 @@ class MarkerKind(Enum):
     INTERRUPT         A tool call starts inside the reasoning, and ends the reasoning.
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
-    CALL_HEAD         The head of a tool call starts. The model has omitted the marker before it.
+    CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
     UNMARKED_CALL         The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
@@ -59,8 +59,8 @@ class CompiledCalls:
     Attributes:
         all: All variants, in the order in which they are tried.
         by_trigger: The variants that start with a marker. The keys are the markers.
-        by_head: The variants that start with their head, because the model has omitted the opening
-            marker. The keys are the first literals of the heads.
+        by_head: The variants that start with the header, because the model has omitted the opening
+            marker. The keys are the first literals of the headers.
         unmarked: The variants that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
@@ -137,7 +137,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     content_kinds = calls.kinds | message_kinds
     # A whole message can be a tool call. The header of such a message contains the function's name.
     # `CompiledCall` requires a tool section, although the message is not in a section. Only the
-    # closing markers of this section are used: broken arguments end at one of them.
+    # closing markers of this section are used: broken arguments end at one of these markers.
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
@@ -265,7 +265,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     """Yield the variants of tool calls whose opening marker the model may omit.
 
-    Such a variant starts with the head. The omitted marker is the opening marker of the tool call
+    Such a variant starts with the header. The omitted marker is the opening marker of the tool call
     or of the tool section. Example: the declaration `<tool_call><function={name}>..</tool_call>`
     gives the variant `<function={name}>..</tool_call>`.
     """
@@ -279,7 +279,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
     """Return the declared variants of a tool call, followed by additional JSON variants.
 
     Models sometimes write an array, `[{"name": "f", ..}]`, if the format declares an object,
-    `{"name": "f", ..}`. They also write an object if the format declares an array.
+    `{"name": "f", ..}`. Models also write an object if the format declares an array.
     """
     variants: list[Call] = []
     for call in calls:
@@ -291,7 +291,7 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _has_tag_in_head(call: Call) -> bool:
-    """Return whether the first tag of the head alone identifies a tool call.
+    """Return whether the first tag of the header alone identifies a tool call.
 
     Examples: the result is True for `<function={name}>`, and False for `{name}`.
     """

@@ -44,7 +44,8 @@ class CompiledTag:
 
     Attributes:
         key: The pattern before the value.
-        padding: The white space between the pattern and the value. It is not a part of the value.
+        padding: The white space between the pattern and the value, which is not a part of the
+            value.
         close: The closing marker, without white space.
         find_end: A function that finds the closing marker or an early end. The match includes the
             declared white space before the marker. The group "close" is the closing marker, and the
@@ -122,11 +123,11 @@ def _first_char_lookahead(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TagOpening:
-    """The matched opening of a tagged value, for example `<parameter=city>`.
+    """The matched opening tag of a tagged value, for example `<parameter=city>`.
 
     Attributes:
         variant: The variant of the tagged value.
-        end: The position after the opening.
+        end: The position after the opening tag.
         fields: The values of the pattern's fields, for example `{"key": "city"}`.
     """
 
@@ -140,7 +141,7 @@ class CompiledTags:
 
     Attributes:
         variants: The variants of a tagged value, in the order in which they are tried.
-        stop_markers: The markers that end the body. They do not belong to the body.
+        stop_markers: The markers that end the body. These markers do not belong to the body.
     """
 
     def __init__(
@@ -154,10 +155,10 @@ class CompiledTags:
 
         Args:
             part: The declaration.
-            head: The marker and the head of a tool call.
+            head: The marker and the header of a tool call.
             stop_markers: The markers that end the body.
-            markers_between_calls: The markers between the last value of a tool call and the head of
-                the next tool call.
+            markers_between_calls: The markers between the last value of a tool call and the header
+                of the next tool call.
         """
         variants = (part, *part.also)
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
@@ -174,7 +175,7 @@ class CompiledTags:
         self._match_markers = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
-        """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
+        """Match the opening tag of a value at `pos`, or return NEED_MORE or NO_MATCH.
 
         Example: `<parameter=city>` matches the variant `<parameter={key}>` with the fields
         `{"key": "city"}`. The text `<param` gives NEED_MORE.
@@ -237,10 +238,10 @@ class CompiledTags:
         return MarkerRole.AFTER_VALUE if is_decided else MarkerRole.UNDECIDED
 
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
-        """Return whether `text[start:end]` consists of markers and the head of another tool call.
+        """Return whether `text[start:end]` consists of markers and the header of another tool call.
 
-        If the tools are known, the request must offer the function that the head names.
-        Example: `</function></call><call><function=f>` contains the head of a call of f.
+        If the tools are known, the request must offer the function that the header names.
+        Example: `</function></call><call><function=f>` contains the header of a call of f.
         """
         markers = self._match_markers(text, start, end)
         head_start = markers.end() if markers else start

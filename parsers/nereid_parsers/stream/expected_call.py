@@ -41,8 +41,8 @@ class ExpectedCall:
         opening: The text that indicates the tool call: a marker, the first character of a tool call
             without a marker, or "" inside a tool section. Without a tool call, this text is
             content.
-        is_confirmed: Whether a marker shows that the text is a tool call. If not, the text is a
-            tool call only if the request offers its function.
+        is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
+            the text is a tool call only if the request offers the function.
     """
 
     variants: tuple[CompiledCall, ...]
@@ -52,7 +52,8 @@ class ExpectedCall:
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
         """Match the start of a tool call at the unread text. Try the variants in their order.
 
-        A tool call that omits its opening marker matches only if `tools` contains the function.
+        If a tool call has no opening marker, the tool call matches only if `tools` contains the
+        function.
 
         Returns:
             The match of the first variant that matches. NEED_MORE if more text must arrive before
@@ -112,14 +113,14 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return the tool call that may start with its head, because the opening marker is missing.
+        """Return the tool call that may start with a header instead of an opening marker.
 
-        The head of a tool call contains the function's name, for example `<invoke name="f">`. The
+        The header of a tool call contains the function's name, for example `<invoke name="f">`. The
         result is None if `marker` may be ordinary text: the request offers no tools, and `marker`
         is not a special token such as `<|invoke|>`, which ordinary text does not contain.
 
         Args:
-            marker: The first literal of the tool call's head, for example `<invoke name=`.
+            marker: The first literal of the tool call's header, for example `<invoke name=`.
         """
         offers_tools = bool(self._call_writer.tools.parameters)
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)

@@ -13,7 +13,7 @@ from nereid_parsers.pattern_syntax import PatternField, split_pattern
 NEED_MORE = -1  # More text could complete the match.
 NO_MATCH = -2  # No further text could complete the match.
 
-# The maximum length of a tool call's head, in characters. Longer text is not a head.
+# The maximum length of a tool call's header, in characters. Longer text is not a header.
 MAX_HEAD_CHARS = 2048
 
 _SUPERFLUOUS_CHARS = "}])`"
@@ -283,7 +283,7 @@ def looks_like_markup(text: str) -> bool:
 def is_special_token(marker: str) -> bool:
     """Return whether a marker starts with a special token that contains a vertical bar.
 
-    Examples: `<|channel>thought`, `<channel|>` and `<｜end｜>` are special tokens. `<think>` is
-    not, because ordinary text may contain it.
+    Examples: the result is True for `<|channel>thought`, `<channel|>` and `<｜end｜>`. The result
+    is False for `<think>`, because ordinary text may contain `<think>`.
     """
     return _SPECIAL_TOKEN.match(marker) is not None

@@ -85,9 +85,10 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether text is delayed until a marker shows whether the text is reasoning.
+        """Return whether the parser must store the first text instead of returning events for it.
 
-        This method applies only if the prompt is not known.
+        The text is stored until a marker shows that the text is reasoning, or that the text is
+        content. The caller calls this method only if the prompt is not known.
         """
         if self._declaration is None or self._is_inline:
             return False
@@ -95,7 +96,7 @@ class ReasoningReader:
         return is_ambiguous or self._stray_close is StrayClose.REASONING
 
     def read_unclassified(self) -> State | None:
-        """Store text until a marker shows whether the stored text is reasoning or content.
+        """Store text until a marker classifies the stored text as reasoning or as content.
 
         Example: `Let me see.</think>` shows that the text is reasoning. Any other marker shows that
         the text is content.
@@ -256,8 +257,9 @@ class ReasoningReader:
         - No tool call follows, as in `<tool_call> is a tag`. The marker is a part of the reasoning.
         - The marker directly follows `<think>`. The tool call ends the reasoning.
         - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. The text is
-          a tool call if the reasoning is never closed, and otherwise a part of the reasoning. It is
-          stored in the state INTERRUPTED_REASONING until this is known.
+          a tool call if the reasoning is never closed, and otherwise a part of the reasoning. The
+          text is stored in the state INTERRUPTED_REASONING until a closing marker or the end of the
+          message shows which case applies.
         - The policy is CALLS_FIRST. The marker is a part of the reasoning.
 
         Returns:
@@ -281,7 +283,7 @@ class ReasoningReader:
         Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
 
         Returns:
-            The head of the tool call, NEED_MORE or NO_MATCH.
+            The header of the tool call, NEED_MORE or NO_MATCH.
         """
         buffer = self._buffer
         calls = self._format.calls

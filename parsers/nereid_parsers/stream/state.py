@@ -17,7 +17,7 @@ class State(Enum):
     CONTENT_ONLY           Content up to the end of the message.
     PLAIN_MESSAGE          The content of a message that contains no tool calls.
     HEADER                 The header of a message.
-    CALL_START             The marker, the head and the first character of a tool call.
+    CALL_START             The marker, the header and the first character of a tool call.
     CALL_BODY              The body of a tool call.
     BROKEN_CALL            Arguments that are not valid JSON, up to the next marker.
     CALL_END               The closing markers of a tool call.

@@ -207,7 +207,7 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     r"""Return the marker that closes the content, with the white space before it, or "".
 
     The first marker in `after` closes the content, unless this marker ends the whole turn. Examples
-    for the opening `<answer>`, if every message ends with `<|im_end|>`:
+    for the opening marker `<answer>`, if every message ends with `<|im_end|>`:
 
         "\n</answer><|im_end|>"   "\n</answer>"
         "<|im_end|>"              "", because this marker ends the turn
@@ -217,7 +217,8 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
         opening: The marker before the content.
         turn: The model's turn. `turn.trailing_text` is the text after a user's message.
     """
-    # An opening of several markers, such as `<|open|>answer<|sep|>`, has a closing of several.
+    # If several markers open the content, such as `<|open|>answer<|sep|>`, several markers also
+    # close the content.
     compound = compound_closing(after, opening)
     if compound:
         return compound
@@ -225,7 +226,7 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     if not marker:
         return ""
     # A marker that also follows the user's message ends a turn. But if the marker has the name of
-    # the opening, as `</answer>` has the name of `<answer>`, the marker closes the content.
+    # the opening marker, as `</answer>` has the name of `<answer>`, the marker closes the content.
     follows_user_message = marker == EOS_TOKEN or marker in turn.trailing_text
     has_name_of_opening = marker in closing_spellings(opening)
     if follows_user_message and not has_name_of_opening:

@@ -74,9 +74,10 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Render the prompt with each setting of the switches. Return pairs of switches and prompt.
+    """Render the prompt with each setting of the thinking switches.
 
-    Settings that the template refuses are omitted.
+    Return one pair (setting, rendered prompt) for each setting. Settings with which the template
+    raises an error are omitted.
     """
     prompts = []
     for switches in prober.thinking_switches():
@@ -247,7 +248,7 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove from `header` what does not correspond to the header of a user's message.
+    r"""Remove the text after the part of `header` that corresponds to the header of a user message.
 
     Both headers have the same text, except for the role ("user" or "assistant"). If every prompt
     and every answer continues with `<think>`, this marker seems to belong to the header. The user's

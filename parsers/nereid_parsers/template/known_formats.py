@@ -184,7 +184,7 @@ class _Markup(NamedTuple):
 
     Attributes:
         body_type: The class of the body.
-        open, head, close: The markers and the head of the tool call.
+        open, head, close: The markers and the header of the tool call.
         around_arguments: The keys of the name and of the arguments in a JSON body, or the markers
             around a tagged argument. () for all other bodies.
     """

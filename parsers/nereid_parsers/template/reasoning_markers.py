@@ -1,7 +1,7 @@
 """Extract the markers of reasoning from rendered texts.
 
-The functions take the text before or after a reasoning and return the marker in it. A marker is
-returned with the white space around it, because the white space is a part of the format.
+The functions take the text before or after the reasoning, and return the marker in this text. A
+marker is returned with the white space around it, because the white space is a part of the format.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def last_opening(before: str) -> str:
     after_marker = before[last_marker.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker  # These words open the reasoning.
-    # The opening ends with the last marker and starts after white space, for example
+    # `opening` ends with the last marker and starts after white space, for example
     # `<|open|>think<|sep|>`. A single marker may itself contain a space: `<start think>`.
     text_to_marker = before[: last_marker.end()]
     after_last_space = text_to_marker.split()[-1]
     opening = max(after_last_space, last_marker.group(), key=len)
     text_before_opening = text_to_marker.removesuffix(opening)
-    # The white space before and after the opening is a part of the result.
+    # The result contains `opening`, and also the white space before and after `opening`.
     return before.removeprefix(text_before_opening.rstrip())
 
 
@@ -134,8 +134,9 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
     """Return the last marker of `opening`, if a model may write this marker without the others.
 
-    The result is a tuple with this marker. It is empty if `opening` does not end with a marker, has
-    only one marker, or ends with a marker that also occurs in other markup of the format.
+    The result is a tuple with this marker. The tuple is empty if `opening` does not end with a
+    marker, has only one marker, or ends with a marker that also occurs in other markup of the
+    format.
 
     >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)

@@ -59,11 +59,13 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders. Also find the effects of switches.
+    """Find a conversation whose reasoning the template renders.
 
-    The result does not contain the markers of reasoning yet. As a side effect, the prober's form
-    is changed: from now on, the prober puts the reasoning of a message where the template reads it,
-    for example into the field `reasoning_content`.
+    Also find the text that each thinking switch adds to the generation prompt. The result does not
+    contain the markers of reasoning yet.
+
+    Mutates: `turn.prober.form`. The prober then writes the reasoning of a message into the field
+    from which the template reads reasoning, for example into `reasoning_content`.
     """
     switches = _effects_of_switches(turn)
     rendered = _find_conversation(turn)
@@ -155,7 +157,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
     """Return whether the switches of `smaller` alone cause the effect of `prompt`.
 
-    This is the case if `smaller` has the same effect and sets only switches of `prompt`.
+    The result is True if `smaller` has the same effect as `prompt`, and sets only switches that
+    `prompt` also sets.
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}

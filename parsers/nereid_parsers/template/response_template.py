@@ -1,8 +1,8 @@
 r"""Convert a `response_template`, transformers' declaration of a chat format, into a Format.
 
 The declaration is in tokenizer_config.json (transformers 5.23, utils/chat_parsing). For each field
-of a message, it states the literal or the regular expression that opens and closes the field, and
-how the text of the field is parsed:
+of a message, the declaration states the literal or the regular expression that opens and closes the
+field, and how the text of the field is parsed:
 
     {"start_anchor": "<|im_start|>assistant\n", "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -50,7 +50,10 @@ _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The start of a tool call: a marker, and a pattern of name and id. Either can be empty."""
+    """The start of a tool call: a marker, and a pattern with the name and the id.
+
+    The marker or the pattern can be empty.
+    """
 
     marker: str
     head: str
@@ -241,8 +244,8 @@ def _call_start(pieces: Pieces) -> _CallStart:
     if not has_field:
         return _CallStart("".join(map(_literal_text, pieces)), head="")
     if isinstance(pieces[1], Field):
-        # The first literal directly precedes a field, so this literal belongs to the head. There is
-        # no marker.
+        # The first literal directly precedes a field, so this literal belongs to the header. The
+        # tool call has no marker.
         return _CallStart("", _pattern(pieces))
     return _CallStart(first_literal, _pattern(pieces[1:]))
 
@@ -284,7 +287,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
     """
     body = _body(field, has_name_in_head="{name}" in start.head, is_array=is_array)
     if isinstance(body, JsonObject | JsonArray):
-        # The head contains no name, so its whole text belongs to the marker of the tool call. The
+        # The header contains no name, so its whole text belongs to the marker of the tool call. The
         # marker is not a pattern, so its braces are not doubled.
         marker = start.marker + start.head.replace("{{", "{").replace("}}", "}")
         return Call(body, open=marker, close=close)
@@ -294,7 +297,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
 def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
     """Return the body of a tool call, which contains the arguments and sometimes the name.
 
-    Example: {"content": "json"} is the body `JsonArguments` if the head contains the name.
+    Example: {"content": "json"} is the body `JsonArguments` if the header contains the name.
     Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.
 
     Raises:
@@ -344,7 +347,7 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     TaggedArguments(open='<a={key}>', close='</a>', also=())
 
     Raises:
-        FormatError: The expression does not have a key and, after it, a value.
+        FormatError: The expression contains no key, or no value after the key.
     """
     # Only the first alternative is used, because all values are expected in the same tags.
     pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]

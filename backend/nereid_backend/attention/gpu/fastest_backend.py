@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the fastest attention libraries by measuring them when a model is loaded.
 
-For each kind of attention work, a library replaces the project's kernels only if its results equal
-the results of the reference, and if it is faster on a step of typical size.
+For each `Situation`, a library replaces the project's kernels only if the results of the library
+equal the results of the reference, and if the library is faster on a step of typical size.
 """
 
 import functools
@@ -79,7 +79,7 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 ) -> ChosenBackends:
     """Return the libraries that are faster than the project's kernels.
 
-    The key of each library is a pair of a layer kind and a kind of attention work.
+    The key of each library is a pair (properties of a layer, `Situation`).
 
     For each library that cannot be used, log a warning with the reason.
 
@@ -123,7 +123,7 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 def _why_wrong(
     backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
 ) -> str | None:
-    """Check the results of a library. Return the reason why they are wrong, or None.
+    """Check the results of a library. Return the reason why the results are wrong, or None.
 
     If the library fails, return the error.
     """

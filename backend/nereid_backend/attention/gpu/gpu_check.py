@@ -3,7 +3,7 @@
 
 The engine's self-check runs the whole model over short sequences. This check runs one attention
 layer over longer sequences, so that it also covers sequences that are divided into parts, the
-reduction of the parts, tiles of keys that all rows attend to, and windows that do not include the
+reduction of the parts, tiles of keys that all rows attend to, and windows that start after the
 first token. The check also compiles the kernels.
 """
 
@@ -58,7 +58,7 @@ def why_unusable(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return the reason why the kernels cannot be used for a kind of layer, or None if they can.
+    """Return the reason why the kernels cannot compute a kind of layer, or None if the kernels can.
 
     The arguments are those of `check`.
     """
@@ -250,7 +250,7 @@ def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
-    """Return the slots of the tokens at some positions of a sequence."""
+    """Return the slots of the tokens at `positions` of a sequence. `table` is the block table."""
     return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 

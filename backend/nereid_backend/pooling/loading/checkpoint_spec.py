@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads from a checkpoint's files what its task is and how its vectors or scores are computed.
 
-There are three sources, and a later one overrides an earlier one: the architecture in config.json,
-the files of sentence-transformers (modules.json and the files that it names), and the settings
-`task` and `pooling`.
+The sources are, in ascending order of precedence: the architecture in config.json, the files of
+sentence-transformers (modules.json and the files that modules.json names), and the settings `task`
+and `pooling`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -101,7 +101,7 @@ class CheckpointSpec:
         prompts: the texts of prompts by name.
         default_prompt_name: the name of the prompt for inputs that name no prompt.
         max_seq_length: the length limit of inputs in tokens, if the files have one.
-        lower_case: whether text is converted to lower case before it is tokenised.
+        lower_case: whether text is converted to lower case before the text is tokenised.
     """
 
     folder: Path
@@ -400,8 +400,9 @@ def _describe_dense(
     # None means that the files do not determine whether vectors are scaled to length 1.
     normalizes = ends_with_normalize(later) if pooling is not None else None
     if normalizes:
-        # `dense_outputs` scales the vectors after it has truncated them to `dimensions`. The module
-        # Normalize at the end must not scale them earlier, so it is left out of the layers.
+        # `dense_outputs` first truncates the vectors to `dimensions`, and then scales them. The
+        # module Normalize must not scale the vectors before the truncation, so this module is left
+        # out of the layers.
         vector_modules = vector_modules[:-1]
     kinds = ["dense"]
     if (root / SPARSE_FILE).is_file():
@@ -419,10 +420,10 @@ def _describe_dense(
 
 
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the pooling methods in the config of the module `pooling`, in their order.
+    """Return the pooling methods in the config of the module `pooling`, in the order of the config.
 
-    Without a module, the result is empty, and the model determines the method. A module that names
-    no method means "mean".
+    If `pooling` is None, the result is empty, and the model determines the method. If the config of
+    the module names no method, the result is ("mean",).
 
     Examples: {"pooling_mode": "cls"} and, in older checkpoints, {"pooling_mode_cls_token": true}
     return ("cls",).

@@ -323,7 +323,8 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
         return load_with_auto_class
     if spec.loader != BASE:
         return model_class.from_pretrained, {}
-    # Without a head, only the encoder of an encoder-decoder model computes the token vectors.
+    # The model is loaded without an output layer for a task. In an encoder-decoder model, only the
+    # encoder then computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)
     # The model's own pooler is not used, and its weights are often untrained.

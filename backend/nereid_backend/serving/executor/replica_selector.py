@@ -19,16 +19,16 @@ _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
 # The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
 _MAX_CHUNKS = 100_000
-# The process with the longest prefix gets a request only if it has at most this number of sequences
-# more than the process with the fewest sequences.
+# The process with the longest prefix is selected only if the difference between its number of
+# sequences and the smallest number of sequences of any process is at most this limit.
 _MAX_EXTRA_SEQUENCES = 4
 
 
 def chunk_hashes(token_ids: bytes) -> list[bytes]:
     """Return one hash for each full chunk of a prompt.
 
-    The hash of a chunk depends on all tokens up to the end of the chunk. Two prompts therefore have
-    their first n hashes in common if they have their first 64 * n tokens in common. Example: a
+    The hash of a chunk depends on all tokens up to the end of the chunk. If the first 64 * n tokens
+    of two prompts are equal, the first n hashes of these prompts are therefore equal. Example: a
     prompt of 200 tokens has 3 full chunks, so the result has 3 hashes.
 
     Args:
@@ -93,7 +93,8 @@ class ReplicaSelector:
     def forget(self, replica: int) -> None:
         """Delete the record of the prompts that were sent to a process.
 
-        The caller uses this method when the process has died, because its prefix cache is lost.
+        The caller calls this method when the process has died, because the prefix cache of the
+        process is then lost.
         """
         with self._lock:
             for chunk, replicas in list(self._replicas_of.items()):

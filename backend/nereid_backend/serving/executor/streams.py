@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streams of the executor. A stream collects generated tokens until they are sent.
 
-Each response costs the server and the two stubs about 1 ms of CPU time, whatever the number of its
-tokens. Tokens are therefore merged. A stream sends a step when its interval has passed (Pacer) and
-the postprocessor has consumed the earlier steps. The step contains all tokens that have arrived
-since the previous step.
+Each response costs the server and the two stubs about 1 ms of CPU time. The cost does not depend on
+the number of tokens in the response. Tokens are therefore merged. A stream sends a step when its
+interval has passed (Pacer) and the postprocessor has consumed the earlier steps. The step contains
+all tokens that have arrived since the previous step.
 """
 
 import os
@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def has_output(self) -> bool:
-        """Whether this sequence has unsent tokens, or has ended but its end was not sent."""
+        """Whether tokens or the end of this sequence have not been sent yet."""
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
@@ -119,7 +119,10 @@ class Sequence:
             self.ending = Ending(update.finish_reason, update.stop_reason)
 
     def take_delta(self) -> SequenceDelta:
-        """Return the pending output and clear it. Call this only if `has_output` is true."""
+        """Return the pending output of this sequence, and remove the output from the sequence.
+
+        The caller must call this method only if `has_output` is true.
+        """
         delta = SequenceDelta(
             index=self.index,
             num_tokens=len(self.pending),
@@ -229,11 +232,14 @@ class Stream:
         return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> tuple[np.ndarray[Any, np.dtype[np.int32]], StepState]:
-        """Return the next step with all pending output.
+        """Move the pending output of all sequences into a new step, and return the step.
+
+        Args:
+            now: the current time, as a value of time.monotonic().
 
         Returns:
-            The token ids [num_tokens] of all sequences in the order of the step's deltas, and the
-            step itself.
+            The token ids [num_tokens] of the pending output, in the order of the step's deltas, and
+            the step without these token ids.
         """
         with_output = [sequence for sequence in self.sequences if sequence.has_output]
         token_ids = np.array(

@@ -7,7 +7,7 @@ without being tokenised. The error message contains "N tokens ... L (max_model_l
 than L, the HTTP frontend sets OpenAI's error code `context_length_exceeded`.
 
 The tokenizer publishes the limits in its output `info`, because the HTTP frontend checks the size
-of a body and the number of messages before it sends anything to Triton server.
+of a body and the number of messages before the frontend sends a request to Triton server.
 """
 
 import json
@@ -32,7 +32,8 @@ _ESCAPED_BYTES = 6
 _OTHER_BYTES = 4 * 2**20
 # The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
 # least max_model_len times this number. Some tokenizers normalise a text to a shorter text before
-# they split the text into tokens. Such a tokenizer accepts longer texts than its tokens suggest.
+# they split the text into tokens. For such a tokenizer, a text of max_model_len tokens may
+# have more bytes than max_model_len times the bytes of the longest token.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
@@ -141,8 +142,8 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` divided max_model_len by the smallest number of tokens of a message. The inverse
-        # division returns this number.
+        # `derive` computed max_messages = max_model_len // min_message_tokens. The division of
+        # max_model_len by max_messages therefore approximates min_message_tokens.
         min_message_tokens = self.max_model_len // self.max_messages
         least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(

@@ -21,12 +21,12 @@ Step = Callable[[str, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The matched text before the body of a tool call or message.
+    """The matched header of a tool call or message, which is the text before the body.
 
     Attributes:
-        end: The position after the head.
-        name: The name of the function, or "" if the head contains no name.
-        call_id: The id of the tool call, or "" if the head contains no id.
+        end: The position after the header.
+        name: The name of the function, or "" if the header contains no name.
+        call_id: The id of the tool call, or "" if the header contains no id.
     """
 
     end: int
@@ -64,10 +64,11 @@ class BodyReader:
         self.is_final = False
 
     def begin(self) -> None:
-        """Start the tool call, if the head alone shows that the text is a tool call.
+        """Start the tool call, if the header alone shows that the text is a tool call.
 
-        Set the status BROKEN if the tool call cannot start, so that its text becomes content. Most
-        readers do nothing here, because they start the tool call when they read the body.
+        If the tool call cannot start, set the status BROKEN. The parser then returns the text of
+        the tool call as content. Most readers do nothing in `begin`, because they start the tool
+        call when they read the body.
         """
 
     def read(self, text: str, pos: int) -> int:
@@ -80,7 +81,10 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start the tool call that `head` names. Return False if its text must become content."""
+        """Start a call of the function that `head` names.
+
+        Return False if the tool call cannot start. The text of the tool call is then content.
+        """
         return self.writer.start(head.name, head.call_id)
 
     def _reject(self, pos: int) -> int:

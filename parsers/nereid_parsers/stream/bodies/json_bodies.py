@@ -1,7 +1,8 @@
 """Reads tool calls that are written as JSON: arguments alone, or an array of objects.
 
-The arguments are passed on as they arrive. The readers examine only brackets, strings and escape
-sequences, so a marker inside a string does not end the tool call.
+The readers pass the text of the arguments to the CallWriter as soon as the text arrives. The
+readers examine only brackets, strings and escape sequences, so a marker inside a string does not
+end the tool call.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class JsonArgumentsReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            # The tool call starts even if the text is not an object, so that its text becomes
-            # broken arguments instead of content.
+            # The tool call starts even if `text` contains no JSON object. After the start of a tool
+            # call, the rejected text becomes broken arguments. Before the start, the rejected text
+            # would become content.
             has_started = self._start_named_call(self._head)
             if not has_started or text[pos] != "{":
                 return self._reject(pos)

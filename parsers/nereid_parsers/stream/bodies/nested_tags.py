@@ -2,7 +2,7 @@
 
 With the mark `~`, the text `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes
 `{"items": [{"sku": "b1"}]}`. An element such as `items` is an array if the tool's schema declares
-an array. Without a declared type, it is an array if its first child is called `item`.
+an array. Without a declared type, an element is an array if its first child is called `item`.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class _Element:
 class NestedReader(StepReader):
     """Reads nested elements as the arguments of one tool call.
 
-    The matched head contains the function's name. Example: with the head of `f`, the mark `~` and
-    an integer `days`, the text `~<days>3~</days>` causes these calls of the CallWriter:
-    `start("f", "")` and `write("{")` in `begin`, `write('"days": ')` at the opening tag, and
-    `write("3")` after the closing tag. At the stop marker follow `write("}")` and `end()`.
+    The matched header contains the function's name. Example: if the header names the function `f`,
+    the mark is `~` and `days` is an integer, the text `~<days>3~</days>` causes these calls of the
+    CallWriter: `start("f", "")` and `write("{")` in `begin`, `write('"days": ')` at the opening
+    tag, and `write("3")` after the closing tag. At the stop marker, the reader calls `write("}")`
+    and `end()`.
     """
 
     def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:

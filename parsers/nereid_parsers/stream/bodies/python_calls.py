@@ -73,7 +73,7 @@ class PythonCallsReader(StepReader):
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket that opens the list of tool calls. Return the position after it."""
+        """Read the bracket that opens the list of tool calls, and return the bracket's end."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -214,7 +214,7 @@ class UnquotedKeyReader(BodyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
-        """Create a reader for the arguments after `head`. `quote` encloses their strings."""
+        """Create a reader for the arguments after `head`. `quote` encloses each string."""
         super().__init__(writer)
         self._head = head
         # Some models write a JSON string instead of the declared quotes.

@@ -33,14 +33,15 @@ _STRING_TYPE_NAMES = ("string", "str")
 class TaggedReader(StepReader):
     """Reads tagged values as the arguments of one tool call.
 
-    The matched head contains the function's name. Example: with the head of `f` and a string
-    `city`, the text `<parameter=city>Paris</parameter></function>` causes these calls of the
-    CallWriter: `start("f", "")` in `begin`, `write('{"city": ')` at the opening tag, `write('"')`,
-    `write("Paris")` and `write('"')` for the value, and `write("}")` and `end()` at `</function>`.
+    The matched header contains the function's name. Example: if the header names the function `f`
+    and `city` is a string, the text `<parameter=city>Paris</parameter></function>` causes these
+    calls of the CallWriter: `start("f", "")` in `begin`, `write('{"city": ')` at the opening tag,
+    `write('"')`, `write("Paris")` and `write('"')` for the value, and `write("}")` and `end()` at
+    `</function>`.
     """
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
-        """Create a reader for the arguments after `head`. `tags` matches their tags."""
+        """Create a reader for the arguments after `head`. `tags` matches the arguments' tags."""
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._tags = tags
@@ -52,7 +53,7 @@ class TaggedReader(StepReader):
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:
-        """Start the tool call. The matched head already shows that the text is a tool call.
+        """Start the tool call. The matched header already shows that the text is a tool call.
 
         If the tool call cannot start, set the status BROKEN.
         """
@@ -60,7 +61,7 @@ class TaggedReader(StepReader):
             self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening of the next value, or end the body at a stop marker.
+        """Read the opening tag of the next value, or end the body at a stop marker.
 
         Examples: `<parameter=city>` starts a value. `</function>` ends the body. Any other text is
         not valid here.
@@ -85,7 +86,7 @@ class TaggedReader(StepReader):
         if tags.may_become_stop_marker(text, pos):
             return len(text) if self.is_final else NEED_MORE
         if self.is_final and tags.match(text, pos, is_final=False) == NEED_MORE:
-            return len(text)  # The message ends inside the opening of a value.
+            return len(text)  # The message ends inside the opening tag of a value.
         return self._reject(pos)  # There is text between the arguments.
 
     def _start_value(self, fields: dict[str, str]) -> None:
@@ -102,16 +103,16 @@ class TaggedReader(StepReader):
         self._step = self._skip_padding
 
     def _types_of(self, key: str, fields: dict[str, str]) -> frozenset[str] | None:
-        """Return the JSON types that a value may have, or None if they are not known.
+        """Return the JSON types that a value may have, or None if the types are not known.
 
-        The opening of a value may declare whether the value is a string, for example
+        The opening tag of a value may declare whether the value is a string, for example
         `<parameter name="days" string="true">` or `<parameter name="days" type="integer">`. If this
         declaration contradicts the tool's schema, the types of the schema are returned. Example:
         `string="true"` gives `{"integer"}` if the schema allows only an integer.
 
         Args:
             key: The name of the argument.
-            fields: The fields of the opening.
+            fields: The fields of the opening tag.
         """
         schema_types = self.writer.tools.argument_types(self._head.name, key)
         if "string" in fields:
@@ -180,11 +181,11 @@ class TaggedReader(StepReader):
         return len(text), None
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
-        """Return whether a marker inside a value is a part of the value, or follows the value.
+        """Decide whether the marker at `pos` is a part of a value or follows the value.
 
-        The marker at `pos` is a stop marker (`</function>`) or the opening of an argument
-        (`<parameter=days>`). The opening of an argument ends the value if the tool declares this
-        argument and the argument has not been read yet. Example: in
+        The marker is a stop marker (`</function>`) or the opening tag of an argument
+        (`<parameter=days>`). The opening tag of an argument ends the value if the tool declares
+        this argument and the argument has not been read yet. Example: in
         `A<parameter=days>3</parameter>`, the value ends after `A` if the tool declares `days`.
         """
         if self._tags.is_at_stop_marker(text, pos):

@@ -60,12 +60,18 @@ class Tools:
         return name in self.parameters
 
     def may_have_argument(self, function: str, key: str) -> bool:
-        """Return whether `function` is unknown or declares the argument `key`."""
+        """Return True if `function` declares the argument `key`.
+
+        Also return True if the declared arguments of `function` are not known.
+        """
         properties = self.parameters.get(function, {}).get("properties")
         return key in properties if isinstance(properties, Mapping) else True
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
-        """Return the JSON types that the argument `key` may have, or None if they are not known."""
+        """Return the JSON types that the argument `key` may have.
+
+        Return None if the schema of the function declares no type for this argument.
+        """
         if not self.is_known:
             return frozenset({"string"})  # Without a schema, every value is read as a string.
         cache_key = (function, key)
@@ -254,7 +260,7 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
 
 
 def _parse_literal(text: str) -> _Literal | None:
-    """Parse a JSON value or a Python literal. Return None if `text` is neither of them.
+    """Parse a JSON value or a Python literal. Return None if `text` is neither.
 
     Examples: `"True"` gives the type "boolean" and the text `true`. `"{'a': 1}"` gives the type
     "object" and the text `{"a": 1}`. `"Paris"` gives None.

@@ -29,7 +29,7 @@ _NUMBERED_ID = "functions.{name}:{number}"
 class CallTexts(NamedTuple):
     """The rendered tool calls of five messages.
 
-    Each text starts where the tool calls start. It is "" if the template refuses the message.
+    Each text starts where the tool calls start. A text is "" if the template refuses the message.
 
     Attributes:
         one_call: One tool call with one argument, a string.
@@ -64,8 +64,9 @@ class CallFormat:
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
     r"""Return the variants of a tool call in which the function's name precedes the arguments.
 
-    Usually there is only one variant. Several variants differ in their heads, which are the texts
-    between the marker and the body. See `_variants_of_head`.
+    Usually, the result contains one variant. If the result contains several variants, the variants
+    differ in the header, which is the text between the marker and the body; see
+    `_variants_of_head`.
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -93,12 +94,12 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _variants_of_head(head: str) -> list[tuple[str, str]]:
-    """Return pairs: a possible head of a tool call, and the pattern of the tool call's id.
+    """Return one pair (header of a tool call, pattern of the tool call's id) for each variant.
 
-    The head is the text before the arguments. Most heads have only one variant, and the id is the
-    text of the field `{id}`. But some templates render the id of a tool call instead of the name,
-    and the probe conversation has the id "functions.f:0". Such a head contains
-    `functions.{name}:{number}`, and has three variants:
+    The header is the text before the arguments. Most headers have only one variant, and the id is
+    the text of the field `{id}`. But some templates render the id of a tool call instead of the
+    name, and the probe conversation has the id "functions.f:0". The header of such a template
+    contains `functions.{name}:{number}`, and has three variants:
 
         functions.f:0    The model writes the id of the probe conversation.
         f:0              The model writes an id without "functions.".
@@ -121,7 +122,7 @@ def _variants_of_head(head: str) -> list[tuple[str, str]]:
 def _split_opening_marker(text: str) -> tuple[str, str]:
     r"""Split the text before a function's name into the opening marker and the rest.
 
-    The rest is the start of the tool call's head. White space after the marker belongs to the
+    The rest is the start of the tool call's header. White space after the marker belongs to the
     marker.
 
     >>> _split_opening_marker("<call>\n<function=")
@@ -138,12 +139,12 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of a tool call's head, such as `<call id={id} name={name}>`.
+    r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
     """
-    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")  # some heads repeat the name
+    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")  # some headers repeat the name
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
 

@@ -287,7 +287,7 @@ def _has_first_argument(value: object) -> bool:
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls such as `f{"a": 1}`: a name, then the arguments as JSON.
 
-    Return None if no JSON follows the name. Example: `<call>f<args>{"a": 1}</call>` has the head
+    Return None if no JSON follows the name. Example: `<call>f<args>{"a": 1}</call>` has the header
     `{name}<args>` between the markers `<call>` and `</call>`.
     """
     text = texts.one_call

@@ -51,7 +51,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls that mark the key and the value of each argument with tags.
 
     Return None if a value does not follow its key. Example:
-    `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
+    `<call f><arg key="a">1</arg></call>` has the header `<call {name}>` and arguments between
     `<arg key="{key}">` and `</arg>`.
     """
     pieces = split_at_words(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)

@@ -20,7 +20,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A kind of attention work in a step. An implementation is chosen for each kind."""
+    """A kind of attention computation in a step. An implementation is chosen for each kind."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -52,7 +52,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return the kinds of attention work that the step contains."""
+        """Return the situations that occur in the step."""
         found = [Situation.DECODE] if self.batch.num_decodes else []
         if self.batch.prefills:
             is_cached = any(prefill.num_cached for prefill in self.batch.prefills)
@@ -66,14 +66,14 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: the name in log lines.
-        situations: the kinds of attention work that the library supports.
+        situations: the situations in which the library can compute the attention.
     """
 
     name: str
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return the reason why the library cannot compute a layer; None if none is known.
+        """Return a reason why the library cannot compute a layer; None if no reason is known.
 
         The reason is a clause without a final period.
 
@@ -85,10 +85,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the step's decodes, or of its prefills.
+        """Compute the attention of the step's decodes, or of the step's prefills.
 
         Args:
-            situation: one of `situations`. It selects the decodes or the prefills of the step.
+            situation: one of `situations`, which selects the decodes or the prefills of the step.
             inputs: the inputs of the layer.
             out: [num_tokens, num_heads, value_dim]. The rows of these tokens are written.
 
@@ -97,8 +97,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-# The library that was chosen for each kind of layer and each kind of attention work. Without an
-# entry, the project's own kernels compute the attention.
+# The attention library that was chosen for each pair (properties of a layer, situation). If the
+# mapping contains no library for a pair, the project's own kernels compute the attention.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 

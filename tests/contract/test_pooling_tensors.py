@@ -16,7 +16,7 @@ TENSORS = {
         names.EMBEDDINGS, names.NUM_VECTORS, names.SPARSE, names.NUM_TOKENS, names.INFO,
     },
     ("rerank", "input"): {
-        names.QUERY, names.DOCUMENTS, names.TEXTS, names.OPTIONS, names.RETURN_INFO,
+        names.QUERY, names.DOCUMENTS, names.PARTS, names.TEXTS, names.OPTIONS, names.RETURN_INFO,
     },
     ("rerank", "output"): {
         names.SCORES, names.PROBABILITIES, names.OFFSETS, names.NUM_TOKENS, names.INFO,

@@ -10,6 +10,8 @@ import pytest
 from e2e.scripted import DEMO, ROOT
 from fakes.live_frontend import wait_for
 from fakes.live_server import serve
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 pytestmark = pytest.mark.triton
 
@@ -147,6 +149,15 @@ def test_a_fault_in_one_model_leaves_the_streams_of_another(client):
 
 def test_settings_of_a_model_are_its_own(server):
     folder = server.log.parent / "state" / "nereid" / f"models-{server.ports['openai']}"
-    setting = 'key: "max_num_seqs" value { string_value: "7" }'
-    assert setting in (folder / "chat-executor" / "config.pbtxt").read_text()
-    assert setting not in (folder / "other-executor" / "config.pbtxt").read_text()
+    settings = {
+        name: model_settings(folder / f"{name}-executor" / "config.pbtxt")
+        for name in ("chat", "other")
+    }
+    assert settings["chat"]["max_num_seqs"] == "7"
+    assert "max_num_seqs" not in settings["other"]
+
+
+def model_settings(path):
+    """Return the parameters in a config.pbtxt."""
+    config = text_format.Parse(path.read_text(), ModelConfig())
+    return {name: value.string_value for name, value in config.parameters.items()}

@@ -6,7 +6,8 @@ from backend.gpu.steps import sampled
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.model import path_variants
+from nereid_backend.attention.layers import single_group
+from nereid_backend.model import path_variants, startup
 
 PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -14,6 +15,12 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def answers(folder, kind, monkeypatch, **settings):
     monkeypatch.setattr(path_variants, "cache_type", lambda *args: kind)
+    # On a GPU, all layers form one group. This engine runs the kernels for GPUs on a CPU.
+    monkeypatch.setattr(
+        startup,
+        "choose_layer_groups",
+        lambda config, spec, *_: (single_group(spec.layers), "test"),
+    )
     config = EngineConfig(
         str(folder),
         device="cpu",

@@ -217,7 +217,7 @@ def _most_prompts(raw: bytes, max_prompts: int) -> int:
     Example: the body b'{"prompt": "word word"}' has four quotation marks and no bracket, so it
     has at most two prompts.
     """
-    return min(max_prompts, raw.count(b'"') // 2 + raw.count(b"["))
+    return max(1, min(max_prompts, raw.count(b'"') // 2 + raw.count(b"[")))
 
 
 async def read_body(request: Request) -> dict[str, Any]:

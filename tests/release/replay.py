@@ -174,8 +174,10 @@ def _pip_variables() -> dict[str, str]:
 
 
 def _pip_folders() -> list[str]:
-    """Return the local package folders that pip is configured to use."""
-    named = re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", _pip_settings())
-    folders = [Path(path) for path in named if Path(path).is_dir()]
+    """Return the local folders with the packages and constraints that pip is configured to use."""
+    settings = _pip_settings()
+    named = map(Path, re.findall(r"(?<=['\s/])/(?:[\w.-]+/?)+", settings))
+    folders = [path for path in named if path.is_dir()]
+    folders += [Path(file).parent for file in re.findall(r"constraint='(/[^']+)'", settings)]
     # An index in a folder named "simple" links to files beside this folder.
     return sorted({str(path.parent if path.name == "simple" else path) for path in folders})

@@ -96,6 +96,22 @@ async def test_a_prompt_that_is_too_long_is_not_read_to_its_end(limited, connect
     assert limited.generations == []
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("/v1/chat/completions", b"nonsense", "not valid JSON at line 1"),
+        ("/v1/completions", b"nonsense", "not valid JSON at line 1"),
+        ("/v1/chat/completions", b"{}", "messages is required"),
+        ("/v1/completions", b"7", "must be a JSON object, but it is a number"),
+    ],
+)
+async def test_a_body_without_prompts_is_not_too_long(limited, connect, path, content, message):
+    async with connect() as client:
+        answer = await client.post(path, content=content)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
 async def test_many_prompts_are_read_to_the_end(limited, connect):
     prompts = ["a" * 60_000] * 100
     async with connect() as client:

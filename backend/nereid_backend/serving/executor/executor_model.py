@@ -41,6 +41,9 @@ _TOKEN_BYTES = 4
 # waits for at least this number of seconds.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
+# The inspection of a stream takes about 5 µs. With this time between two inspections of a stream,
+# inspections take at most 2.5 % of a core, for any number of streams.
+_INSPECTION_INTERVAL_S_PER_STREAM = 0.0002
 _LONGEST_RETRY_S = 60
 
 
@@ -62,6 +65,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
         # Only the loop's thread uses the following attributes.
+        # The streams with output that has not been sent, by the id of the request.
+        self._unsent: dict[str, Stream] = {}
+        self._next_inspection = 0.0
+        # The time at which the next step or deadline of a stream without output is due.
+        self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         num_engines = len(self.processes)
@@ -132,27 +140,47 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._engine_calls.note_cache_answer(process, *values)
 
     def serve(self) -> float:
-        """Send all steps that are due, and return the seconds until the next step is due."""
+        """Send all steps that are due, and return the seconds until the next step is due.
+
+        Each call looks at the streams with output. All streams are inspected only from time to
+        time, because a call that visits 256 streams takes longer than sending ten steps.
+        """
         self._engine_calls.send_new()
         now = time.monotonic()
-        interval_s = self._pacer.interval_s(len(self.requests))
-        heartbeat_s = self._pacer.heartbeat_s(
-            len(self.requests), self._settings.heartbeat_ms / 1000
-        )
-        wake = now + _IDLE_POLL_S
+        if now >= self._next_inspection:
+            self._inspect(now)
+        wake = min(now + _IDLE_POLL_S, max(self._next_event, self._next_inspection))
+        for stream in list(self._unsent.values()):
+            wake = min(wake, self._send_if_due(stream, now))
+        return max(wake - now, 0.0)
+
+    def _inspect(self, now: float) -> None:
+        """Look for disconnected clients, stop strings, expired time limits and due heartbeats."""
         streams = list(self.requests.values())
+        self._next_inspection = now + len(streams) * _INSPECTION_INTERVAL_S_PER_STREAM
         self._lost_clients.observe(streams, now)
+        self._next_event = math.inf
         for stream in streams:
             self._abort_unwanted(stream)
-            if self._end_if_overdue(stream, now):
-                continue
-            wake = min(wake, stream.timing.next_deadline)
-            due = stream.due_at(interval_s, heartbeat_s)
-            if due <= now and stream.may_send():
-                self._send_step(stream, now)
-                due = stream.last_sent + (interval_s if stream.has_output else heartbeat_s)
-            wake = min(wake, max(due, now + _MIN_WAIT_S))
-        return max(wake - now, 0.0)
+            if not self._end_if_overdue(stream, now):
+                due = self._send_if_due(stream, now)
+                self._next_event = min(self._next_event, due, stream.timing.next_deadline)
+
+    def _send_if_due(self, stream: Stream, now: float) -> float:
+        """Send the next step of a stream if the step is due.
+
+        Returns:
+            The time at which the step after that is due, as a value of time.monotonic().
+        """
+        num_streams = len(self.requests)
+        interval_s = self._pacer.interval_s(num_streams)
+        heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
+        self._lost_clients.note_consumed(stream)
+        due = stream.due_at(interval_s, heartbeat_s)
+        if due <= now and stream.may_send():
+            self._send_step(stream, now)
+            due = now + heartbeat_s
+        return max(due, now + _MIN_WAIT_S)
 
     def end(self, stream: Stream, error: NereidError) -> None:
         """Send `error` as the last response of `stream`, and remove the stream."""
@@ -251,6 +279,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._note_start(stream, now)
         self._statistics.note_update(stream, update, now)
         stream.add(update)
+        self._unsent[stream.request_id] = stream
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
             self._abort(stream)
@@ -314,7 +343,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         if stream.is_aborting or stream.has_ended:
             return
-        signals = [self._feedback.signal(slot, stream.serial) for slot in stream.slots]
+        signals = [self._feedback.signal(one.slot, stream.serial) for one in stream.sequences]
         if Signal.CANCELLED in signals or self._lost_clients.has_lost_client(stream):
             stream.is_aborting = True
             self._statistics.counts["requests_disconnected_total"] += 1
@@ -330,6 +359,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _send_step(self, stream: Stream, now: float) -> None:
         """Send the next step of `stream`, and remove the stream after its last step."""
         token_ids, state = stream.take_step(now)
+        self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
         self._lost_clients.record(stream)
         message = self._feedback.sign(state.pack(), token_ids.tobytes())
@@ -351,6 +381,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Remove a stream and release its slots. Its request no longer counts toward the limits."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
+        self._unsent.pop(stream.request_id, None)
         now = time.monotonic()
         self._statistics.note_end(stream, now)
         record_spans(self._tracing, stream, now)

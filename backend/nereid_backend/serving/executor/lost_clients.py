@@ -47,7 +47,7 @@ class LostClientDetector:
         self._last_observed = now
         for stream in streams:
             stream.waited_s += passed_s
-            self._observe(stream)
+            self.note_consumed(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream` for a disconnected client."""
@@ -59,10 +59,10 @@ class LostClientDetector:
         if stream.unconsumed[0] >= newest:
             return False
         # The step may have been consumed since the last observation, so read the feedback again.
-        self._observe(stream)
+        self.note_consumed(stream)
         return bool(stream.unconsumed) and stream.unconsumed[0] < newest
 
-    def _observe(self, stream: Stream) -> None:
+    def note_consumed(self, stream: Stream) -> None:
         """Remove the steps that the postprocessor has consumed from `stream.unconsumed`."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:

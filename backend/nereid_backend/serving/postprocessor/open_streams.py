@@ -23,6 +23,10 @@ class OpenStreams:
         # The serial number of the last stream in each slot.
         self._serials: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        """Return the number of open streams."""
+        return len(self._streams)
+
     def is_late(self, state: StepState) -> bool:
         """Return whether a step belongs to an earlier stream of its slot."""
         return state.serial < self._serials.get(state.slot, 0)

@@ -98,18 +98,16 @@ class FeedbackReader:
         """Return the signal in `slot`; NONE if the signal belongs to an earlier stream."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
-    def sign(self, state: bytes, token_ids: bytes) -> bytes:
+    def sign(self, state: bytes) -> bytes:
         """Return the signed form of a step: the address of the memory, the signature, and `state`.
 
         Args:
             state: the packed StepState.
-            token_ids: the step's token ids, which are a separate tensor.
 
         Returns:
             The address, a line feed, the signature of 16 bytes, and `state`.
         """
-        signature = _signature(self._key, state, token_ids)
-        return b"".join((self.address.encode(), b"\n", signature, state))
+        return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
         """Return the number that is stored for the stream `serial`; 0 if there is none.
@@ -162,14 +160,13 @@ class FeedbackWriter:
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 
-    def verify(self, message: bytes, token_ids: bytes) -> bytes:
+    def verify(self, message: bytes) -> bytes:
         """Check the signature of a step, and return the packed StepState.
 
         The memory whose address is in the step is mapped first, because it contains the key.
 
         Args:
             message: the return value of `FeedbackReader.sign`.
-            token_ids: the step's token ids.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -177,7 +174,7 @@ class FeedbackWriter:
         address, _, rest = message.partition(b"\n")
         self.attach(address.decode("ascii", "replace"))
         signature, state = rest[:_SIGNATURE_BYTES], rest[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, _signature(self._key, state, token_ids)):
+        if not hmac.compare_digest(signature, _signature(self._key, state)):
             raise RequestError(
                 "state: the signature of the step is wrong. Only the executor may send requests to "
                 "the postprocessor."
@@ -243,14 +240,9 @@ def _map_memory(address: str) -> memoryview:
         os.close(opened)
 
 
-def _signature(key: bytes, state: bytes, token_ids: bytes) -> bytes:
+def _signature(key: bytes, state: bytes) -> bytes:
     """Return the signature of a step, 16 bytes."""
-    digest = hashlib.blake2b(key=key, digest_size=_SIGNATURE_BYTES)
-    # The length of `state` is signed, too. Otherwise, the end of `state` could be moved to the
-    # beginning of `token_ids` without changing the signature.
-    for part in (len(state).to_bytes(8, "little"), state, token_ids):
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(state, key=key, digest_size=_SIGNATURE_BYTES).digest()
 
 
 def _address_error(reason: str) -> RequestError:

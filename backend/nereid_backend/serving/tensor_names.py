@@ -30,5 +30,4 @@ RETURNABLE = (
 # Tensors between the steps of the ensemble
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 ENVELOPE = "envelope"
-TOKEN_IDS = "token_ids"
 STATE = "state"

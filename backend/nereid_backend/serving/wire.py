@@ -208,15 +208,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """The data about the new tokens of one sequence in one step, except the token ids.
-
-    The token ids of all deltas are in one separate tensor. Example: the deltas of the sequences 0
-    and 2 have 1 and 2 tokens. Then the tensor contains one token id of sequence 0, followed by two
-    token ids of sequence 2.
+    """The new tokens of one sequence in one step.
 
     Attributes:
         index: the index of the sequence in its request.
-        num_tokens: the number of new tokens.
+        token_ids: the new tokens.
         cumulative_logprobs: for each new token, the sum of the log-probabilities of the sequence's
             tokens up to this token.
         logprobs: for each new token the fields of a TokenLogprobs; None if not requested.
@@ -227,7 +223,7 @@ class SequenceDelta:
     """
 
     index: int
-    num_tokens: int
+    token_ids: tuple[int, ...]
     cumulative_logprobs: tuple[float, ...] = ()
     logprobs: tuple[Any, ...] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
@@ -239,7 +235,7 @@ class SequenceDelta:
         ending = self.ending and (self.ending.finish_reason, self.ending.stop_reason)
         return (
             self.index,
-            self.num_tokens,
+            self.token_ids,
             self.cumulative_logprobs,
             self.logprobs,
             self.prompt_logprobs,
@@ -258,7 +254,7 @@ class SequenceDelta:
 class StepState:
     """The message from the executor to the postprocessor about one step of a stream.
 
-    The step's token ids are a separate tensor. A step without deltas is a heartbeat.
+    A step without deltas is a heartbeat.
 
     Attributes:
         slot: the number of the slot in the shared memory (see feedback.py) in which the

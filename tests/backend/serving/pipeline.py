@@ -59,10 +59,8 @@ class Pipeline:
         return replies
 
     def _step(self, stream):
-        token_ids, state = stream.take_step(0.0)
-        message = self.feedback.sign(state.pack(), token_ids.tobytes())
-        signed = np.frombuffer(message, dtype=np.uint8)
-        request = Request(**{tensor_names.TOKEN_IDS: token_ids, tensor_names.STATE: signed})
+        message = self.feedback.sign(stream.take_step(0.0).pack())
+        request = Request(**{tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         self.postprocessor.execute([request])
         for sequence in stream.sequences:
             if self.feedback.signal(sequence.slot, stream.serial) is Signal.STOP_STRING:

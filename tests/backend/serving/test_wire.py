@@ -66,7 +66,7 @@ ROWS = st.tuples(
 PARTS = st.builds(
     SequenceDelta,
     st.integers(0, 63),
-    st.integers(0, 9),
+    st.lists(st.integers(0, 2**31 - 1)).map(tuple),
     st.lists(st.floats(max_value=0, allow_nan=False)).map(tuple),
     st.none() | st.lists(ROWS).map(tuple),
     st.none() | st.lists(st.none() | ROWS).map(tuple),

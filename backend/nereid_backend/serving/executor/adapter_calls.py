@@ -159,10 +159,7 @@ class AdapterCalls:
         first, *others = [*self._names.values()] or [[]]
         names = [name for name in first if all(name in other for other in others)]
         text = json.dumps({"adapters": names}).encode()
-        return {
-            tensor_names.TOKEN_IDS: np.zeros(0, np.int32),
-            tensor_names.STATE: np.frombuffer(text, np.uint8),
-        }
+        return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
     def history(self, replica: int) -> list[list[str]]:
         """Return the messages that repeat all changes in a new engine process.

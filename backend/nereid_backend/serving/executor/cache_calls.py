@@ -135,10 +135,7 @@ class CacheCalls:
             assert call.error is not None, "an engine process answers, refuses or dies"
             return call.sender, call.error
         text = json.dumps(_merge(call.answers)).encode()
-        return call.sender, {
-            tensor_names.TOKEN_IDS: np.zeros(0, np.int32),
-            tensor_names.STATE: np.frombuffer(text, np.uint8),
-        }
+        return call.sender, {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
 
 def is_cache_call(parameters: Mapping[str, Any]) -> bool:

@@ -358,17 +358,12 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _send_step(self, stream: Stream, now: float) -> None:
         """Send the next step of `stream`, and remove the stream after its last step."""
-        token_ids, state = stream.take_step(now)
+        state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
         self._lost_clients.record(stream)
-        message = self._feedback.sign(state.pack(), token_ids.tobytes())
-        reply = tensors.response(
-            {
-                tensor_names.TOKEN_IDS: token_ids,
-                tensor_names.STATE: np.frombuffer(message, dtype=np.uint8),
-            }
-        )
+        message = self._feedback.sign(state.pack())
+        reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         tensors.send(stream.sender, reply, final=state.is_last)
         if state.is_last:
             endings = [sequence.ending for sequence in stream.sequences if sequence.ending]

@@ -12,8 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from nereid_backend.core.grammar import KINDS
 from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.executor.request_timing import RequestTiming
@@ -125,7 +123,7 @@ class Sequence:
         """
         delta = SequenceDelta(
             index=self.index,
-            num_tokens=len(self.pending),
+            token_ids=tuple(self.pending),
             cumulative_logprobs=tuple(self.cumulative_logprobs),
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
@@ -231,25 +229,18 @@ class Stream:
         """Return whether a step may be sent now. The last step may always be sent."""
         return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
-    def take_step(self, now: float) -> tuple[np.ndarray[Any, np.dtype[np.int32]], StepState]:
+    def take_step(self, now: float) -> StepState:
         """Move the pending output of all sequences into a new step, and return the step.
 
         Args:
             now: the current time, as a value of time.monotonic().
-
-        Returns:
-            The token ids [num_tokens] of the pending output, in the order of the step's deltas, and
-            the step without these token ids.
         """
         with_output = [sequence for sequence in self.sequences if sequence.has_output]
-        token_ids = np.array(
-            [token_id for sequence in with_output for token_id in sequence.pending], dtype=np.int32
-        )
         self.sent += 1
         self.last_sent = now
         opening = self.opening
         self.opening = None
-        state = StepState(
+        return StepState(
             slot=self.slot,
             serial=self.serial,
             step=self.sent,
@@ -257,4 +248,3 @@ class Stream:
             is_last=self.has_ended,
             opening=opening,
         )
-        return token_ids, state

@@ -4,7 +4,6 @@
 token ids --Detokenizer--> text --StopStrings--> text to send --message--> fields of the delta
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,15 +123,11 @@ class Choice:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
-    def add(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
+    def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step.
 
         After a stop string was found, further tokens are ignored. Only the reason why the sequence
         ended is still read from `delta`.
-
-        Args:
-            token_ids: the new tokens.
-            delta: the other data of the step about this choice.
         """
         # A delta without the number of cached tokens has the value 0.
         self._totals.num_cached_tokens = max(
@@ -142,8 +137,8 @@ class Choice:
             self._unsent.prompt_logprobs = delta.prompt_logprobs
         if self.stop_string is None:
             # The tokens after a stop string are not part of the output.
-            num_output_tokens = self._add_text_of_tokens(list(token_ids), delta.ending)
-            self._count_tokens(token_ids[:num_output_tokens], delta)
+            num_output_tokens = self._add_text_of_tokens(list(delta.token_ids), delta.ending)
+            self._count_tokens(num_output_tokens, delta)
             if delta.ending is not None:
                 self._add_withheld_text()
         if delta.ending is not None:
@@ -240,14 +235,13 @@ class Choice:
         self._unsent.text += text
         self._message.feed(text)
 
-    def _count_tokens(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
-        """Record the new tokens of a step, and the log-probabilities of these tokens.
+    def _count_tokens(self, count: int, delta: SequenceDelta) -> None:
+        """Record the first `count` new tokens of a step, and their log-probabilities.
 
-        If a stop string was found, `token_ids` ends with the token that completed the stop string.
+        If a stop string was found, the last of these tokens completed the stop string.
         """
-        count = len(token_ids)
         self._totals.num_tokens += count
-        self._unsent.token_ids += token_ids
+        self._unsent.token_ids += delta.token_ids[:count]
         if count:
             self._totals.cumulative_logprob = delta.cumulative_logprobs[count - 1]
         if delta.logprobs is not None:

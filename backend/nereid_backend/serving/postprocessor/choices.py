@@ -47,22 +47,11 @@ class Choices:
         self._slots = slots
         self._choices = list(choices)
 
-    def add(self, token_ids: Sequence[int], state: StepState) -> None:
-        """Add the tokens of one step.
-
-        Example: the token ids [5, 6, 7] and deltas of choice 0 with 1 token and of choice 2 with 2
-        tokens add [5] to choice 0 and [6, 7] to choice 2.
-
-        Args:
-            token_ids: the tokens of all choices, in the order of `state.deltas`.
-            state: the other data of the step.
-        """
+    def add(self, state: StepState) -> None:
+        """Add the tokens of one step to their choices."""
         start_time = time.monotonic()
-        start = 0
         for delta in state.deltas:
-            end = start + delta.num_tokens
-            self._choices[delta.index].add(token_ids[start:end], delta)
-            start = end
+            self._choices[delta.index].add(delta)
         self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:

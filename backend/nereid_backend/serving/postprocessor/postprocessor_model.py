@@ -100,9 +100,8 @@ class PostprocessorModel:
             RequestError: the step was not signed by an executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
-        token_ids = tensors.array(request, tensor_names.TOKEN_IDS).tobytes()
         address = self._feedback.address
-        state = StepState.unpack(self._feedback.verify(message, token_ids))
+        state = StepState.unpack(self._feedback.verify(message))
         if self._feedback.address != address:
             # A different address belongs to a new executor process.
             self._streams.clear()
@@ -110,7 +109,7 @@ class PostprocessorModel:
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add a step to a stream, and return the response; None if there is no new output."""
-        choices.add(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
+        choices.add(state)
         if state.is_last:
             self._streams.remove(state)
             self._tracing.record(
@@ -144,7 +143,7 @@ class PostprocessorModel:
         )
 
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """Send a signal to the executor if the client has cancelled, unless a check is too early."""
+        """Send a signal to the executor if a check is due and the client has cancelled."""
         now = time.monotonic()
         interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
         if now - choices.last_cancel_check_at > interval_s:

@@ -36,9 +36,10 @@ class Sender(Request):
 
     def receive(self, outputs):
         super().receive(outputs)
-        signed = outputs[tensor_names.STATE].tobytes(), outputs[tensor_names.TOKEN_IDS].tobytes()
-        self._consume(StepState.unpack(self._feedback.verify(*signed)))
-        self.token_ids += outputs[tensor_names.TOKEN_IDS].tolist()
+        signed = outputs[tensor_names.STATE].tobytes()
+        state = StepState.unpack(self._feedback.verify(signed))
+        self._consume(state)
+        self.token_ids += [token_id for delta in state.deltas for token_id in delta.token_ids]
         if self.token_ids:
             self.has_tokens.set()
 

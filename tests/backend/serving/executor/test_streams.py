@@ -28,8 +28,8 @@ def test_tokens_are_merged_until_the_streams_turn_comes():
     stream.add(update(6))
     stream.add(update(7))
     assert stream.due_at(0.05, 0.25) == 100.05
-    ids, state = stream.take_step(100.05)
-    assert ids.tolist() == [6, 7]
+    state = stream.take_step(100.05)
+    assert state.deltas[0].token_ids == (6, 7)
     assert (state.step, state.opening, state.is_last) == (2, None, False)
 
 
@@ -43,16 +43,16 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     stream.add(update(6, finish="length"))
     assert stream.may_send()
     assert stream.due_at(0.05, 0.25) <= 100.0
-    ids, state = stream.take_step(100.0)
-    assert ids.tolist() == [6]
+    state = stream.take_step(100.0)
+    assert state.deltas[0].token_ids == (6,)
     assert state.deltas[0].ending == Ending("length")
     assert state.is_last
 
 
 def test_only_the_first_step_brings_the_context():
     stream = make_stream()
-    assert stream.take_step(100.0)[1].opening == OPENING
-    assert stream.take_step(100.0)[1].opening is None
+    assert stream.take_step(100.0).opening == OPENING
+    assert stream.take_step(100.0).opening is None
 
 
 def test_a_stream_with_nothing_to_say_sends_a_heartbeat():
@@ -77,22 +77,21 @@ def test_a_step_carries_a_part_for_each_sequence_that_has_news():
     stream.add(update(5, index=2, cumulative_logprob=-1.0))
     stream.add(update(6, index=0, cumulative_logprob=-2.0, num_cached_tokens=16))
     stream.add(update(7, index=2, cumulative_logprob=-3.0))
-    ids, state = stream.take_step(100.0)
-    assert ids.tolist() == [6, 5, 7]
+    state = stream.take_step(100.0)
     assert state.deltas == (
-        SequenceDelta(0, 1, (-2.0,), num_cached_tokens=16),
-        SequenceDelta(2, 2, (-1.0, -3.0)),
+        SequenceDelta(0, (6,), (-2.0,), num_cached_tokens=16),
+        SequenceDelta(2, (5, 7), (-1.0, -3.0)),
     )
-    assert stream.take_step(100.1)[1].deltas == ()
+    assert stream.take_step(100.1).deltas == ()
 
 
 def test_a_stream_ends_when_all_its_sequences_have():
     stream = make_stream(n=2)
     stream.add(update(5, index=1, finish="length"))
     assert not stream.has_ended
-    assert not stream.take_step(100.0)[1].is_last
+    assert not stream.take_step(100.0).is_last
     stream.add(update(6, finish="stop"))
-    _, state = stream.take_step(100.1)
+    state = stream.take_step(100.1)
     assert state.is_last
     assert [part.index for part in state.deltas] == [0]
 
@@ -102,11 +101,11 @@ def test_log_probabilities_of_merged_updates_stay_in_order():
     rows = [TokenLogprobs([at], [-1.0], 1) for at in range(3)]
     stream.add(update(0, logprobs=rows[:1], prompt_logprobs=[None, rows[2]]))
     stream.add(update(1, 2, logprobs=rows[1:]))
-    (part,) = stream.take_step(100.0)[1].deltas
+    (part,) = stream.take_step(100.0).deltas
     assert part.logprobs == tuple(rows)
     assert part.prompt_logprobs == (None, rows[2])
     stream.add(update(3, logprobs=rows[:1]))
-    (part,) = stream.take_step(100.1)[1].deltas
+    (part,) = stream.take_step(100.1).deltas
     assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)
 
 

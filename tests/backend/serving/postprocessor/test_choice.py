@@ -31,7 +31,7 @@ def take(answer, token_ids, ending=None, **part):
     """Add one step to a choice. Each token has the log-probability -0.5."""
     answer.total = getattr(answer, "total", 0) + len(token_ids)
     sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
-    answer.add(token_ids, SequenceDelta(0, len(token_ids), tuple(sums), ending=ending, **part))
+    answer.add(SequenceDelta(0, tuple(token_ids), tuple(sums), ending=ending, **part))
 
 
 def usage(completion, reasoning=0, cached=0):

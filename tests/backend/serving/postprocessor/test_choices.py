@@ -43,8 +43,8 @@ class Sender:
         sums = tuple(-0.5 * (self.sent + at + 1) for at in range(len(tokens)))
         self.sent += len(tokens)
         ending = Ending("stop", EOS) if self.is_done else None
-        part = SequenceDelta(self.index, len(tokens), sums, tuple(map(row, tokens)), ending=ending)
-        return tokens, part
+        rows = tuple(map(row, tokens))
+        return SequenceDelta(self.index, tuple(tokens), sums, rows, ending=ending)
 
 
 def add_up(pieces, totals):
@@ -79,8 +79,7 @@ def run(scripts, schedule, **fields):
                 told[sender.index] = sender.part(count)
         steps = [told[index] for index in sorted(told)]
         is_last = all(sender.is_done for sender in senders)
-        state = StepState(0, 1, 1, tuple(part for _, part in steps), is_last)
-        answers.add([token for tokens, _ in steps for token in tokens], state)
+        answers.add(StepState(0, 1, 1, tuple(steps), is_last))
         add_up(answers.take_outputs(is_last=is_last), totals)
     return totals
 
@@ -116,11 +115,9 @@ def test_each_log_probability_is_sent_once_and_none_after_a_stop_string(script):
 def test_without_streaming_all_choices_are_sent_at_the_end_in_order():
     answers = open_answers(context(n=2, stream=False))
     senders = [Sender(0, "second to end"), Sender(1, "first to end")]
-    tokens, part = senders[1].part(100)
-    answers.add(tokens, StepState(0, 1, 1, (part,)))
+    answers.add(StepState(0, 1, 1, (senders[1].part(100),)))
     assert answers.take_outputs(is_last=False) == []
-    tokens, part = senders[0].part(100)
-    answers.add(tokens, StepState(0, 1, 2, (part,), is_last=True))
+    answers.add(StepState(0, 1, 2, (senders[0].part(100),), is_last=True))
     assert [piece.text for piece in answers.take_outputs(is_last=True)] == [
         "second to end",
         "first to end",
@@ -130,11 +127,10 @@ def test_without_streaming_all_choices_are_sent_at_the_end_in_order():
 def test_a_stop_string_is_signalled_until_its_choice_has_ended():
     answers = open_answers(context(n=2))
     senders = [Sender(0, "going on and on"), Sender(1, "xSTOPy")]
-    tokens, part = senders[1].part(6)
-    answers.add(tokens, StepState(0, 1, 1, (part,)))
+    answers.add(StepState(0, 1, 1, (senders[1].part(6),)))
     answers.take_outputs(is_last=False)
     assert answers.stopped_slots() == [1]
-    answers.add([], StepState(0, 1, 2, (SequenceDelta(1, 0, ending=Ending("abort")),)))
+    answers.add(StepState(0, 1, 2, (SequenceDelta(1, (), ending=Ending("abort")),)))
     (piece,) = answers.take_outputs(is_last=False)
     assert (piece.delta["finish_reason"], piece.delta["stop_reason"]) == ("stop", "STOP")
     assert answers.stopped_slots() == []

@@ -13,7 +13,7 @@ from nereid_backend.serving.postprocessor.postprocessor_model import Postprocess
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState, StreamContext
 
 CONTEXT = {"stream": True, "num_prompt_tokens": 1}
-TOKENS = (SequenceDelta(0, 2, (-1.0, -2.0)),)
+TOKENS = (SequenceDelta(0, (5, 6), (-1.0, -2.0)),)
 
 
 def make_postprocessor():
@@ -41,17 +41,14 @@ def opening(values=CONTEXT, slots=(0,)):
     return Opening(msgpack.packb(values), slots)
 
 
-def send(model, message, token_ids=(5, 6)):
-    ids = np.array(token_ids, dtype=np.int32)
-    state = np.frombuffer(message, dtype=np.uint8)
-    request = Request(**{tensor_names.TOKEN_IDS: ids, tensor_names.STATE: state})
+def send(model, message):
+    request = Request(**{tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
     model.execute([request])
     return request.wait(1)
 
 
-def send_step(model, executor, state, token_ids=(5, 6)):
-    ids = np.array(token_ids, dtype=np.int32)
-    return send(model, executor.sign(state.pack(), ids.tobytes()), token_ids)
+def send_step(model, executor, state):
+    return send(model, executor.sign(state.pack()))
 
 
 def test_a_step_that_the_executor_has_not_signed_is_refused(shared_postprocessor, executor):
@@ -92,7 +89,7 @@ def test_a_damaged_context_ends_its_stream(shared_postprocessor, executor, damag
 def test_a_repeated_step_of_an_ended_stream_leaves_the_next_stream_alone(
     shared_postprocessor, executor
 ):
-    last = (SequenceDelta(0, 2, (-1.0, -2.0), ending=Ending("stop")),)
+    last = (SequenceDelta(0, (5, 6), (-1.0, -2.0), ending=Ending("stop")),)
     old = StepState(0, 1, 1, last, is_last=True, opening=opening())
     assert send_step(shared_postprocessor, executor, old).replies
     send_step(shared_postprocessor, executor, StepState(0, 2, 1, TOKENS, opening=opening()))

@@ -153,7 +153,7 @@ def cpu_by_process(served: Served) -> dict[str, float]:
 
 
 def process_table(spent: Sequence[Mapping[str, float]], responses: float, requests: int) -> str:
-    """Return a Markdown table with the CPU time of each process.
+    """Return a Markdown table with the CPU time of each process, and of all except the engine.
 
     Args:
         spent: the CPU seconds of each process in each round.
@@ -161,6 +161,7 @@ def process_table(spent: Sequence[Mapping[str, float]], responses: float, reques
         requests: the number of requests in all rounds.
     """
     totals = {role: sum(round_.get(role, 0.0) for round_ in spent) for role in spent[0]}
+    totals["all except the engine"] = sum(totals.values()) - totals.get("engine", 0.0)
     rows = [
         [role, f"{total / responses * 1e6:.0f}", f"{total / requests * 1e6:.0f}"]
         for role, total in sorted(totals.items(), key=lambda item: -item[1])

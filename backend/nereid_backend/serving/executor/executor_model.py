@@ -37,13 +37,13 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
-# waits for at least this number of seconds.
+# If a step is due, but earlier steps have not been consumed, the step must wait. The loop checks
+# the stream again after a tenth of its interval, but not before this number of seconds has passed.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
-# The inspection of a stream takes about 5 µs. With this time between two inspections of a stream,
-# inspections take at most 2.5 % of a core, for any number of streams.
-_INSPECTION_INTERVAL_S_PER_STREAM = 0.0002
+# The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
+# inspections grows with the number of streams, inspections take at most 2.5 % of a core.
+_INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
 _LONGEST_RETRY_S = 60
 
 
@@ -142,8 +142,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next step is due.
 
-        Each call looks at the streams with output. All streams are inspected only from time to
-        time, because a call that visits 256 streams takes longer than sending ten steps.
+        Each call looks only at the streams with new output. All streams are inspected from time to
+        time, because the inspection of 256 streams takes as long as sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()
@@ -151,7 +151,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._inspect(now)
         wake = min(now + _IDLE_POLL_S, max(self._next_event, self._next_inspection))
         for stream in list(self._unsent.values()):
-            wake = min(wake, self._send_if_due(stream, now))
+            if stream.next_check <= now:
+                stream.next_check = self._send_if_due(stream, now)
+            wake = min(wake, stream.next_check)
         return max(wake - now, 0.0)
 
     def _inspect(self, now: float) -> None:
@@ -170,17 +172,20 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Send the next step of a stream if the step is due.
 
         Returns:
-            The time at which the step after that is due, as a value of time.monotonic().
+            The time at which this method must be called again unless the stream gets new output, as
+            a value of time.monotonic().
         """
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
         self._lost_clients.note_consumed(stream)
         due = stream.due_at(interval_s, heartbeat_s)
-        if due <= now and stream.may_send():
-            self._send_step(stream, now)
-            due = now + heartbeat_s
-        return max(due, now + _MIN_WAIT_S)
+        if due > now:
+            return due
+        if not stream.may_send():
+            return now + max(interval_s / 10, _MIN_WAIT_S)
+        self._send_step(stream, now)
+        return now + heartbeat_s
 
     def end(self, stream: Stream, error: NereidError) -> None:
         """Send `error` as the last response of `stream`, and remove the stream."""
@@ -280,6 +285,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.note_update(stream, update, now)
         stream.add(update)
         self._unsent[stream.request_id] = stream
+        stream.next_check = 0.0
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
             self._abort(stream)

@@ -154,6 +154,8 @@ class Stream:
         unconsumed: the numbers of the steps that the postprocessor has not consumed yet, oldest
             first. Steps are numbered across all streams.
         waited_s: the time in seconds since the oldest unconsumed step was sent.
+        next_check: the time at which the executor checks again whether the unsent output is due, by
+            time.monotonic().
         is_aborting: whether the executor has asked the engine to end the whole request.
         timing: the request's arrival, start and deadlines.
     """
@@ -168,6 +170,7 @@ class Stream:
     sent: int = 0
     unconsumed: deque[int] = field(default_factory=deque)
     waited_s: float = 0.0
+    next_check: float = 0.0
     is_aborting: bool = False
     timing: RequestTiming = field(default_factory=RequestTiming)
 

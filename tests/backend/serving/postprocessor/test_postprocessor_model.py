@@ -1,6 +1,7 @@
 """The postprocessor with steps of an executor, and with requests of a client that has no right."""
 
 import json
+import time
 
 import msgpack
 import numpy as np
@@ -115,3 +116,36 @@ def test_streams_of_a_restarted_executor_begin_again(shared_postprocessor, execu
     assert send_step(shared_postprocessor, restarted, again).error is None
     assert restarted.consumed(0, 1) == 1
     restarted.close()
+
+
+class CountingRequest(Request):
+    """A request that counts how often the model checks whether the client has cancelled."""
+
+    num_checks = 0
+
+    def is_cancelled(self):
+        self.num_checks += 1
+        return False
+
+
+def num_cancel_checks(model, executor, num_streams):
+    """Return the number of checks in two steps of one of `num_streams` streams, 0.15 s apart."""
+    for slot in reversed(range(num_streams)):
+        context = opening(slots=(slot,))
+        assert send_step(model, executor, StepState(slot, 7, 1, TOKENS, opening=context)).replies
+    requests = []
+    for step in (2, 3):
+        time.sleep(0.15)
+        message = executor.sign(StepState(0, 7, step, TOKENS).pack())
+        requests.append(
+            CountingRequest(**{tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
+        )
+        model.execute(requests[-1:])
+    return sum(request.num_checks for request in requests)
+
+
+def test_each_of_many_streams_is_checked_for_cancellation_less_often(shared_postprocessor):
+    for num_streams, num_checks in [(1, 2), (2000, 0)]:
+        executor = FeedbackReader(num_streams)
+        assert num_cancel_checks(shared_postprocessor, executor, num_streams) == num_checks
+        executor.close()

@@ -7,13 +7,13 @@ import re
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import first_literal, split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
+from nereid_parsers.stream.bodies.compiled_tags import CompiledTags
 from nereid_parsers.stream.bodies.json_bodies import ArrayReader, JsonArgumentsReader
 from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.bodies.nested_tags import NestedReader
 from nereid_parsers.stream.bodies.python_calls import PythonCallsReader, UnquotedKeyReader
 from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.compiled_tags import CompiledTags
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,

@@ -18,7 +18,7 @@ from nereid_parsers.format import Format, Sections, Source
 from nereid_parsers.formats.registry import get_format
 from nereid_parsers.template.analysis import analyze_checkpoint_template
 from nereid_parsers.template.report import TemplateAnalysis
-from nereid_parsers.template.response_template import format_of_response_template
+from nereid_parsers.template.response.response_template import format_of_response_template
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from nereid_parsers.format import (
     TaggedArguments,
 )
 from nereid_parsers.template import format_of_response_template
-from nereid_parsers.template.regex_parts import Field, OptionalWhitespace, alternatives
+from nereid_parsers.template.response.regex_parts import Field, OptionalWhitespace, alternatives
 from parsers.template.support import TEMPLATES
 
 SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
+from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import to_json

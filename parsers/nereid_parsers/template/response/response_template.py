@@ -33,14 +33,14 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.template.calls.call_texts import escape_braces
 from nereid_parsers.template.conversation import REASONING_FIELDS
-from nereid_parsers.template.regex_parts import (
+from nereid_parsers.template.response.regex_parts import (
     Field,
     OptionalWhitespace,
     Piece,
     Pieces,
     alternatives,
 )
-from nereid_parsers.template.response_transform import keys_of_transform
+from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
 
 _VERSION = 1
